@@ -1,0 +1,40 @@
+# Every target makes the environment that it needs. PYTHON and VENV can be set on the command line.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OLDEST := .venv-oldest
+
+.PHONY: demo test check bench test-oldest clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/finetune_digits.py
+
+test: $(VENV)/.installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-local.json
+
+# The lower bounds of pyproject.toml, exactly.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -m "not slow"
+
+$(VENV)/.installed: pyproject.toml requirements/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(BIN)/python -m pip install -q -e ".[examples]" --group dev -c requirements/constraints.txt
+	touch $@
+
+$(OLDEST)/.installed: pyproject.toml requirements/oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(OLDEST)/bin/python -m pip install -q -e ".[examples]" --group test -c requirements/oldest.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info

@@ -1,0 +1,275 @@
+"""Tensors and arrays between torch and jax: the only file that touches DLPack, or numpy's view of torch memory.
+
+Zero-copy means that both sides see the same bytes, in both directions: a write through torch is visible in the jax
+array, although jax calls it immutable. Import afresh after a write; a jax array that was printed keeps the old values
+(https://github.com/jax-ml/jax/issues/19123).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+
+from .masks import path_name
+
+# jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign).
+ALIGNMENT = 64
+
+_EXTENSION_DTYPES = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+
+
+def x64() -> Any:
+    """A context in which jax keeps 64-bit types; local to the thread, never the global flag."""
+    scope = getattr(jax, "enable_x64", None)
+    if scope is None:  # jax < 0.8
+        from jax.experimental import enable_x64 as scope
+    return scope(True)
+
+
+def to_jax(tree: Any, copy: bool | None = False) -> Any:
+    """View torch tensors as jax arrays, on the same device and over the same memory.
+
+    Args:
+      tree: a tensor or a pytree holding tensors; leaves of other types come back unchanged.
+      copy: False: zero-copy or an error. None: zero-copy where possible, else a copy on the same device. True: a copy.
+
+    Returns:
+      `jax.Array`s of equal shape and dtype (64-bit types stay 64-bit, whatever jax's global flag says). With copy=False
+      each aliases its tensor and keeps it alive.
+
+    Raises:
+      ValueError: the tensor requires grad, is sparse, on the meta device, a lazy conjugate or negative, strided or
+        expanded, or not aligned to 64 bytes. The text names the leaf and what to do.
+      RuntimeError: jax does not see the tensor's device.
+    """
+    if isinstance(tree, torch.Tensor):
+        return _tensor_to_jax(tree, copy, "")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _tensor_to_jax(x, copy, path_name(path)) if isinstance(x, torch.Tensor) else x, tree
+    )
+
+
+def to_torch(tree: Any, copy: bool | None = False) -> Any:
+    """View jax arrays as torch tensors, on the same device and over the same memory.
+
+    Args:
+      tree: a `jax.Array` or a pytree holding them; leaves of other types come back unchanged.
+      copy: as in `to_jax`.
+
+    Returns:
+      Tensors of equal shape and dtype. With copy=False writing to one writes to the jax array, and jax no longer
+      donates that array while the tensor lives.
+
+    Raises:
+      ValueError: the array was donated or deleted, is a tracer or sharded over several devices, or has a dtype that torch lacks.
+    """
+    if isinstance(tree, jax.Array):
+        return _array_to_torch(tree, copy, "")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: _array_to_torch(x, copy, path_name(path)) if isinstance(x, jax.Array) else x, tree
+    )
+
+
+def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> list[Any]:
+    """The tensors as arguments of one compiled call, by the cheapest route, dimensions permuted by `order`.
+
+    Zero-copy where jax can alias the memory, else copied by jax: the caller only reads them. On the CPU a numpy view
+    passed straight to the call costs a third of an import. The tensors must stay unchanged until the call has ended.
+    """
+    if tensors and tensors[0].device.type != "cpu":
+        moved = [t.detach() if d is None else t.detach().permute(d) for t, d in zip(tensors, order, strict=True)]
+        return _import_on_stream(moved)
+    out: list[Any] = []
+    for tensor, dims in zip(tensors, order, strict=True):
+        tensor = tensor.detach()
+        if dims is not None:
+            tensor = tensor.permute(dims)
+        if tensor.dtype in _EXTENSION_DTYPES:
+            bits, dtype = _EXTENSION_DTYPES[tensor.dtype]
+            out.append(tensor.contiguous().view(bits).numpy().view(dtype))
+        else:
+            out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()))
+    return out
+
+
+def device_of(tensor: torch.Tensor) -> Any:
+    """The jax device that holds the tensor's memory, or a RuntimeError with the remedy; never another device."""
+    return _jax_device(tensor.device.type, tensor.device.index or 0)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
+    if dtype in _EXTENSION_DTYPES:
+        return np.dtype(_EXTENSION_DTYPES[dtype][1])
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Array:
+    if tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(f"to_jax: {_title(tensor, name)} {_not_exportable(tensor)}")
+    if tensor.is_conj() or tensor.is_neg():
+        # The raw capsule would drop these bits without a word and hand over the unconjugated memory.
+        if copy is False:
+            raise ValueError(f"to_jax: {_title(tensor, name)} is a lazy conjugate or negative. Pass copy=None, or resolve_conj()/resolve_neg() first.")
+        tensor, copy = tensor.resolve_conj().resolve_neg(), None
+    if copy:
+        tensor = tensor.clone()
+    platform, index = tensor.device.type, tensor.device.index or 0
+    importer = _importer(platform)
+    try:
+        return importer(tensor, _jax_device(platform, index))
+    except (RuntimeError, ValueError, BufferError) as error:
+        if copy is False:
+            raise ValueError(f"to_jax: {_title(tensor, name)} {_reason(tensor, error)}") from error
+    return importer(tensor.clone(memory_format=torch.contiguous_format), _jax_device(platform, index))
+
+
+def _not_exportable(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "is on the meta device and has no memory. Materialise it first (to_empty)."
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}; expected torch.strided. Convert it with to_dense()."
+    return "requires grad, and jax cannot see torch's graph. Pass tensor.detach(), or wrap the function in bridge.jax_function."
+
+
+def _reason(tensor: torch.Tensor, error: Exception) -> str:
+    remedy = "Pass copy=None to copy where needed, or"
+    if not _is_dense(tensor):
+        return f"has strides {tensor.stride()}, which leave gaps or overlap; jax reads dense memory only. {remedy} contiguous()."
+    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+        return f"starts at {tensor.data_ptr():#x}, not aligned to {ALIGNMENT} bytes (a slice or a view into a flat buffer). {remedy} clone()."
+    return f"was refused by jax: {str(error).splitlines()[0]} {remedy} clone()."
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or dense_order(tensor) is not None
+
+
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The permutation of dimensions under which the tensor is contiguous (identity for contiguous); None if there is none."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
+    sizes, strides = tensor.shape, tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: (-strides[d], sizes[d] == 1)))
+    expected = 1
+    for d in reversed(order):
+        if sizes[d] != 1:
+            if strides[d] != expected:
+                return None
+            expected *= sizes[d]
+    return order
+
+
+def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Tensor:
+    title = f"to_torch: array {name!r}" if name else "to_torch: the array"
+    if isinstance(array, jax.core.Tracer):
+        raise ValueError(f"{title} is a tracer ({array.aval}): torch needs values. Call to_torch outside jit, or wrap the function in bridge.jax_function.")
+    if array.is_deleted():
+        raise ValueError(f"{title} was donated or deleted and has no memory. Keep the result of the call that took it, or pass a copy there.")
+    if len(array.devices()) != 1:
+        raise ValueError(f"{title} is sharded over {len(array.devices())} devices; expected one. Pass array.addressable_shards[i].data.")
+    if copy:
+        array = array.copy()
+    try:
+        return _exporter()(array)
+    except (RuntimeError, ValueError, BufferError, TypeError) as error:
+        raise ValueError(f"{title} of dtype {array.dtype} and shape {array.shape} cannot be seen by torch: {str(error).splitlines()[0]}") from error
+
+
+@functools.cache
+def _jax_device(platform: str, index: int) -> Any:
+    backend = {"cuda": "gpu"}.get(platform, platform)
+    try:
+        devices = jax.devices(backend)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"jax has no {backend} backend, but a tensor is on {platform}:{index}. Install the matching jax "
+            f"(maskbridge[cuda] for NVIDIA), or move the model to the CPU. jax said: {str(error).splitlines()[0]}"
+        ) from error
+    for device in devices:
+        if getattr(device, "local_hardware_id", None) in (index, None) or len(devices) == 1 and platform == "cpu":
+            return device
+    raise RuntimeError(f"jax sees {devices}, but a tensor is on {platform}:{index}. Make CUDA_VISIBLE_DEVICES and jax's visible devices agree.")
+
+
+@functools.cache
+def _importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array]:
+    """The way in for one platform: the two C calls beneath the public one where they work, else the public one."""
+    if platform == "cpu":
+        fast = _raw_importer()
+        if fast is not None:
+            return fast
+    return _public_import
+
+
+def _raw_importer() -> Callable[[torch.Tensor, Any], jax.Array] | None:
+    """`jax.dlpack.from_dlpack` costs five times the calls beneath it; their names are private and move (lucidrains/jax2torch#6)."""
+    try:
+        from jax._src.lib import _jax
+
+        from_capsule, capsule = _jax.dlpack_managed_tensor_to_buffer, torch._C._to_dlpack  # pyright: ignore
+    except (ImportError, AttributeError):
+        return None
+
+    def fast(tensor: torch.Tensor, device: Any) -> jax.Array:
+        return from_capsule(capsule(tensor), device, None, False)
+
+    probe = torch.zeros(ALIGNMENT)
+    try:
+        if fast(probe, _jax_device("cpu", 0)).unsafe_buffer_pointer() == probe.data_ptr():
+            return fast
+    except (TypeError, RuntimeError, ValueError):
+        pass
+    return None
+
+
+def _public_import(tensor: torch.Tensor, device: Any) -> jax.Array:
+    with x64():
+        if device.platform == "cpu":
+            return jax.dlpack.from_dlpack(tensor, copy=False)
+        with torch.cuda.device(tensor.device):  # torch exports only from the current device
+            return jax.dlpack.from_dlpack(tensor, copy=False)
+
+
+def _import_on_stream(tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
+    """Device tensors in; each export orders jax's stream after torch's current one."""
+    out = []
+    for tensor in tensors:
+        out.append(_tensor_to_jax(tensor, None, ""))
+    return out
+
+
+@functools.cache
+def _exporter() -> Callable[[jax.Array], torch.Tensor]:
+    try:
+        from jax._src.lib import _jax
+
+        to_capsule, from_capsule = _jax.buffer_to_dlpack_managed_tensor, torch._C._from_dlpack  # pyright: ignore
+    except (ImportError, AttributeError):
+        return torch.from_dlpack
+
+    def fast(array: jax.Array) -> torch.Tensor:
+        if next(iter(array.devices())).platform != "cpu":
+            return torch.from_dlpack(array)
+        return from_capsule(to_capsule(array, stream=None))
+
+    with x64():
+        probe = jax.numpy.zeros(ALIGNMENT, jax.numpy.float32)
+    try:
+        return fast if fast(probe).data_ptr() == probe.unsafe_buffer_pointer() else torch.from_dlpack
+    except (TypeError, RuntimeError, ValueError):
+        return torch.from_dlpack
+
+
+def _title(tensor: torch.Tensor, name: str) -> str:
+    return f"tensor {name!r} {tuple(tensor.shape)}" if name else f"the tensor of shape {tuple(tensor.shape)}"

@@ -1,0 +1,337 @@
+"""The selector language: one spec in, one value per named leaf out, with the rule that decided.
+
+A mask says True = optimized and False = frozen, everywhere in this project. optax's own `masked` reads False as
+"pass the gradient through" and `freeze` reads True as "frozen"; neither polarity is used here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+Kind = Literal["mask", "decay_mask", "labels"]
+
+
+class Decision(NamedTuple):
+    """What a spec says of one leaf: a bool, a label or a boolean array of the leaf's shape, and the rule that said so."""
+
+    value: Any
+    rule: str
+
+
+class Leaves(NamedTuple):
+    """The leaves that a spec speaks about, in the order in which the answer comes back.
+
+    `names` are dotted names; `named` is False where the caller had none and they only count positions. `tree` builds
+    the nested pytree of the leaves, for specs that are trees or callables on the tree.
+    """
+
+    names: Sequence[str]
+    params: Sequence[Any]
+    tree: Callable[[], Any]
+    named: bool = True
+
+
+class _Unmatched:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_UNMATCHED = _Unmatched()
+
+
+def column(spec: Any, leaves: Leaves, kind: Kind = "mask") -> list[Decision]:
+    """Resolve a spec on the host, once, to one `Decision` per leaf.
+
+    Args:
+      spec: any form of the README's "Selectors".
+      leaves: names, parameters and tree.
+      kind: "labels" wants hashable labels and a rule for every leaf; the masks want bools (`mask` also boolean arrays
+        of the leaf's own shape) and read a leaf that no rule names as False.
+
+    Raises:
+      ValueError: a pattern, key, module or parameter matches no leaf; a tree has another structure; a leaf has no
+        label; a value has the wrong shape. The text names it, what was expected, and the nearest names.
+      TypeError: the spec or a value is of no known form.
+    """
+    decisions = _resolve(spec, leaves, kind, kind)
+    return [_checked(d, name, param, kind) for d, name, param in zip(decisions, leaves.names, leaves.params, strict=True)]
+
+
+def resolve_mask(spec: Any, params: Any) -> Any:
+    """Resolve a mask spec to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
+
+    Args:
+      spec: any form of the README's "Selectors".
+      params: a pytree of arrays or tensors, whose key paths joined by dots are the names; or an `nn.Module`.
+
+    Returns:
+      A pytree of the structure of `params`; for a module a dict by parameter name.
+
+    Raises:
+      ValueError, TypeError: as `column`.
+    """
+    return _over_tree(spec, params, "mask")
+
+
+def resolve_labels(spec: Any, params: Any) -> Any:
+    """Resolve a label spec to a pytree of labels; as `resolve_mask`, but a leaf that no rule names is a ValueError."""
+    return _over_tree(spec, params, "labels")
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def near(text: str, names: Iterable[str]) -> str:
+    """The tail of an error about a name: the nearest known ones, or some of them."""
+    known = sorted(set(names))
+    close = difflib.get_close_matches(text, known, n=3, cutoff=0.5)
+    below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
+    if below or close:
+        return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?"
+    return "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
+
+
+def _over_tree(spec: Any, params: Any, kind: Kind) -> Any:
+    if isinstance(params, torch.nn.Module):
+        params = dict(params.named_parameters())
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    leaves = Leaves([path_name(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], lambda: params)
+    return treedef.unflatten([d.value for d in column(spec, leaves, kind)])
+
+
+def _checked(decision: Decision, name: str, param: Any, kind: Kind) -> Decision:
+    """A decision with its value in the kind's own type, or the error that names leaf and rule."""
+    value, rule = decision
+    if kind == "labels":
+        if value is _UNMATCHED:
+            raise ValueError(f"labels: no rule gives {name!r} a label ({rule}). Add a rule for it, or ('*', label) last.")
+        if _is_array(value) or not isinstance(value, Hashable):
+            raise TypeError(f"labels: {name!r} got {value!r} from {rule}; a label is a string or another hashable value.")
+        return decision
+    if value is _UNMATCHED:
+        return Decision(False, rule)
+    if isinstance(value, bool | np.bool_):
+        return Decision(bool(value), rule)
+    if kind == "mask" and _is_array(value):
+        return _checked_elements(value, rule, name, tuple(np.shape(param)))
+    raise TypeError(
+        f"{kind}: {name!r} got {value!r} ({type(value).__name__}) from {rule}; expected True or False"
+        + (" or a bool tensor of the parameter's shape." if kind == "mask" else ".")
+    )
+
+
+def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) -> Decision:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"mask: the value for {name!r} is traced ({value}). A mask is decided on the host, outside jit.")
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.dtype != np.bool_ or array.shape != shape:
+        raise ValueError(
+            f"mask: {name!r} got an array of shape {array.shape} and dtype {array.dtype} from {rule}; expected shape "
+            f"{shape} and dtype bool. For rows, expand a (rows, 1) mask to the full shape."
+        )
+    # All True and all False are plain masks: no array rides along, and False allocates no state.
+    return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array.copy(), rule)
+
+
+def _resolve(spec: Any, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+    """Dispatch on the form of the spec; the order matters (an Equinox module is both a callable and a pytree)."""
+    if spec is None:
+        value = _UNMATCHED if kind == "labels" else True
+        return [Decision(value, f"{where}=None")] * len(leaves.names)
+    if isinstance(spec, bool | np.bool_) or _is_array(spec):
+        return [Decision(spec, f"{where}={spec}" if not _is_array(spec) else f"{where} array")] * len(leaves.names)
+    if isinstance(spec, str | re.Pattern):
+        return _picked(_matching(spec, leaves, where), leaves, f"{where} {_show(spec)}")
+    if isinstance(spec, torch.nn.Module):
+        rule = f"{where} {type(spec).__name__} module"
+        return _picked(_owned(spec.parameters(), leaves, rule), leaves, rule)
+    if isinstance(spec, Mapping):
+        return _by_prefix(spec, leaves, where)
+    if isinstance(spec, Iterable) and not _is_node(spec) or type(spec) in (list, tuple, set):
+        return _by_sequence(spec, leaves, kind, where)
+    if _is_node(spec) and not (callable(spec) and any(callable(leaf) for leaf in jax.tree.leaves(spec))):
+        return _by_tree(spec, leaves, f"{where} {type(spec).__name__}")
+    if callable(spec):
+        return _by_call(spec, leaves, kind, where)
+    raise TypeError(
+        f"{where}: cannot read a selector of type {type(spec).__name__}: {spec!r}. Expected None, a bool, a glob or a "
+        "list of globs, a re.Pattern, a callable, a list of (selector, value), a dict by prefix, a module, parameters, "
+        "or a pytree of values."
+    )
+
+
+def _picked(hits: set[int], leaves: Leaves, rule: str) -> list[Decision]:
+    return [Decision(True, rule) if i in hits else Decision(_UNMATCHED, f"not {rule}") for i in range(len(leaves.names))]
+
+
+def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set[int]:
+    """Indices of the names that a glob (whole name, case counts) or a regex (`search`) matches; never none."""
+    if not leaves.named:
+        raise ValueError(
+            f"{where}: the pattern {_show(pattern)} needs parameter names. Pass model.named_parameters() instead of "
+            "model.parameters()."
+        )
+    if isinstance(pattern, str):
+        hits = {i for i, name in enumerate(leaves.names) if fnmatch.fnmatchcase(name, pattern)}
+    else:
+        hits = {i for i, name in enumerate(leaves.names) if pattern.search(name)}
+    if not hits:
+        text = pattern if isinstance(pattern, str) else pattern.pattern
+        raise ValueError(f"{where}: the pattern {_show(pattern)} matches none of {len(leaves.names)} parameters. {near(text, leaves.names)}")
+    return hits
+
+
+def _owned(params: Iterable[Any], leaves: Leaves, rule: str) -> set[int]:
+    """Indices of the leaves that are these very objects; a frozen module may hold others, but not only others."""
+    index = {id(param): i for i, param in enumerate(leaves.params)}
+    given = list(params)
+    hits = {index[id(param)] for param in given if id(param) in index}
+    if not hits:
+        raise ValueError(f"{rule}: none of its {len(given)} parameters is among the {len(leaves.names)} optimized here.")
+    return hits
+
+
+def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+    """A list of patterns, of parameters (or (name, parameter) pairs), or of (selector, value), first match winning."""
+    items = list(spec)
+    if not items:
+        raise ValueError(f"{where}: an empty list selects nothing. Use False to freeze all, None to take all.")
+    if all(isinstance(item, torch.Tensor) and item.dtype != torch.bool for item in items):
+        rule = f"{where} parameters"
+        foreign = [tuple(p.shape) for p in items if not any(p is q for q in leaves.params)]
+        if foreign:
+            raise ValueError(f"{rule}: {len(foreign)} of {len(items)} (first: shape {foreign[0]}) are not optimized here.")
+        return _picked(_owned(items, leaves, rule), leaves, rule)
+    if all(isinstance(item, bool | np.bool_) for item in jax.tree.leaves(items)):
+        return _by_tree(spec, leaves, where)  # [(True, False), ...] over [(w, b), ...]: a selector is never only bools
+    if all(isinstance(item, tuple) and len(item) == 2 for item in items):
+        if all(isinstance(item[1], torch.nn.Parameter) for item in items):
+            return _by_sequence([param for _, param in items], leaves, kind, where)
+        return _first_match(items, leaves, kind, where)
+    if all(isinstance(item, str | re.Pattern | torch.nn.Module) for item in items):
+        return _first_match([(item, True) for item in items], leaves, kind, where)
+    if all(_is_node(item) or isinstance(item, bool | np.bool_ | str) for item in items):
+        return _by_tree(spec, leaves, where)
+    raise TypeError(
+        f"{where}: a list holds patterns, parameters, or (selector, value) pairs, not a mix; got "
+        + ", ".join(sorted({type(item).__name__ for item in items}))
+        + "."
+    )
+
+
+def _first_match(pairs: Sequence[tuple[Any, Any]], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+    decided = [Decision(_UNMATCHED, f"no rule of {where}")] * len(leaves.names)
+    for position, (selector, value) in enumerate(pairs):
+        rule = f"{where}[{position}]"
+        if isinstance(selector, Mapping) or (_is_node(selector) and not isinstance(selector, list | tuple)):
+            raise TypeError(f"{rule}: {type(selector).__name__} cannot select in a list of (selector, value); use a pattern or a callable.")
+        for i, picked in enumerate(_resolve(selector, leaves, "mask", rule)):
+            if decided[i].value is _UNMATCHED and picked.value is not _UNMATCHED and picked.value is not False:
+                decided[i] = Decision(value, picked.rule)
+    return decided
+
+
+def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Decision]:
+    """A dict by module-path prefix, nested or dotted; the longest matching key wins and '' is every leaf.
+
+    A dict that holds dicts is read as a tree over the parameters: then every leaf must be covered.
+    """
+    used: set[str] = set()
+    flat = dict(_flat_items(spec, ()))
+    decisions = [_longest_prefix(flat, name, used, where) for name in leaves.names]
+    idle = [key for key in flat if key not in used]
+    if idle:
+        raise ValueError(f"{where}: the key {idle[0]!r} is no parameter or module of these parameters. {near(idle[0], _prefixes(leaves.names))}")
+    if any(isinstance(value, Mapping) for value in spec.values()):
+        missing = [name for name, d in zip(leaves.names, decisions, strict=True) if d.value is _UNMATCHED]
+        if missing:
+            raise ValueError(
+                f"{where}: the tree has no entry for {missing[0]!r} ({len(missing)} of {len(leaves.names)} leaves are "
+                "missing). Expected the nested dict of the parameters, or a prefix of it."
+            )
+    return decisions
+
+
+def _flat_items(spec: Mapping[Any, Any], path: tuple[str, ...]) -> Iterable[tuple[str, Any]]:
+    for key, value in spec.items():
+        here = (*path, str(key)) if str(key) else path
+        if isinstance(value, Mapping):
+            yield from _flat_items(value, here)
+        else:
+            yield ".".join(here), value
+
+
+def _longest_prefix(flat: dict[str, Any], name: str, used: set[str], where: str) -> Decision:
+    parts = name.split(".")
+    for length in range(len(parts), -1, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in flat:
+            used.add(prefix)
+            return Decision(flat[prefix], f"{where}[{prefix!r}]")
+    return Decision(_UNMATCHED, f"no key of {where}")
+
+
+def _prefixes(names: Sequence[str]) -> set[str]:
+    return {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts) + 1)}
+
+
+def _by_tree(spec: Any, leaves: Leaves, where: str) -> list[Decision]:
+    """A pytree of values over the parameters' tree, or a prefix of it."""
+    tree = leaves.tree()
+    is_value = lambda x: x is None or _is_array(x)  # noqa: E731
+    try:
+        full = jax.tree.broadcast(spec, tree, is_leaf=is_value)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: the tree does not fit the parameters. Given: {jax.tree.structure(spec, is_leaf=is_value)}. Expected this "
+            f"structure or a prefix of it: {jax.tree.structure(tree)}. First difference: {str(error).splitlines()[0]}"
+        ) from error
+    values = {path_name(path): v for path, v in jax.tree_util.tree_flatten_with_path(full, is_leaf=is_value)[0]}
+    return [Decision(values[name], f"{where} tree") for name in leaves.names]
+
+
+def _by_call(spec: Callable[..., Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+    """(name, param) -> value per leaf, or (tree) -> tree, told apart by the number of required arguments."""
+    title = getattr(spec, "__name__", type(spec).__name__)
+    arity = required_arguments(spec)
+    if arity == 1:
+        answer = spec(leaves.tree())
+        if answer is None or callable(answer) and not _is_node(answer):
+            raise TypeError(f"{where}: {title}(tree) returned {answer!r}; expected a pytree of values over the parameters.")
+        return _resolve(answer, leaves, kind, f"{where} {title}()")
+    if arity == 2:
+        return [Decision(spec(name, param), f"{where} {title}()") for name, param in zip(leaves.names, leaves.params, strict=True)]
+    raise TypeError(f"{where}: {title} takes {arity} arguments; expected (name, param) or (tree).")
+
+
+def required_arguments(function: Callable[..., Any]) -> int:
+    """How many arguments a selector function must be given: 2 is (name, param), 1 is (tree)."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters) and len(positional) < 2:
+        return 2
+    return sum(p.default is p.empty for p in positional)
+
+
+def _is_array(value: Any) -> bool:
+    """An array of elements (0-d bools of numpy and jax are values, not arrays)."""
+    return isinstance(value, torch.Tensor | np.ndarray | jax.Array)
+
+
+def _is_node(value: Any) -> bool:
+    return value is not None and not jax.tree_util.all_leaves([value])
+
+
+def _show(pattern: str | re.Pattern[str]) -> str:
+    return repr(pattern) if isinstance(pattern, str) else f"re {pattern.pattern!r}"

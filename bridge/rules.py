@@ -1,0 +1,180 @@
+"""torch.optim's update equations as optax `GradientTransformation`s.
+
+optax's own adam, adamw and sgd differ from torch's in places that show: one step count for all leaves, no amsgrad on
+the decayed gradient, other first steps of momentum. These follow torch 2.13 and keep a count per leaf; the state fields
+carry torch's names. Leaves are real (a complex parameter comes as its (..., 2) real view, as torch.optim takes it).
+
+Scalars may be Python floats or traced float64: bias corrections are computed before the cast to the leaf's type,
+because 1 - 0.999 has lost four digits in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Scalar = Any  # a Python float, or a traced 0-d array
+
+
+class Rule(NamedTuple):
+    """A factory of transformations that treat each leaf by itself, and what its hyperparams and state mean to torch.
+
+    `structural` hyperparams take None for "none of it", which a 0 in a param group stands for: they decide which state
+    exists. `hidden` state is not part of torch's state_dict; restored state begins with the value given here.
+    """
+
+    factory: Callable[..., optax.GradientTransformation]
+    structural: frozenset[str] = frozenset()
+    hidden: dict[str, float] = {}  # noqa: RUF012
+
+
+class AdamState(NamedTuple):
+    step: Any  # float32 0-d per leaf, as torch keeps it
+    exp_avg: Any
+    exp_avg_sq: Any
+
+
+class AmsgradState(NamedTuple):
+    step: Any
+    exp_avg: Any
+    exp_avg_sq: Any
+    max_exp_avg_sq: Any
+
+
+class MomentumState(NamedTuple):
+    momentum_buffer: Any
+
+
+class DampenedState(NamedTuple):
+    momentum_buffer: Any
+    seen: Any  # float32 0-d per leaf: 0 before the first gradient, which enters the buffer undampened
+
+
+def adam(
+    lr: Scalar = 1e-3,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    *,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.Adam, and AdamW with `decoupled_weight_decay=True`, per leaf.
+
+    The updates are added to the parameters: -lr * (m_hat / (sqrt(v_hat) + eps)), and for AdamW another
+    -lr * weight_decay * params. eps stands outside the root, as in torch and in optax's default.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py; Kingma and Ba, arXiv:1412.6980;
+    Loshchilov and Hutter, arXiv:1711.05101; amsgrad: Reddi et al., arXiv:1904.09237 (torch takes the maximum before the
+    bias correction, optax's amsgrad after it).
+    """
+
+    def init(params: Any) -> AdamState | AmsgradState:
+        step = _per_leaf_zero(params)
+        if amsgrad:
+            return AmsgradState(step, _zeros(params), _zeros(params), _zeros(params))
+        return AdamState(step, _zeros(params), _zeros(params))
+
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, m: jax.Array, v: jax.Array, v_max: jax.Array | None = None) -> tuple[Any, ...]:
+        cast = _caster(g)
+        g = -g if maximize else g
+        if not decoupled_weight_decay:
+            g = g + cast(weight_decay) * p
+        step = step + 1
+        m = m + (g - m) * cast(1 - betas[0])
+        v = v * cast(betas[1]) + g * g * cast(1 - betas[1])
+        root = v if v_max is None else (v_max := jnp.maximum(v_max, v))
+        denominator = jnp.sqrt(root) / cast(jnp.sqrt(_bias_correction(betas[1], step))) + cast(eps)
+        update = -cast(_wide(lr) / _bias_correction(betas[0], step)) * m / denominator
+        if decoupled_weight_decay:
+            update = update - cast(_wide(lr) * _wide(weight_decay)) * p
+        return (update, step, m, v) if v_max is None else (update, step, m, v, v_max)
+
+    return _per_leaf(init, leaf)
+
+
+def sgd(
+    lr: Scalar = 1e-3,
+    momentum: Scalar | None = None,
+    dampening: Scalar | None = None,
+    weight_decay: Scalar = 0.0,
+    *,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.SGD, per leaf. `momentum` or `dampening` None: none, and no state for it.
+
+    The first gradient enters the buffer undampened, and lr stands outside the momentum: both as in torch, unlike
+    Sutskever et al. (2013).
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
+    """
+
+    def init(params: Any) -> Any:
+        if momentum is None:
+            return optax.EmptyState()
+        if dampening is None:
+            return MomentumState(_zeros(params))
+        return DampenedState(_zeros(params), _per_leaf_zero(params))
+
+    def leaf(g: jax.Array, p: jax.Array, buffer: jax.Array | None = None, seen: jax.Array | None = None) -> tuple[Any, ...]:
+        cast = _caster(g)
+        g = (-g if maximize else g) + cast(weight_decay) * p
+        state: tuple[jax.Array, ...] = ()
+        if buffer is not None:
+            share = cast(1.0) if seen is None else cast(1 - _wide(dampening) * seen)
+            buffer = buffer * cast(momentum) + g * share
+            state = (buffer,) if seen is None else (buffer, jnp.ones_like(seen))
+            g = g + cast(momentum) * buffer if nesterov else buffer
+        return (-cast(lr) * g, *state)
+
+    return _per_leaf(init, leaf)
+
+
+def _per_leaf(init: Callable[[Any], Any], leaf: Callable[..., tuple[Any, ...]]) -> optax.GradientTransformation:
+    """A transformation from an equation for one leaf: leaf(g, p, *state) -> (update, *state), mapped over the tree."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        fields = tuple(state)
+        results = jax.tree.map(leaf, updates, params, *fields)
+        outer = jax.tree.structure(updates)
+        columns = jax.tree.transpose(outer, jax.tree.structure((0,) * (1 + len(fields))), results)
+        return columns[0], type(state)(*columns[1:])
+
+    return optax.GradientTransformation(init, update)
+
+
+def _zeros(params: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def _per_leaf_zero(params: Any) -> Any:
+    return jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
+
+
+def _caster(like: jax.Array) -> Callable[[Scalar], jax.Array]:
+    return lambda scalar: jnp.asarray(scalar).astype(like.dtype)
+
+
+def _wide(scalar: Scalar) -> jax.Array:
+    """A scalar in the widest float that jax has here, so that products of scalars round once."""
+    return jnp.asarray(scalar).astype(jnp.result_type(float))
+
+
+def _bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
+    """1 - beta ** step without the cancellation, for beta near 1 and early steps."""
+    known = isinstance(beta, float | int)
+    log = _wide(math.log(beta) if beta else -math.inf) if known else jnp.log(_wide(beta))
+    return -jnp.expm1(_wide(step) * log)
+
+
+ADAM = Rule(adam)
+SGD = Rule(sgd, structural=frozenset({"momentum", "dampening"}), hidden={"seen": 1.0})

@@ -1,0 +1,64 @@
+"""Names <-> nested dict pytrees of a module or of named parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .dlpack import to_jax
+
+
+def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Dotted names to the nested dict that jax users know: ('head.weight', w) -> {'head': {'weight': w}}.
+
+    Raises:
+      ValueError: a name is given twice, or is both a leaf and the prefix of another.
+    """
+    tree: dict[str, Any] = {}
+    for name, leaf in named:
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name!r} lies below {part!r}, which is a parameter itself; a nested dict cannot hold both.")
+        if last in node:
+            raise ValueError(f"the name {name!r} is given twice, or is also the prefix of another; names must be unique for a tree.")
+        node[last] = leaf
+    return tree
+
+
+def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `nest`: a nested dict to a flat one by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= unnest(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def module_tree(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's parameters as a nested dict of `jax.Array`s over the same memory (no copy).
+
+    A tied parameter appears once, under its first name, as in `module.named_parameters()`; `tied_names` says which.
+    Import afresh after every torch write: jax may have cached what it read before.
+
+    Raises:
+      ValueError: a parameter cannot be seen by jax without a copy; the text names it.
+    """
+    return nest(to_jax({name: p.detach() for name, p in module.named_parameters()}).items())
+
+
+def tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Further name -> first name, for each parameter that the module holds under several names."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if known != name:
+            ties[name] = known
+    return ties

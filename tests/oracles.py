@@ -1,0 +1,83 @@
+"""Reference updates in float64 NumPy, written from the papers, and the measure by which runs are compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class NumpyAdam:
+    """Kingma and Ba, algorithm 1 (L2 penalty added to the gradient) or Loshchilov and Hutter, algorithm 2 (decoupled)."""
+
+    def __init__(self, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False, decoupled=False):
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.amsgrad, self.maximize, self.decoupled = amsgrad, maximize, decoupled
+        self.t, self.m, self.v, self.v_max = 0, 0.0, 0.0, 0.0
+
+    def step(self, p, g):
+        g = -g if self.maximize else g
+        if self.weight_decay and not self.decoupled:
+            g = g + self.weight_decay * p
+        self.t += 1
+        self.m = self.betas[0] * self.m + (1 - self.betas[0]) * g
+        self.v = self.betas[1] * self.v + (1 - self.betas[1]) * g * g
+        self.v_max = np.maximum(self.v_max, self.v)
+        m_hat = self.m / (1 - self.betas[0] ** self.t)
+        v_hat = (self.v_max if self.amsgrad else self.v) / (1 - self.betas[1] ** self.t)
+        decay = self.lr * self.weight_decay * p if self.decoupled else 0.0
+        return p - self.lr * m_hat / (np.sqrt(v_hat) + self.eps) - decay
+
+
+class NumpySGD:
+    """Gradient descent with torch's momentum: the first gradient enters undampened, lr stands outside."""
+
+    def __init__(self, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
+        self.lr, self.momentum, self.dampening = lr, momentum, dampening
+        self.weight_decay, self.nesterov, self.maximize = weight_decay, nesterov, maximize
+        self.buffer = None
+
+    def step(self, p, g):
+        g = (-g if self.maximize else g) + self.weight_decay * p
+        if self.momentum:
+            self.buffer = g if self.buffer is None else self.momentum * self.buffer + (1 - self.dampening) * g
+            g = g + self.momentum * self.buffer if self.nesterov else self.buffer
+        return p - self.lr * g
+
+
+def movement_error(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> float:
+    """Norm of the difference of two end points over the norm of their way from the start: a run that never moved has 1."""
+    ours, theirs, start = (x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (ours, theirs, start))
+    moved = torch.linalg.vector_norm(theirs - start)
+    assert moved > 0, "the reference did not move: this comparison could not fail"
+    return float(torch.linalg.vector_norm(ours - theirs) / moved)
+
+
+SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1, 6), (33,)]
+
+
+def random_params(dtype=torch.float32, shapes=SHAPES, scale=0.1):
+    return [torch.nn.Parameter((torch.randn(shape, dtype=torch.float32) * scale).to(dtype)) for shape in shapes]
+
+
+def clones(params):
+    return [torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in params]
+
+
+def random_grads(params):
+    return [torch.randn_like(p) for p in params]
+
+
+def set_grads(params, grads):
+    for p, g in zip(params, grads, strict=True):
+        p.grad = None if g is None else g.clone(memory_format=torch.preserve_format)
+
+
+def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, after=lambda: None):
+    """The same gradients to two optimizers."""
+    for _ in range(steps):
+        given = grads(our_params)
+        set_grads(our_params, given)
+        set_grads(their_params, given)
+        ours.step()
+        theirs.step()
+        after()

@@ -1,0 +1,400 @@
+"""The engine: torch's param groups in, one compiled update per device, results in the parameters' own memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer
+
+from bridge import masks, step, storage, tree
+from bridge.dlpack import device_of, operands
+from bridge.rules import Rule
+
+from . import checkpoint, groups, report
+from .plan import Launch, Leaf, allocate_state, describe, sort_key
+
+_array = attrgetter("array")
+_param_array = attrgetter("memory.array")
+
+
+class OptaxOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose update is one compiled JAX program over the parameters' own memory.
+
+    Args:
+      params: all that torch.optim takes: tensors, (name, tensor) pairs, or dict groups of either. Patterns need names.
+      tx: a `bridge.rules.Rule`.
+      mask: which parameters are optimized, True = optimized; any selector of the README. False leaves a parameter's
+        bits alone for good: no state, no decay, gradient not read, left out of the norm.
+      decay_mask: which parameters decay, True = with the group's `weight_decay`; any selector.
+      max_grad_norm: bound on the global norm of the gradients that this step reads, over all groups; None for no
+        bound. As `torch.nn.utils.clip_grad_norm_` before the step, but the gradients are not written to.
+      writeback: "inplace" moves each parameter that owns its storage into jax-owned memory, once; "copy" leaves all
+        where they are and copies results into them. Both keep the tensors' identity; `report()` shows which and why.
+      **hyperparams: the rule's hyperparams; each number lives in `param_groups` and may change at any step at no cost.
+
+    The step waits for its results. Parameters with `requires_grad=False` are frozen even with a stale `.grad`
+    (torch.optim would still update them); a parameter whose `.grad` is None keeps value, state and step count.
+
+    Raises:
+      ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a
+        selector that fits nothing. Nothing has been changed then.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        tx: Rule,
+        *,
+        mask: Any = None,
+        decay_mask: Any = None,
+        max_grad_norm: float | None = None,
+        writeback: str = "inplace",
+        **hyperparams: Any,
+    ) -> None:
+        owner = type(self).__name__
+        if not isinstance(tx, Rule):
+            raise TypeError(f"{owner}: tx is {tx!r}; expected a rule such as bridge.rules.ADAM.")
+        if writeback not in ("inplace", "copy"):
+            raise ValueError(f"{owner}: writeback is {writeback!r}; expected 'inplace' or 'copy'.")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"{owner}: max_grad_norm is {max_grad_norm}; expected a positive number, or None for no bound.")
+        defaults = groups.hyperparam_defaults(tx)
+        groups.check_keywords(owner, hyperparams, defaults.keys() | groups.TORCH_OPTIONS | {"mask", "decay_mask", "max_grad_norm", "writeback"})
+        defaults |= hyperparams
+        groups.check_group(owner, defaults, defaults)
+        self._rule, self._writeback, self.max_grad_norm = tx, writeback, max_grad_norm
+        self._selectors = (mask, decay_mask)
+        self._leaves: list[Leaf] = []
+        self._constructed = False
+        super().__init__(_listed(owner, params), defaults)
+        self._resolve(self._leaves, mask, decay_mask)
+        self._constructed = True
+        self._place()
+
+    # ------------------------------------------------------------------ groups and columns
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
+
+        Selectors given to the constructor spoke about the parameters of that time; those that are functions of
+        (name, param) are asked about the new ones too.
+
+        Raises:
+          ValueError, TypeError: as the constructor; the optimizer is then as before.
+        """
+        owner = type(self).__name__
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            groups.check_group(owner, self.defaults | param_group, self.defaults)
+        before = len(self.param_groups)
+        mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
+        super().add_param_group(_without_duplicates(owner, param_group))
+        try:
+            leaves = self._new_leaves(self.param_groups[-1])
+            for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
+                leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
+            if self._constructed:
+                self._resolve(leaves, *(s if _asks_each(s) else None for s in self._selectors))
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        self._leaves += leaves
+        if self._constructed:
+            self._place()
+
+    def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
+        names = group.get("param_names") or [f"param{len(self._leaves) + i}" for i in range(len(group["params"]))]
+        leaves = [Leaf(name, p, len(self.param_groups) - 1) for name, p in zip(names, group["params"], strict=True)]
+        for leaf in leaves:
+            leaf.label = group.get("label")
+            _check_parameter(type(self).__name__, leaf)
+        return leaves
+
+    def _described(self, leaves: list[Leaf]) -> masks.Leaves:
+        named = all("param_names" in group for group in self.param_groups)
+        names = [leaf.name for leaf in leaves]
+        return masks.Leaves(names, [leaf.param for leaf in leaves], lambda: tree.nest((x.name, x.param) for x in leaves), named)
+
+    def _resolve(self, leaves: list[Leaf], mask: Any, decay_mask: Any) -> None:
+        described = self._described(leaves)
+        trained = masks.column(mask, described, "mask")
+        decays = masks.column(decay_mask, described, "decay_mask")
+        if decay_mask is not None and "weight_decay" not in self.defaults:
+            raise ValueError(f"{type(self).__name__}: decay_mask is given, but this rule has no weight_decay.")
+        for leaf, is_trained, decay in zip(leaves, trained, decays, strict=True):
+            leaf.decide(is_trained)
+            leaf.decay = decay
+
+    def _place(self) -> None:
+        """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
+        self._read_row, self._options = groups.group_reader(self._rule, self.defaults)
+        self._signature = self._group_signature()
+        keys = dict.fromkeys((leaf.group, bool(leaf.decay.value)) for leaf in self._leaves)
+        self._rows = [(self.param_groups[g], decays, self._read_row(self.param_groups[g])) for g, decays in keys]
+        index = {key: i for i, key in enumerate(keys)}
+        self._active: list[Leaf] = []
+        for leaf in self._leaves:
+            leaf.row, leaf.state = index[leaf.group, bool(leaf.decay.value)], None
+            if leaf.trained and self.param_groups[leaf.group].get("trainable", True):
+                self._active.append(leaf)
+                if leaf.param.requires_grad:
+                    leaf.place(self._writeback)
+        self._active.sort(key=sort_key)
+        self._launches: dict[tuple[int, ...], list[Launch]] = {}
+
+    def _new_launches(self, live: tuple[int, ...]) -> list[Launch]:
+        """Launches for a set of live leaves not seen since the last change, with state for leaves that have none yet."""
+        leaves = [self._active[i] for i in live]
+        values = self._row_values()
+        on_device = [list(part) for _, part in itertools.groupby(leaves, key=attrgetter("device"))]
+        if len(on_device) > 1 and self.max_grad_norm is not None:
+            raise ValueError(
+                f"{type(self).__name__}: max_grad_norm needs one norm over all parameters, but they lie on "
+                f"{', '.join(str(part[0].device) for part in on_device)}. Clip with torch.nn.utils.clip_grad_norm_ instead."
+            )
+        programs = [self._program(part, values) for part in on_device]
+        storage.return_freed()
+        for leaf in leaves:
+            if leaf.state is None:
+                row = self._rows[leaf.row][2]
+                views = allocate_state(leaf, self._rule, row, values[leaf.row], self.state.get(leaf.param, {}))
+                if views:
+                    self.state[leaf.param] = views
+        ends = list(itertools.accumulate(map(len, on_device)))
+        launches = [Launch(part, slice(end - len(part), end), p) for part, end, p in zip(on_device, ends, programs, strict=True)]
+        self._launches[live] = launches
+        return launches
+
+    def _program(self, leaves: list[Leaf], values: list[tuple[float, ...]]) -> step.Program:
+        rows = tuple(row for _, _, row in self._rows)
+        described = tuple(describe(leaf, rows[leaf.row], values[leaf.row], self.state.get(leaf.param, {})) for leaf in leaves)
+        return step.program(step.Plan(rows, described, self.max_grad_norm is not None, device_of(leaves[0].param)))
+
+    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
+        """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
+
+        Args:
+          selector: any selector of the README; only parameters that it picks change.
+          trainable: True to train, False to freeze.
+          keep_state: when freezing, keep the moments and step count for later, or drop them.
+        """
+        picked = masks.column(selector, self._described(self._leaves), "mask")
+        for leaf, decision in zip(self._leaves, picked, strict=True):
+            if decision.value is not False:
+                leaf.trained, leaf.rule = trainable, f"set_trainable {decision.rule}"
+                if not trainable and not keep_state:
+                    self.state.pop(leaf.param, None)
+        for index, group in enumerate(self.param_groups):
+            group["trainable_params"] = [leaf.trained for leaf in self._leaves if leaf.group == index]
+        self._place()
+
+    def _group_signature(self) -> list[Any]:
+        """The values in the groups that decide which program runs."""
+        signature: list[Any] = []
+        for group in self.param_groups:
+            signature.append(group.get("trainable", True))
+            for name in self._options:
+                value = group[name]
+                signature.append(value if isinstance(value, bool) else value == 0)
+        return signature
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every trained parameter that has a gradient.
+
+        Args:
+          closure: reevaluates the model with gradients enabled and returns the loss.
+
+        Returns:
+          The closure's loss, or None.
+
+        Raises:
+          ValueError: a gradient is sparse, or of another shape, dtype or device than its parameter; nothing was updated.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        live, grads = self._live()
+        if not live:
+            return loss
+        launches = self._launches.get(live)
+        if launches is None:
+            launches = self._new_launches(live)
+        hyperparams = self._hyperparams()
+        for launch in launches:
+            kept = operands(launch.kept, launch.kept_order) if launch.kept else []
+            params, state, copies = launch.program.apply(
+                list(map(_param_array, launch.inplace)),
+                kept,
+                list(map(_array, launch.state)),
+                operands(grads[launch.part], launch.order),
+                launch.masks,
+                hyperparams,
+            )
+            storage.settle(itertools.chain(map(attrgetter("memory"), launch.inplace), launch.state), itertools.chain(params, state))
+            if copies:
+                storage.write_back(launch.kept, copies, launch.kept_order)
+            torch.autograd.graph.increment_version(launch.params)
+        return loss
+
+    def _live(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+        """The active leaves that have a gradient now, and the gradients; every one is checked before any is used."""
+        if self._group_signature() != self._signature:
+            self._place()
+        live: list[int] = []
+        grads: list[torch.Tensor] = []
+        for i, leaf in enumerate(self._active):
+            p = leaf.param
+            g = p.grad
+            if g is None or not p.requires_grad:
+                continue
+            if p.data_ptr() != leaf.address and self._placed_anew(leaf):
+                return self._live()
+            if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
+                raise ValueError(_bad_gradient(type(self).__name__, leaf, g))
+            live.append(i)
+            grads.append(g)
+        return tuple(live), grads
+
+    def _placed_anew(self, leaf: Leaf) -> bool:
+        """Follow a parameter whose `data` was replaced; True if launches were made for something else and are gone."""
+        before = leaf.signature
+        leaf.place(self._writeback)
+        if before is None or before == leaf.signature:
+            return False
+        self._place()
+        return True
+
+    def _hyperparams(self) -> np.ndarray:
+        """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
+        values = [1.0, self.max_grad_norm or 0.0]
+        for group, decays, row in self._rows:
+            for name, length in row.traced:
+                value = group[name]
+                if name == "lr":
+                    values.append(float(value) * group.get("lr_scale", 1.0))
+                elif name == "weight_decay":
+                    values.append(float(value) * group.get("wd_scale", 1.0) if decays else 0.0)
+                elif length:
+                    values.extend(map(float, value))
+                else:
+                    values.append(float(value))
+        return np.array(values)
+
+    def _row_values(self) -> list[tuple[float, ...]]:
+        """The same numbers, cut into rows."""
+        flat = iter(self._hyperparams()[2:].tolist())
+        return [tuple(itertools.islice(flat, row.width)) for _, _, row in self._rows]
+
+    # ------------------------------------------------------------------ checkpoints, copies, reports
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict of this class or of the torch optimizer that it stands for.
+
+        As torch's, and: parameters are matched by name where both sides have names; state keeps a wider type than its
+        parameter's; group flags that the saved groups lack stay as they are; tensors are copied, never shared.
+
+        Raises:
+          ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
+        """
+        handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        decided = [(leaf.name, leaf.group, leaf.trained, leaf.rule, leaf.elements, leaf.decay, leaf.label) for leaf in self._leaves]
+        own = {"_rule": self._rule, "_writeback": self._writeback, "max_grad_norm": self.max_grad_norm}
+        return super().__getstate__() | own | {"_selectors": (None, None), "_decided": decided}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        decided = state.pop("_decided", None)
+        super().__setstate__(state)
+        if decided is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            self._leaves = [Leaf.restored(param, *columns) for param, columns in zip(params, decided, strict=True)]
+            self._constructed = True
+        checkpoint.unwrap(self.state)
+        for index, group in enumerate(self.param_groups):
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            mine = [leaf for leaf in self._leaves if leaf.group == index]
+            for leaf, trained in zip(mine, group.get("trainable_params", [leaf.trained for leaf in mine]), strict=True):
+                leaf.trained = trained
+        self._place()
+
+    def state_fields(self, group: Mapping[str, Any]) -> dict[str, bool]:
+        """The state fields that a parameter of such a group has, and whether each has the parameter's shape."""
+        row = self._read_row(group)
+        return {name: shaped for name, shaped in step.state_fields(row).items() if name not in self._rule.hidden}
+
+    def bytes_accessed(self) -> float:
+        """Bytes that one step moves by the compiler's count, for the set of live leaves that was seen last."""
+        return sum(launch.program.bytes_accessed for launch in next(reversed(self._launches.values()), []))
+
+    def report(self) -> report.Report:
+        """One line per parameter: shape, dtype, label, trained or frozen and by which rule, lr, decay, state, write-back.
+
+        Returns:
+          A `Report`: text when printed, a table in a notebook, and `rows` for programs.
+        """
+        return report.Report(type(self).__name__, self._leaves, self.param_groups, self.state)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+
+def _listed(owner: str, params: Any) -> Any:
+    """What torch.optim takes, with the message of an empty list that says what may have happened."""
+    if isinstance(params, torch.Tensor):
+        return params  # torch's own TypeError
+    listed = list(params)
+    if not listed:
+        raise ValueError(f"{owner}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
+    return listed
+
+
+def _without_duplicates(owner: str, group: Any) -> Any:
+    if not isinstance(group, dict) or isinstance(group["params"], torch.Tensor | set):
+        return group  # torch's own handling
+    group["params"] = list(group["params"])
+    tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    first: dict[int, int] = {}
+    for position, p in enumerate(tensors):
+        if first.setdefault(id(p), position) != position:
+            raise ValueError(f"{owner}: the parameter at position {position} is the one at {first[id(p)]} again; give each parameter once.")
+    return group
+
+
+def _asks_each(selector: Any) -> bool:
+    """Whether a selector is a function of (name, param), and so has an answer for parameters added later."""
+    return isinstance(selector, FunctionType | partial | MethodType) and masks.required_arguments(selector) == 2
+
+
+def _check_parameter(owner: str, leaf: Leaf) -> None:
+    p = leaf.param
+    if p.is_meta or p.layout is not torch.strided:
+        what = "is on the meta device and has no memory; materialise the model first" if p.is_meta else f"has layout {p.layout}; expected torch.strided"
+        raise ValueError(f"{owner}: parameter {leaf.name!r} of shape {tuple(p.shape)} {what}.")
+    if not (p.is_floating_point() or p.is_complex()):
+        raise ValueError(f"{owner}: parameter {leaf.name!r} has dtype {p.dtype}; expected a floating or complex type.")
+
+
+def _bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
+    title = f"{owner}: the gradient of {leaf.name!r}"
+    if grad.layout is not torch.strided:
+        return f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
+    return (
+        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}, "
+        f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."
+    )

@@ -1,0 +1,73 @@
+"""What an optimizer does to each parameter, as text, as HTML and as rows."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .plan import Leaf
+
+COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
+
+
+class Report:
+    """A table of one line per parameter. `rows` holds the same as dicts, numbers as numbers."""
+
+    def __init__(self, title: str, leaves: Sequence[Leaf], param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+        self.title = title
+        self.rows = [_row(leaf, param_groups[leaf.group], state.get(leaf.param, {})) for leaf in leaves]
+
+    @property
+    def summary(self) -> str:
+        sizes = [leaf["size"] for leaf in self.rows if leaf["status"] != "frozen"]
+        total, state = sum(row["size"] for row in self.rows), sum(row["state bytes"] for row in self.rows)
+        return f"{self.title}: {len(sizes)} of {len(self.rows)} parameters trained, {sum(sizes):,} of {total:,} elements, {state:,} bytes of state"
+
+    def __str__(self) -> str:
+        cells = [COLUMNS, *([_text(row[column]) for column in COLUMNS] for row in self.rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+        return "\n".join([self.summary, *lines])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(_text(row[c]))}</td>" for c in COLUMNS) + "</tr>" for row in self.rows)
+        return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(leaf: Leaf, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    status, rule = "trained", leaf.rule
+    if not leaf.trained:
+        status = "frozen"
+    elif not group.get("trainable", True):
+        status, rule = "frozen", f"group {leaf.group} trainable=False"
+    elif not leaf.param.requires_grad:
+        status, rule = "frozen", "requires_grad=False"
+    elif leaf.elements is not None:
+        status = f"trained in {int(leaf.elements.sum())} of {leaf.elements.size} elements"
+    frozen = status == "frozen"
+    decay = float(group.get("weight_decay", 0.0)) * group.get("wd_scale", 1.0) if leaf.decay.value else 0.0
+    return {
+        "parameter": leaf.name,
+        "shape": tuple(leaf.param.shape),
+        "dtype": str(leaf.param.dtype).removeprefix("torch."),
+        "label": leaf.label,
+        "status": status,
+        "decided by": rule,
+        "lr": None if frozen else float(group["lr"]) * group.get("lr_scale", 1.0),
+        "decay": None if frozen else decay,
+        "state bytes": sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)),
+        "write-back": "none" if frozen else "inplace" if leaf.memory is not None else f"copy: {leaf.why}",
+        "size": leaf.param.numel(),
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
