@@ -10,11 +10,11 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
 
 test: $(VENV)/.installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -m "not slow"
 
 bench: $(VENV)/.installed

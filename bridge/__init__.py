@@ -2,9 +2,8 @@
 
 from . import rules
 from .dlpack import to_jax, to_torch
-from .masks import resolve_labels, resolve_mask
 from .step import compilations, traces
-from .tree import module_tree, tied_names
+from .tree import module_tree, resolve_labels, resolve_mask, tied_names
 
 __all__ = [
     "compilations",

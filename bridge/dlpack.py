@@ -8,6 +8,7 @@ array, although jax calls it immutable. Import afresh after a write; a jax array
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
+from jax.core import Tracer
 
 from .masks import path_name
 
@@ -28,12 +30,13 @@ _EXTENSION_DTYPES = {
 }
 
 
+# Public since jax 0.8, and in jax.experimental before.
+_ENABLE_X64: Any = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
+
+
 def x64() -> Any:
     """A context in which jax keeps 64-bit types; local to the thread, never the global flag."""
-    scope = getattr(jax, "enable_x64", None)
-    if scope is None:  # jax < 0.8
-        from jax.experimental import enable_x64 as scope
-    return scope(True)
+    return _ENABLE_X64(True)
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:
@@ -87,8 +90,8 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     passed straight to the call costs a third of an import. The tensors must stay unchanged until the call has ended.
     """
     if tensors and tensors[0].device.type != "cpu":
-        moved = [t.detach() if d is None else t.detach().permute(d) for t, d in zip(tensors, order, strict=True)]
-        return _import_on_stream(moved)
+        # Each export orders jax's stream after torch's current one.
+        return [_tensor_to_jax(t.detach() if d is None else t.detach().permute(d), None, "") for t, d in zip(tensors, order, strict=True)]
     out: list[Any] = []
     for tensor, dims in zip(tensors, order, strict=True):
         tensor = tensor.detach()
@@ -100,6 +103,20 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
         else:
             out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()))
     return out
+
+
+def wait_for(token: jax.Array) -> None:
+    """Order what torch does next after the execution that gave `token`, a result that nobody donates.
+
+    On the CPU this waits: jax dispatches asynchronously and may still be reading torch's memory. On a GPU nothing
+    waits on the host: the export makes torch's current stream wait for the execution.
+    """
+    device = next(iter(token.devices()))
+    if device.platform == "cpu":
+        token.block_until_ready()
+    else:
+        export: Any = token.__dlpack__  # jax.Array's stub has no `stream`
+        export(stream=torch.cuda.current_stream(device.local_hardware_id).cuda_stream)
 
 
 def device_of(tensor: torch.Tensor) -> Any:
@@ -120,7 +137,9 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
     if tensor.is_conj() or tensor.is_neg():
         # The raw capsule would drop these bits without a word and hand over the unconjugated memory.
         if copy is False:
-            raise ValueError(f"to_jax: {_title(tensor, name)} is a lazy conjugate or negative. Pass copy=None, or resolve_conj()/resolve_neg() first.")
+            raise ValueError(
+                f"to_jax: {_title(tensor, name)} is a lazy conjugate or negative. Pass copy=None, or resolve_conj()/resolve_neg() first."
+            )
         tensor, copy = tensor.resolve_conj().resolve_neg(), None
     if copy:
         tensor = tensor.clone()
@@ -139,7 +158,7 @@ def _not_exportable(tensor: torch.Tensor) -> str:
         return "is on the meta device and has no memory. Materialise it first (to_empty)."
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; expected torch.strided. Convert it with to_dense()."
-    return "requires grad, and jax cannot see torch's graph. Pass tensor.detach(), or wrap the function in bridge.jax_function."
+    return "requires grad, and jax cannot see torch's graph. Pass tensor.detach()."
 
 
 def _reason(tensor: torch.Tensor, error: Exception) -> str:
@@ -147,7 +166,9 @@ def _reason(tensor: torch.Tensor, error: Exception) -> str:
     if not _is_dense(tensor):
         return f"has strides {tensor.stride()}, which leave gaps or overlap; jax reads dense memory only. {remedy} contiguous()."
     if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
-        return f"starts at {tensor.data_ptr():#x}, not aligned to {ALIGNMENT} bytes (a slice or a view into a flat buffer). {remedy} clone()."
+        return (
+            f"starts at {tensor.data_ptr():#x}, not aligned to {ALIGNMENT} bytes (a slice or a view into a flat buffer). {remedy} clone()."
+        )
     return f"was refused by jax: {str(error).splitlines()[0]} {remedy} clone()."
 
 
@@ -172,10 +193,12 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Tensor:
     title = f"to_torch: array {name!r}" if name else "to_torch: the array"
-    if isinstance(array, jax.core.Tracer):
-        raise ValueError(f"{title} is a tracer ({array.aval}): torch needs values. Call to_torch outside jit, or wrap the function in bridge.jax_function.")
+    if isinstance(array, Tracer):
+        raise ValueError(f"{title} is a tracer ({array.aval}): torch needs values. Call to_torch outside jit.")
     if array.is_deleted():
-        raise ValueError(f"{title} was donated or deleted and has no memory. Keep the result of the call that took it, or pass a copy there.")
+        raise ValueError(
+            f"{title} was donated or deleted and has no memory. Keep the result of the call that took it, or pass a copy there."
+        )
     if len(array.devices()) != 1:
         raise ValueError(f"{title} is sharded over {len(array.devices())} devices; expected one. Pass array.addressable_shards[i].data.")
     if copy:
@@ -183,7 +206,9 @@ def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Ten
     try:
         return _exporter()(array)
     except (RuntimeError, ValueError, BufferError, TypeError) as error:
-        raise ValueError(f"{title} of dtype {array.dtype} and shape {array.shape} cannot be seen by torch: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{title} of dtype {array.dtype} and shape {array.shape} cannot be seen by torch: {str(error).splitlines()[0]}"
+        ) from error
 
 
 @functools.cache
@@ -197,9 +222,11 @@ def _jax_device(platform: str, index: int) -> Any:
             f"(maskbridge[cuda] for NVIDIA), or move the model to the CPU. jax said: {str(error).splitlines()[0]}"
         ) from error
     for device in devices:
-        if getattr(device, "local_hardware_id", None) in (index, None) or len(devices) == 1 and platform == "cpu":
+        if getattr(device, "local_hardware_id", None) in (index, None) or (len(devices) == 1 and platform == "cpu"):
             return device
-    raise RuntimeError(f"jax sees {devices}, but a tensor is on {platform}:{index}. Make CUDA_VISIBLE_DEVICES and jax's visible devices agree.")
+    raise RuntimeError(
+        f"jax sees {devices}, but a tensor is on {platform}:{index}. Make CUDA_VISIBLE_DEVICES and jax's visible devices agree."
+    )
 
 
 @functools.cache
@@ -241,34 +268,30 @@ def _public_import(tensor: torch.Tensor, device: Any) -> jax.Array:
             return jax.dlpack.from_dlpack(tensor, copy=False)
 
 
-def _import_on_stream(tensors: Sequence[torch.Tensor]) -> list[jax.Array]:
-    """Device tensors in; each export orders jax's stream after torch's current one."""
-    out = []
-    for tensor in tensors:
-        out.append(_tensor_to_jax(tensor, None, ""))
-    return out
-
-
 @functools.cache
 def _exporter() -> Callable[[jax.Array], torch.Tensor]:
+    return _raw_exporter() or torch.from_dlpack
+
+
+def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
+    """The counterpart of `_raw_importer`, for arrays on the CPU."""
     try:
         from jax._src.lib import _jax
 
         to_capsule, from_capsule = _jax.buffer_to_dlpack_managed_tensor, torch._C._from_dlpack  # pyright: ignore
     except (ImportError, AttributeError):
-        return torch.from_dlpack
+        return None
 
     def fast(array: jax.Array) -> torch.Tensor:
         if next(iter(array.devices())).platform != "cpu":
             return torch.from_dlpack(array)
         return from_capsule(to_capsule(array, stream=None))
 
-    with x64():
-        probe = jax.numpy.zeros(ALIGNMENT, jax.numpy.float32)
+    probe = jax.numpy.zeros(ALIGNMENT, device=_jax_device("cpu", 0))
     try:
-        return fast if fast(probe).data_ptr() == probe.unsafe_buffer_pointer() else torch.from_dlpack
+        return fast if fast(probe).data_ptr() == probe.unsafe_buffer_pointer() else None
     except (TypeError, RuntimeError, ValueError):
-        return torch.from_dlpack
+        return None
 
 
 def _title(tensor: torch.Tensor, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 
 Kind = Literal["mask", "decay_mask", "labels"]
 
@@ -46,6 +47,7 @@ class _Unmatched:
 
 
 _UNMATCHED = _Unmatched()
+_PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
 def column(spec: Any, leaves: Leaves, kind: Kind = "mask") -> list[Decision]:
@@ -66,27 +68,6 @@ def column(spec: Any, leaves: Leaves, kind: Kind = "mask") -> list[Decision]:
     return [_checked(d, name, param, kind) for d, name, param in zip(decisions, leaves.names, leaves.params, strict=True)]
 
 
-def resolve_mask(spec: Any, params: Any) -> Any:
-    """Resolve a mask spec to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
-
-    Args:
-      spec: any form of the README's "Selectors".
-      params: a pytree of arrays or tensors, whose key paths joined by dots are the names; or an `nn.Module`.
-
-    Returns:
-      A pytree of the structure of `params`; for a module a dict by parameter name.
-
-    Raises:
-      ValueError, TypeError: as `column`.
-    """
-    return _over_tree(spec, params, "mask")
-
-
-def resolve_labels(spec: Any, params: Any) -> Any:
-    """Resolve a label spec to a pytree of labels; as `resolve_mask`, but a leaf that no rule names is a ValueError."""
-    return _over_tree(spec, params, "labels")
-
-
 def path_name(path: Sequence[Any]) -> str:
     """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
@@ -95,26 +76,19 @@ def path_name(path: Sequence[Any]) -> str:
 def near(text: str, names: Iterable[str]) -> str:
     """The tail of an error about a name: the nearest known ones, or some of them."""
     known = sorted(set(names))
-    close = difflib.get_close_matches(text, known, n=3, cutoff=0.5)
+    folded = {name.casefold(): name for name in known}
+    close = [folded[name] for name in difflib.get_close_matches(text.casefold(), folded, n=3, cutoff=0.5)]
     below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
     if below or close:
         return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?"
     return "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
 
 
-def _over_tree(spec: Any, params: Any, kind: Kind) -> Any:
-    if isinstance(params, torch.nn.Module):
-        params = dict(params.named_parameters())
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    leaves = Leaves([path_name(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], lambda: params)
-    return treedef.unflatten([d.value for d in column(spec, leaves, kind)])
-
-
 def _checked(decision: Decision, name: str, param: Any, kind: Kind) -> Decision:
     """A decision with its value in the kind's own type, or the error that names leaf and rule."""
     value, rule = decision
     if kind == "labels":
-        if value is _UNMATCHED:
+        if value is _UNMATCHED or value is None:
             raise ValueError(f"labels: no rule gives {name!r} a label ({rule}). Add a rule for it, or ('*', label) last.")
         if _is_array(value) or not isinstance(value, Hashable):
             raise TypeError(f"labels: {name!r} got {value!r} from {rule}; a label is a string or another hashable value.")
@@ -132,14 +106,15 @@ def _checked(decision: Decision, name: str, param: Any, kind: Kind) -> Decision:
 
 
 def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) -> Decision:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(f"mask: the value for {name!r} is traced ({value}). A mask is decided on the host, outside jit.")
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    if array.dtype != np.bool_ or array.shape != shape:
+    dtype = _dtype(value)
+    if dtype != "bool" or tuple(value.shape) != shape:
         raise ValueError(
-            f"mask: {name!r} got an array of shape {array.shape} and dtype {array.dtype} from {rule}; expected shape "
+            f"mask: {name!r} got an array of shape {tuple(value.shape)} and dtype {dtype} from {rule}; expected shape "
             f"{shape} and dtype bool. For rows, expand a (rows, 1) mask to the full shape."
         )
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     # All True and all False are plain masks: no array rides along, and False allocates no state.
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array.copy(), rule)
 
@@ -157,10 +132,12 @@ def _resolve(spec: Any, leaves: Leaves, kind: Kind, where: str) -> list[Decision
         rule = f"{where} {type(spec).__name__} module"
         return _picked(_owned(spec.parameters(), leaves, rule), leaves, rule)
     if isinstance(spec, Mapping):
+        if any(item is None or _is_node(item) for item in spec.values()) and _fits(spec, leaves):
+            return _by_tree(spec, leaves, where)  # lists or None below: only jax tells them from values
         return _by_prefix(spec, leaves, where)
-    if isinstance(spec, Iterable) and not _is_node(spec) or type(spec) in (list, tuple, set):
+    if (isinstance(spec, Iterable) and not _is_node(spec)) or type(spec) in (list, tuple, set):
         return _by_sequence(spec, leaves, kind, where)
-    if _is_node(spec) and not (callable(spec) and any(callable(leaf) for leaf in jax.tree.leaves(spec))):
+    if _is_node(spec) and not (callable(spec) and _acts(jax.tree.leaves(spec))):
         return _by_tree(spec, leaves, f"{where} {type(spec).__name__}")
     if callable(spec):
         return _by_call(spec, leaves, kind, where)
@@ -178,17 +155,16 @@ def _picked(hits: set[int], leaves: Leaves, rule: str) -> list[Decision]:
 def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set[int]:
     """Indices of the names that a glob (whole name, case counts) or a regex (`search`) matches; never none."""
     if not leaves.named:
-        raise ValueError(
-            f"{where}: the pattern {_show(pattern)} needs parameter names. Pass model.named_parameters() instead of "
-            "model.parameters()."
-        )
+        raise ValueError(f"{where}: the pattern {_show(pattern)} needs parameter names. {_PASS_NAMES}")
     if isinstance(pattern, str):
         hits = {i for i, name in enumerate(leaves.names) if fnmatch.fnmatchcase(name, pattern)}
     else:
         hits = {i for i, name in enumerate(leaves.names) if pattern.search(name)}
     if not hits:
         text = pattern if isinstance(pattern, str) else pattern.pattern
-        raise ValueError(f"{where}: the pattern {_show(pattern)} matches none of {len(leaves.names)} parameters. {near(text, leaves.names)}")
+        raise ValueError(
+            f"{where}: the pattern {_show(pattern)} matches none of {len(leaves.names)} parameters. {near(text, leaves.names)}"
+        )
     return hits
 
 
@@ -213,9 +189,10 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
         if foreign:
             raise ValueError(f"{rule}: {len(foreign)} of {len(items)} (first: shape {foreign[0]}) are not optimized here.")
         return _picked(_owned(items, leaves, rule), leaves, rule)
-    if all(isinstance(item, bool | np.bool_) for item in jax.tree.leaves(items)):
+    pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
+    if all(isinstance(item, bool | np.bool_) or _is_array(item) for item in jax.tree.leaves(items)) and (not pairs or _fits(spec, leaves)):
         return _by_tree(spec, leaves, where)  # [(True, False), ...] over [(w, b), ...]: a selector is never only bools
-    if all(isinstance(item, tuple) and len(item) == 2 for item in items):
+    if pairs:
         if all(isinstance(item[1], torch.nn.Parameter) for item in items):
             return _by_sequence([param for _, param in items], leaves, kind, where)
         return _first_match(items, leaves, kind, where)
@@ -237,7 +214,11 @@ def _first_match(pairs: Sequence[tuple[Any, Any]], leaves: Leaves, kind: Kind, w
         if isinstance(selector, Mapping) or (_is_node(selector) and not isinstance(selector, list | tuple)):
             raise TypeError(f"{rule}: {type(selector).__name__} cannot select in a list of (selector, value); use a pattern or a callable.")
         for i, picked in enumerate(_resolve(selector, leaves, "mask", rule)):
-            if decided[i].value is _UNMATCHED and picked.value is not _UNMATCHED and picked.value is not False:
+            if picked.value is not _UNMATCHED and not isinstance(picked.value, bool | np.bool_):
+                raise TypeError(
+                    f"{rule}: {leaves.names[i]!r} got {picked.value!r} from {picked.rule}; expected True or False from a selector."
+                )
+            if decided[i].value is _UNMATCHED and picked.value is not _UNMATCHED and picked.value:
                 decided[i] = Decision(value, picked.rule)
     return decided
 
@@ -252,7 +233,8 @@ def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Deci
     decisions = [_longest_prefix(flat, name, used, where) for name in leaves.names]
     idle = [key for key in flat if key not in used]
     if idle:
-        raise ValueError(f"{where}: the key {idle[0]!r} is no parameter or module of these parameters. {near(idle[0], _prefixes(leaves.names))}")
+        known = near(idle[0], _prefixes(leaves.names)) if leaves.named else _PASS_NAMES
+        raise ValueError(f"{where}: the key {idle[0]!r} is no parameter or module of these parameters. {known}")
     if any(isinstance(value, Mapping) for value in spec.values()):
         missing = [name for name, d in zip(leaves.names, decisions, strict=True) if d.value is _UNMATCHED]
         if missing:
@@ -266,19 +248,18 @@ def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Deci
 def _flat_items(spec: Mapping[Any, Any], path: tuple[str, ...]) -> Iterable[tuple[str, Any]]:
     for key, value in spec.items():
         here = (*path, str(key)) if str(key) else path
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flat_items(value, here)
         else:
-            yield ".".join(here), value
+            yield ".".join(here), _UNMATCHED if isinstance(value, Mapping) else value
 
 
 def _longest_prefix(flat: dict[str, Any], name: str, used: set[str], where: str) -> Decision:
     parts = name.split(".")
-    for length in range(len(parts), -1, -1):
-        prefix = ".".join(parts[:length])
-        if prefix in flat:
-            used.add(prefix)
-            return Decision(flat[prefix], f"{where}[{prefix!r}]")
+    matching = [prefix for n in range(len(parts), -1, -1) if (prefix := ".".join(parts[:n])) in flat]
+    used.update(matching)
+    if matching:
+        return Decision(flat[matching[0]], f"{where}[{matching[0]!r}]")
     return Decision(_UNMATCHED, f"no key of {where}")
 
 
@@ -286,19 +267,35 @@ def _prefixes(names: Sequence[str]) -> set[str]:
     return {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts) + 1)}
 
 
+def _broadcast(spec: Any, tree: Any) -> Any:
+    """The values of a prefix tree, one for each leaf of the full one; a ValueError where it is no prefix."""
+    return jax.tree.broadcast(spec, tree, is_leaf=_is_value)
+
+
+def _is_value(x: Any) -> bool:
+    return x is None or _is_array(x)
+
+
+def _fits(spec: Any, leaves: Leaves) -> bool:
+    try:
+        _broadcast(spec, leaves.tree())
+    except ValueError:
+        return False
+    return True
+
+
 def _by_tree(spec: Any, leaves: Leaves, where: str) -> list[Decision]:
     """A pytree of values over the parameters' tree, or a prefix of it."""
     tree = leaves.tree()
-    is_value = lambda x: x is None or _is_array(x)  # noqa: E731
     try:
-        full = jax.tree.broadcast(spec, tree, is_leaf=is_value)
+        full = _broadcast(spec, tree)
     except ValueError as error:
         raise ValueError(
-            f"{where}: the tree does not fit the parameters. Given: {jax.tree.structure(spec, is_leaf=is_value)}. Expected this "
-            f"structure or a prefix of it: {jax.tree.structure(tree)}. First difference: {str(error).splitlines()[0]}"
+            f"{where}: the tree does not fit the parameters. Given: {jax.tree.structure(spec, is_leaf=_is_value)}. Expected this "
+            f"structure or a prefix of it: {jax.tree.structure(tree)}. First difference: {' '.join(str(error).split())[:300]}"
         ) from error
-    values = {path_name(path): v for path, v in jax.tree_util.tree_flatten_with_path(full, is_leaf=is_value)[0]}
-    return [Decision(values[name], f"{where} tree") for name in leaves.names]
+    values = {path_name(path): v for path, v in jax.tree_util.tree_flatten_with_path(full, is_leaf=_is_value)[0]}
+    return [Decision(values[name], f"{where}[{name!r}]") for name in leaves.names]
 
 
 def _by_call(spec: Callable[..., Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
@@ -307,7 +304,7 @@ def _by_call(spec: Callable[..., Any], leaves: Leaves, kind: Kind, where: str) -
     arity = required_arguments(spec)
     if arity == 1:
         answer = spec(leaves.tree())
-        if answer is None or callable(answer) and not _is_node(answer):
+        if answer is None or (callable(answer) and not _is_node(answer)):
             raise TypeError(f"{where}: {title}(tree) returned {answer!r}; expected a pytree of values over the parameters.")
         return _resolve(answer, leaves, kind, f"{where} {title}()")
     if arity == 2:
@@ -325,8 +322,16 @@ def required_arguments(function: Callable[..., Any]) -> int:
 
 
 def _is_array(value: Any) -> bool:
-    """An array of elements (0-d bools of numpy and jax are values, not arrays)."""
     return isinstance(value, torch.Tensor | np.ndarray | jax.Array)
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _acts(leaves: list[Any]) -> bool:
+    """Whether a callable pytree with these leaves is a function, not a mask: it holds callables, or nothing at all."""
+    return not leaves or any(callable(leaf) for leaf in leaves)
 
 
 def _is_node(value: Any) -> bool:

@@ -17,10 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dlpack import x64
+from .dlpack import wait_for, x64
 from .masks import path_name
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
+
+# Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
+ONES = 4
 
 _traces = 0
 _compilations = 0
@@ -117,7 +120,7 @@ class Program:
           state: the state arrays of every leaf, in plan order; donated.
           grads: one array per leaf, of the leaf's shape and dtype.
           masks: a boolean array per leaf with `elements`.
-          hyperparams: float64 (2 + sum of row widths): 1.0, the norm bound, then the rows.
+          hyperparams: float64 (ONES + 1 + sum of row widths): ONES times 1.0, the norm bound, then the rows.
 
         Returns:
           New values for `params` and `state`, at the addresses of the old, then for `kept`, in memory of their own.
@@ -126,7 +129,7 @@ class Program:
             new_params, new_state, new_kept, token = self._compiled(params, kept, state, grads, masks, hyperparams)
         # All results of one execution become ready together. Without this wait the call may still be reading the
         # gradients while torch zeroes them: seen with large operands, never with small ones.
-        token.block_until_ready()
+        wait_for(token)
         return new_params, new_state, new_kept
 
     @property
@@ -186,10 +189,10 @@ def _update(
 ) -> tuple[list[Any], list[Any], list[Any], Any]:
     global _traces
     _traces += 1
-    one, rows = hyperparams[0], _split(hyperparams, plan.rows)
+    ones, rows = hyperparams[:ONES], _split(hyperparams, plan.rows)
     donated, read, given, states = iter(params), iter(kept), iter(masks), iter(state)
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
-    scale = _clip_scale(grads, leaf_masks, hyperparams[1]) if plan.clip else None
+    scale = _clip_scale(grads, leaf_masks, hyperparams[ONES]) if plan.clip else None
     new_params: list[Any] = []
     new_kept: list[Any] = []
     new_state: list[Any] = []
@@ -197,20 +200,20 @@ def _update(
         row = plan.rows[leaf.row]
         p = next(donated) if leaf.inplace else next(read)
         own = [next(states) for _ in leaf.state]
-        update = _leaf_update(row, _passes(row, leaf.dtype, leaf.elements, plan.device))
-        new_p, new_own = update(p, own, g, mask, rows[leaf.row], one, scale)
+        update = _leaf_update(row, _passes(row, leaf.dtype, leaf.elements, plan.clip, plan.device))
+        new_p, new_own = update(p, own, g, mask, rows[leaf.row], ones, scale)
         (new_params if leaf.inplace else new_kept).append(new_p)
         new_state.extend(new_own)
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
-    return new_params, new_state, new_kept, one.astype(jnp.float32)
+    return new_params, new_state, new_kept, ones[0].astype(jnp.float32)
 
 
 @functools.cache
 def _leaf_update(row: Row, passes: int) -> Callable[..., Any]:
     """The update of one leaf, traced once for all leaves of equal signature."""
 
-    def leaf(p: Any, state: list[Any], g: Any, mask: Any, values: Any, one: Any, scale: Any) -> tuple[Any, list[Any]]:
+    def leaf(p: Any, state: list[Any], g: Any, mask: Any, values: Any, ones: Any, scale: Any) -> tuple[Any, list[Any]]:
         transformation = row.transformation(values)
         structure = jax.tree.structure(jax.eval_shape(transformation.init, _lift(p)))
 
@@ -220,11 +223,15 @@ def _leaf_update(row: Row, passes: int) -> Callable[..., Any]:
             updates, new = transformation.update(wide_g, structure.unflatten(wide_state), wide_p)
             return wide_p + updates, jax.tree.leaves(new)
 
+        # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
+        # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
+        # nothing can fold together; the arithmetic that this repeats is free beside the memory traffic.
         new_p, new_state = evaluate(None)
-        if passes == 2:
-            # With every result a function of the same loads, XLA writes them from one loop only if no intermediate is
-            # shared between them: so the parameter comes from inputs times a traced 1.0, which nothing can fold.
-            new_p, _ = evaluate(one)
+        if passes > 1:
+            new_p, _ = evaluate(ones[0])
+        for nth, position in enumerate(i for i, old in enumerate(state) if old.shape == p.shape):
+            if 1 <= nth <= passes - 2:
+                new_state[position] = evaluate(ones[nth])[1][position]
         new_p = _lower(new_p, p.dtype)
         new_state = [_lower(new, old.dtype) for new, old in zip(new_state, state, strict=True)]
         if mask is not None:
@@ -271,7 +278,7 @@ def _clip_scale(grads: Sequence[Any], masks: Sequence[Any], bound: Any) -> Any:
 
 
 def _split(hyperparams: Any, rows: Sequence[Row]) -> list[Any]:
-    at, out = 2, []
+    at, out = ONES + 1, []
     for row in rows:
         out.append(hyperparams[at : at + row.width])
         at += row.width
@@ -286,36 +293,37 @@ def _abstract(plan: Plan) -> tuple[Any, ...]:
     state = [array(*signature) for leaf in plan.leaves for signature in leaf.state]
     grads = [array(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     masks = [array(leaf.shape, np.bool_) for leaf in plan.leaves if leaf.elements]
-    width = 2 + sum(row.width for row in plan.rows)
+    width = ONES + 1 + sum(row.width for row in plan.rows)
     return params, kept, state, grads, masks, jax.ShapeDtypeStruct((width,), np.float64)
 
 
 _chosen_passes: dict[Any, int] = {}
 
 
-def _passes(row: Row, dtype: str, elements: bool, device: Any) -> int:
-    """How often to evaluate the rule: once, or a second time for the parameters, whichever moves fewer bytes.
+def _passes(row: Row, dtype: str, elements: bool, clip: bool, device: Any) -> int:
+    """How many evaluations of the rule move the fewest bytes: one, a second for the parameter, or one for each result.
 
     Asked of the compiler, on one small leaf, once for each rule and dtype.
     """
-    key = (row, dtype, elements, device.platform)
+    key = (row, dtype, elements, clip, device.platform)
     if key not in _chosen_passes:
-        counts = [_bytes_accessed(_probe(row, dtype, elements, device, passes)) for passes in (1, 2)]
-        _chosen_passes[key] = 2 if counts[1] < counts[0] else 1
+        results = min(1 + sum(state_fields(row).values()), ONES)
+        counts = {n: _bytes_accessed(_probe(row, dtype, elements, clip, device, n)) for n in sorted({1, min(2, results), results})}
+        _chosen_passes[key] = min(counts, key=lambda n: (counts[n], n))
     return _chosen_passes[key]
 
 
-def _probe(row: Row, dtype: str, elements: bool, device: Any, passes: int) -> Any:
+def _probe(row: Row, dtype: str, elements: bool, clip: bool, device: Any, passes: int) -> Any:
     """The compiled update of one leaf of 64 x 64, donated as in a program."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
     p = array((64, 64), dtype)
-    values = jax.ShapeDtypeStruct((row.width,), np.float64)
     state = [array(*signature) for signature in state_signature(row, (0.0,) * row.width, p.shape, dtype)]
     mask = array(p.shape, np.bool_) if elements else None
-    one = jax.ShapeDtypeStruct((), np.float64)
+    values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (row.width, ONES))
+    scale = jax.ShapeDtypeStruct((), np.float64) if clip else None
     function = jax.jit(_leaf_update(row, passes), donate_argnums=(0, 1))
-    return function.lower(p, state, p, mask, values, one, None).compile()
+    return function.lower(p, state, p, mask, values, ones, scale).compile()
 
 
 def _bytes_accessed(compiled: Any) -> float:

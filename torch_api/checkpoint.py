@@ -34,7 +34,9 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state_dict that torch may load by position, or the error that says why it does not fit. Changes nothing."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', got {sorted(map(str, state_dict))}.")
+            raise ValueError(
+                f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', got {sorted(map(str, state_dict))}."
+            )
     groups = _aligned(optimizer, [dict(group) for group in state_dict["param_groups"]])
     saved = dict(state_dict["state"])
     state = {key: value for key, value in saved.items() if key not in {i for group in groups for i in group["params"]}}
@@ -42,7 +44,7 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         for key in (own.keys() & FLAGS | optimizer.defaults.keys()) - group.keys():
             group[key] = own.get(key, optimizer.defaults.get(key))
-        check_group(type(optimizer).__name__, group, optimizer.defaults)
+        check_group(type(optimizer).__name__, group, optimizer.hyperparams)
         fields = optimizer.state_fields(group)
         for position, (param, index) in enumerate(zip(own["params"], group["params"], strict=True)):
             name = own.get("param_names", [f"param{at + i}" for i in range(len(own["params"]))])[position]
@@ -55,13 +57,18 @@ def _aligned(optimizer: OptaxOptimizer, saved: list[dict[str, Any]]) -> list[dic
     """The saved groups with `params` in the optimizer's order: by name where both sides have names, else as they are."""
     own = optimizer.param_groups
     if len(own) != len(saved):
-        raise ValueError(f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}.")
+        raise ValueError(
+            f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}."
+        )
     if all("param_names" in group for group in [*own, *saved]):
         index = {name: i for group in saved for name, i in zip(group["param_names"], group["params"], strict=True)}
         names = [name for group in own for name in group["param_names"]]
         if len(set(names)) == len(names) and len(index) == sum(len(group["params"]) for group in saved):
             _same_names(names, index)
-            return [group | {"params": [index[n] for n in mine["param_names"]], "param_names": list(mine["param_names"])} for mine, group in zip(own, saved, strict=True)]
+            return [
+                group | {"params": [index[n] for n in mine["param_names"]], "param_names": list(mine["param_names"])}
+                for mine, group in zip(own, saved, strict=True)
+            ]
     for position, (mine, group) in enumerate(zip(own, saved, strict=True)):
         if len(mine["params"]) != len(group["params"]):
             raise ValueError(
@@ -75,12 +82,17 @@ def _same_names(own: list[str], saved: Mapping[str, Any]) -> None:
     missing = [name for name in own if name not in saved]
     extra = [name for name in saved if name not in set(own)]
     if missing:
-        raise ValueError(f"load_state_dict: the loaded state dict has no parameter {missing[0]!r} ({len(missing)} are missing). {near(missing[0], saved)}")
+        known = near(missing[0], saved)
+        raise ValueError(f"load_state_dict: the loaded state dict has no parameter {missing[0]!r} ({len(missing)} are missing). {known}")
     if extra:
-        raise ValueError(f"load_state_dict: the loaded state dict has a parameter {extra[0]!r} that this optimizer has not ({len(extra)} such).")
+        raise ValueError(
+            f"load_state_dict: the loaded state dict has a parameter {extra[0]!r} that this optimizer has not ({len(extra)} such)."
+        )
 
 
-def _checked_state(index: Any, saved: Mapping[str, Any] | None, fields: Mapping[str, bool], param: torch.Tensor, name: str) -> dict[Any, _Saved]:
+def _checked_state(
+    index: Any, saved: Mapping[str, Any] | None, fields: Mapping[str, bool], param: torch.Tensor, name: str
+) -> dict[Any, _Saved]:
     """The entry of one parameter, copied; nothing where there is none, or only a scalar that stands for none."""
     given = {key: value for key, value in (saved or {}).items() if value is not None}
     if not any(fields.get(key, True) for key in given) and any(fields.values()):

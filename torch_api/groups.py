@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
+import torch
 
 from bridge.masks import near
 from bridge.rules import Rule
@@ -17,7 +21,15 @@ TORCH_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _SCHEDULER_KEYS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name"})
 _PARAMS_KEYS = frozenset({"params", "param_names", "trainable_params"})
 
-_NAMES = {"lr": "learning rate", "eps": "epsilon value", "momentum": "momentum value", "weight_decay": "weight_decay value"}
+# Group keys that may not be negative, by the name that torch's error gives them.
+_NON_NEGATIVE = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "momentum": "momentum value",
+    "weight_decay": "weight_decay value",
+    "lr_scale": "lr_scale",
+    "wd_scale": "wd_scale",
+}
 
 
 def hyperparam_defaults(rule: Rule) -> dict[str, Any]:
@@ -34,47 +46,55 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"{owner}: unknown argument {name!r}. {near(name, known)} Known: {', '.join(sorted(known))}.")
 
 
-def check_group(owner: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise for an unknown group key, or a value that the update cannot take."""
-    known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | set(defaults)
+def check_group(owner: str, group: Mapping[str, Any], hyperparams: Mapping[str, Any]) -> None:
+    """Raise for an unknown group key, or a value that the update cannot take; `hyperparams` are the rule's, with defaults."""
+    known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | set(hyperparams)
     for key in group:
         if key not in known:
             raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}.")
-    for key, value in group.items():
-        _check_value(owner, key, value, defaults)
+    for key, default in hyperparams.items():
+        _check_type(owner, key, group[key], default)
+    for key, title in _NON_NEGATIVE.items():
+        if key in group:
+            _check_type(owner, key, group[key], 0.0)
+            if not group[key] >= 0:
+                raise ValueError(f"Invalid {title}: {group[key]}")
+    for index, beta in enumerate(group.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-
-def _check_value(owner: str, key: str, value: Any, defaults: Mapping[str, Any]) -> None:
-    if key == "differentiable" and value:
+    if group.get("differentiable"):
         raise ValueError(f"{owner}: differentiable=True is not supported: the update runs outside torch's autograd graph.")
-    if key == "trainable" and not isinstance(value, bool):
-        raise TypeError(f"{owner}: group flag 'trainable' is {value!r}; expected True or False. Use 'mask' to choose parameters.")
-    if key in _NAMES and not value >= 0:
-        raise ValueError(f"Invalid {_NAMES[key]}: {value}")
-    if key in ("lr_scale", "wd_scale") and not value >= 0:
-        raise ValueError(f"Invalid {key}: {value}")
-    if key == "lr" and getattr(value, "ndim", 0) and value.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if key == "betas":
-        for index, beta in enumerate(value):
-            if not 0.0 <= beta < 1.0:
-                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if isinstance(defaults.get(key), bool) and not isinstance(value, bool):
-        raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
+    _check_type(owner, "trainable", group.get("trainable", True), True)
 
 
-def group_reader(rule: Rule, defaults: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Row], list[str]]:
-    """How to read a group: a function to its static `Row`, and the names that decide the row besides tuple lengths."""
-    hyperparams = [name for name in inspect.signature(rule.factory).parameters if name in defaults]
-    options = [name for name in hyperparams if isinstance(defaults[name], bool)]
-    numbers = [name for name in hyperparams if name not in options]
+def _check_type(owner: str, key: str, value: Any, default: Any) -> None:
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
+    elif isinstance(default, tuple):
+        if not isinstance(value, tuple | list) or len(value) != len(default) or not all(map(_is_number, value)):
+            raise ValueError(f"{owner}: {key} is {value!r}; expected {len(default)} numbers.")
+    elif isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor {key} must be 1-element")
+    elif not _is_number(value):
+        raise TypeError(f"{owner}: {key!r} is {value!r}; expected a number.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
+
+
+def group_reader(rule: Rule, hyperparams: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Row], list[str]]:
+    """How to read a group: a function to its static `Row`, and the names of the values that decide which row it is."""
+    options = [name for name, default in hyperparams.items() if isinstance(default, bool)]
+    traceable = [name for name in hyperparams if name not in options]
 
     def read(group: Mapping[str, Any]) -> Row:
-        absent = [name for name in numbers if name in rule.structural and float(group[name]) == 0.0]
+        absent = [name for name in traceable if name in rule.structural and float(group[name]) == 0.0]
         statics = {name: group[name] for name in options} | dict.fromkeys(absent)
-        traced = ((name, len(group[name]) if isinstance(group[name], tuple | list) else 0) for name in numbers if name not in absent)
+        traced = ((name, len(group[name]) if isinstance(group[name], tuple | list) else 0) for name in traceable if name not in absent)
         return Row(rule.factory, tuple(statics.items()), tuple(traced))
 
     return read, options + sorted(rule.structural)

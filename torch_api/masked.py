@@ -60,7 +60,9 @@ class MaskedAdamW(MaskedAdam):
         **engine: Any,
     ) -> None:
         torch_options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, **torch_options, **engine)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, decoupled_weight_decay=True, **torch_options, **engine
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

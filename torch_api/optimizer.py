@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,6 +22,7 @@ from .plan import Launch, Leaf, allocate_state, describe, sort_key
 
 _array = attrgetter("array")
 _param_array = attrgetter("memory.array")
+_NO_STATE: dict[str, Any] = {}
 
 
 class OptaxOptimizer(Optimizer):
@@ -65,10 +66,12 @@ class OptaxOptimizer(Optimizer):
             raise ValueError(f"{owner}: writeback is {writeback!r}; expected 'inplace' or 'copy'.")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"{owner}: max_grad_norm is {max_grad_norm}; expected a positive number, or None for no bound.")
-        defaults = groups.hyperparam_defaults(tx)
-        groups.check_keywords(owner, hyperparams, defaults.keys() | groups.TORCH_OPTIONS | {"mask", "decay_mask", "max_grad_norm", "writeback"})
-        defaults |= hyperparams
-        groups.check_group(owner, defaults, defaults)
+        self.hyperparams = groups.hyperparam_defaults(tx)
+        groups.check_keywords(
+            owner, hyperparams, self.hyperparams.keys() | groups.TORCH_OPTIONS | {"mask", "decay_mask", "max_grad_norm", "writeback"}
+        )
+        defaults = self.hyperparams | hyperparams
+        groups.check_group(owner, defaults, self.hyperparams)
         self._rule, self._writeback, self.max_grad_norm = tx, writeback, max_grad_norm
         self._selectors = (mask, decay_mask)
         self._leaves: list[Leaf] = []
@@ -92,7 +95,7 @@ class OptaxOptimizer(Optimizer):
         owner = type(self).__name__
         if isinstance(param_group, dict):
             param_group = dict(param_group)
-            groups.check_group(owner, self.defaults | param_group, self.defaults)
+            groups.check_group(owner, self.defaults | param_group, self.hyperparams)
         before = len(self.param_groups)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         super().add_param_group(_without_duplicates(owner, param_group))
@@ -134,7 +137,7 @@ class OptaxOptimizer(Optimizer):
 
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
-        self._read_row, self._options = groups.group_reader(self._rule, self.defaults)
+        self._read_row, self._options = groups.group_reader(self._rule, self.hyperparams)
         self._signature = self._group_signature()
         keys = dict.fromkeys((leaf.group, bool(leaf.decay.value)) for leaf in self._leaves)
         self._rows = [(self.param_groups[g], decays, self._read_row(self.param_groups[g])) for g, decays in keys]
@@ -252,6 +255,7 @@ class OptaxOptimizer(Optimizer):
             self._place()
         live: list[int] = []
         grads: list[torch.Tensor] = []
+        state = self.state
         for i, leaf in enumerate(self._active):
             p = leaf.param
             g = p.grad
@@ -261,6 +265,11 @@ class OptaxOptimizer(Optimizer):
                 return self._live()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(_bad_gradient(type(self).__name__, leaf, g))
+            if leaf.state is not None:
+                held = state.get(p) or _NO_STATE
+                if len(held) != len(leaf.views) or not all(map(is_, held.values(), leaf.views)):
+                    self._place()  # the state was replaced or cleared by hand: go on from what is there
+                    return self._live()
             live.append(i)
             grads.append(g)
         return tuple(live), grads
@@ -276,7 +285,8 @@ class OptaxOptimizer(Optimizer):
 
     def _hyperparams(self) -> np.ndarray:
         """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
-        values = [1.0, self.max_grad_norm or 0.0]
+        values = [1.0] * step.ONES
+        values.append(self.max_grad_norm or 0.0)
         for group, decays, row in self._rows:
             for name, length in row.traced:
                 value = group[name]
@@ -292,7 +302,7 @@ class OptaxOptimizer(Optimizer):
 
     def _row_values(self) -> list[tuple[float, ...]]:
         """The same numbers, cut into rows."""
-        flat = iter(self._hyperparams()[2:].tolist())
+        flat = iter(self._hyperparams()[step.ONES + 1 :].tolist())
         return [tuple(itertools.islice(flat, row.width)) for _, _, row in self._rows]
 
     # ------------------------------------------------------------------ checkpoints, copies, reports
@@ -314,7 +324,7 @@ class OptaxOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         decided = [(leaf.name, leaf.group, leaf.trained, leaf.rule, leaf.elements, leaf.decay, leaf.label) for leaf in self._leaves]
-        own = {"_rule": self._rule, "_writeback": self._writeback, "max_grad_norm": self.max_grad_norm}
+        own = {"_rule": self._rule, "hyperparams": self.hyperparams, "_writeback": self._writeback, "max_grad_norm": self.max_grad_norm}
         return super().__getstate__() | own | {"_selectors": (None, None), "_decided": decided}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -365,8 +375,10 @@ def _listed(owner: str, params: Any) -> Any:
 
 
 def _without_duplicates(owner: str, group: Any) -> Any:
-    if not isinstance(group, dict) or isinstance(group["params"], torch.Tensor | set):
+    if not isinstance(group, dict) or isinstance(group.get("params"), torch.Tensor | set):
         return group  # torch's own handling
+    if "params" not in group:
+        raise ValueError(f"{owner}: a param group has no 'params'; it has {sorted(group)}.")
     group["params"] = list(group["params"])
     tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
     first: dict[int, int] = {}
@@ -384,7 +396,11 @@ def _asks_each(selector: Any) -> bool:
 def _check_parameter(owner: str, leaf: Leaf) -> None:
     p = leaf.param
     if p.is_meta or p.layout is not torch.strided:
-        what = "is on the meta device and has no memory; materialise the model first" if p.is_meta else f"has layout {p.layout}; expected torch.strided"
+        what = (
+            "is on the meta device and has no memory; materialise the model first"
+            if p.is_meta
+            else f"has layout {p.layout}; expected torch.strided"
+        )
         raise ValueError(f"{owner}: parameter {leaf.name!r} of shape {tuple(p.shape)} {what}.")
     if not (p.is_floating_point() or p.is_complex()):
         raise ValueError(f"{owner}: parameter {leaf.name!r} has dtype {p.dtype}; expected a floating or complex type.")
@@ -393,7 +409,9 @@ def _check_parameter(owner: str, leaf: Leaf) -> None:
 def _bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
     title = f"{owner}: the gradient of {leaf.name!r}"
     if grad.layout is not torch.strided:
-        return f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
+        return (
+            f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
+        )
     return (
         f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}, "
         f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."

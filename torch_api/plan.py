@@ -18,7 +18,7 @@ class Leaf:
 
     __slots__ = (
         "address", "decay", "device", "dtype", "elements", "group", "label", "memory", "name", "order", "param", "row",
-        "rule", "shape", "state", "trained", "why",
+        "rule", "shape", "state", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -33,6 +33,7 @@ class Leaf:
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "not placed: frozen"
         self.state: tuple[storage.Memory, ...] | None = None
+        self.views: tuple[torch.Tensor, ...] = ()  # what optimizer.state shows of it
         self.shape, self.dtype, self.device = param.shape, param.dtype, param.device
 
     def decide(self, decision: masks.Decision) -> None:
@@ -147,7 +148,7 @@ def allocate_state(leaf: Leaf, rule: Rule, row: step.Row, values: tuple[float, .
         memories.append(memory)
         if field not in rule.hidden:
             views[field] = memory.tensor(leaf.device, leaf.param.detach() if shaped else None)
-    leaf.state = tuple(memories)
+    leaf.state, leaf.views = tuple(memories), tuple(views.values())
     return views
 
 

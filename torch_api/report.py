@@ -24,7 +24,8 @@ class Report:
     def summary(self) -> str:
         sizes = [leaf["size"] for leaf in self.rows if leaf["status"] != "frozen"]
         total, state = sum(row["size"] for row in self.rows), sum(row["state bytes"] for row in self.rows)
-        return f"{self.title}: {len(sizes)} of {len(self.rows)} parameters trained, {sum(sizes):,} of {total:,} elements, {state:,} bytes of state"
+        counts = f"{len(sizes)} of {len(self.rows)} parameters trained, {sum(sizes):,} of {total:,} elements"
+        return f"{self.title}: {counts}, {state:,} bytes of state"
 
     def __str__(self) -> str:
         cells = [COLUMNS, *([_text(row[column]) for column in COLUMNS] for row in self.rows)]

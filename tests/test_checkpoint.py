@@ -1,0 +1,261 @@
+"""Checkpoints: torch's layout, both directions, exact resumption, and nothing lost when one does not fit."""
+
+import copy
+import io
+
+import pytest
+import torch
+from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
+
+import torch_api
+
+PAIRS = {
+    "Adam": (torch_api.MaskedAdam, torch.optim.Adam, {"amsgrad": True}),
+    "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
+    "SGD": (torch_api.MaskedSGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "plain SGD": (torch_api.MaskedSGD, torch.optim.SGD, {}),
+}
+
+
+def through_a_file(state_dict):
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def named(params):
+    return [(f"layer{i}.weight", p) for i, p in enumerate(params)]
+
+
+def advance(optimizer, params, steps, seed):
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_keys_shapes_and_dtypes_are_torchs(name):
+    masked, original, options = PAIRS[name]
+    ours = random_params()
+    theirs = clones(ours)
+    a, b = masked(ours, lr=0.01, **options), original(theirs, lr=0.01, **options)
+    assert a.state_dict()["state"] == b.state_dict()["state"] == {}
+    run_pair(a, ours, b, theirs, 3)
+    one, two = a.state_dict(), b.state_dict()
+    assert one["state"].keys() == two["state"].keys()
+    for index, fields in two["state"].items():
+        assert one["state"][index].keys() == fields.keys()
+        for key, tensor in fields.items():
+            assert one["state"][index][key].shape == tensor.shape
+            assert one["state"][index][key].dtype == tensor.dtype
+            torch.testing.assert_close(one["state"][index][key], tensor)
+    ours_group, theirs_group = one["param_groups"][0], two["param_groups"][0]
+    assert {k: v for k, v in ours_group.items() if k in theirs_group} == theirs_group
+    assert ours_group.keys() - theirs_group.keys() <= {"decoupled_weight_decay"}  # torch < 2.7 has it not
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_checkpoints_load_in_both_directions_mid_run(name):
+    masked, original, options = PAIRS[name]
+    ours = random_params()
+    theirs, start = clones(ours), clones(ours)
+    a, b = masked(ours, lr=0.01, **options), original(theirs, lr=0.01, **options)
+    run_pair(a, ours, b, theirs, 10)
+    a2, b2 = masked(ours, lr=0.5, **options), original(theirs, lr=0.5, **options)
+    a2.load_state_dict(through_a_file(b.state_dict()))
+    b2.load_state_dict(through_a_file(a.state_dict()))
+    assert a2.param_groups[0]["lr"] == b2.param_groups[0]["lr"] == 0.01
+    run_pair(a2, ours, b2, theirs, 15)
+    assert max(map(movement_error, ours, theirs, start)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_resuming_equals_going_on_bit_for_bit(name, dtype):
+    masked, _, options = PAIRS[name]
+    params = random_params(dtype)
+    optimizer = masked(named(params), lr=0.01, max_grad_norm=1.0, **options)
+    advance(optimizer, params, 5, seed=1)
+    twins = clones(params)
+    resumed = masked(named(twins), lr=9.0, max_grad_norm=1.0, **options)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    advance(optimizer, params, 5, seed=2)
+    advance(resumed, twins, 5, seed=2)
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+def test_loading_copies_so_that_two_optimizers_never_share_moments():
+    params = random_params()
+    optimizer = torch_api.MaskedAdam(params)
+    advance(optimizer, params, 2, seed=1)
+    twins = clones(params)
+    other = torch_api.MaskedAdam(twins)
+    other.load_state_dict(optimizer.state_dict())
+    before = optimizer.state[params[0]]["exp_avg"].clone()
+    advance(other, twins, 2, seed=2)
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    advance(optimizer, params, 2, seed=2)
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+def test_float32_moments_of_bfloat16_parameters_stay_float32():
+    params = random_params(torch.bfloat16)
+    optimizer = torch_api.MaskedAdam(params)
+    advance(optimizer, params, 1, seed=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for fields in saved["state"].values():
+        fields["exp_avg"] = fields["exp_avg"].float() + 1e-4
+    optimizer.load_state_dict(saved)
+    advance(optimizer, params, 1, seed=2)
+    assert all(optimizer.state[p]["exp_avg"].dtype is torch.float32 for p in params)
+    assert all(optimizer.state[p]["exp_avg_sq"].dtype is torch.bfloat16 for p in params)
+
+
+def test_float64_moments_of_float32_parameters_become_float32_as_in_torch():
+    params = random_params()
+    optimizer = torch_api.MaskedAdam(params)
+    advance(optimizer, params, 1, seed=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for fields in saved["state"].values():
+        fields["exp_avg"] = fields["exp_avg"].double()
+        fields["step"] = float(fields["step"])  # as torch before 1.12 saved it
+    optimizer.load_state_dict(saved)
+    advance(optimizer, params, 1, seed=2)
+    assert all(optimizer.state[p]["exp_avg"].dtype is torch.float32 for p in params)
+    assert all(float(optimizer.state[p]["step"]) == 2.0 for p in params)
+
+
+def test_state_is_matched_by_name_where_both_sides_have_names():
+    first, second = random_params(shapes=[(4,), (4,)])
+    optimizer = torch_api.MaskedAdam([("a", first), ("b", second)])
+    advance(optimizer, [first, second], 3, seed=1)
+    a, b = clones([first, second])
+    swapped = torch_api.MaskedAdam([("b", b), ("a", a)])
+    swapped.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert torch.equal(swapped.state[a]["exp_avg"], optimizer.state[first]["exp_avg"])
+    assert torch.equal(swapped.state[b]["exp_avg"], optimizer.state[second]["exp_avg"])
+    assert swapped.param_groups[0]["param_names"] == ["b", "a"]
+
+
+def test_a_scalar_stands_for_no_state():
+    first, second = random_params(shapes=[(4,), (4,)])
+    optimizer = torch_api.MaskedAdam([("a", first), ("b", second)], mask="a")
+    advance(optimizer, [first, second], 1, seed=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1] = {"step": torch.tensor(0.0)}
+    optimizer.load_state_dict(saved)
+    assert second not in optimizer.state
+
+
+def test_set_trainable_and_group_flags_survive():
+    params = random_params(shapes=[(4,), (4,), (4,)])
+    groups = lambda ps: [{"params": [("a", ps[0]), ("b", ps[1])], "lr_scale": 0.5}, {"params": [("c", ps[2])]}]  # noqa: E731
+    optimizer = torch_api.MaskedAdam(groups(params), lr=0.1)
+    optimizer.set_trainable("b", False)
+    advance(optimizer, params, 2, seed=1)
+    twins = clones(params)
+    plain = torch_api.MaskedAdam(groups(twins), lr=0.1)
+    plain.load_state_dict(through_a_file(optimizer.state_dict()))
+    advance(optimizer, params, 2, seed=2)
+    advance(plain, twins, 2, seed=2)
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    assert [row["status"] for row in plain.report().rows] == ["trained", "frozen", "trained"]
+    from_torch = torch.optim.Adam([{"params": twins[:2]}, {"params": twins[2:]}], lr=0.2)
+    plain.load_state_dict(from_torch.state_dict())
+    assert plain.param_groups[0]["lr_scale"] == 0.5
+
+
+def test_state_dict_hooks_run():
+    params = random_params()
+    optimizer = torch_api.MaskedAdam(params)
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append("save"))
+    optimizer.register_state_dict_post_hook(lambda o, sd: sd | {"extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, sd: calls.append(sorted(sd)))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
+    advance(optimizer, params, 1, seed=1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["save", ["extra", "param_groups", "state"], "loaded"]
+
+
+def test_state_edited_or_cleared_by_hand_is_what_the_next_step_uses():
+    params = random_params(shapes=[(4,)])
+    theirs = clones(params)
+    a, b = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    run_pair(a, params, b, theirs, 2)
+    for o, p in ((a, params[0]), (b, theirs[0])):
+        o.state[p]["momentum_buffer"].zero_()
+    run_pair(a, params, b, theirs, 2)
+    for o, p in ((a, params[0]), (b, theirs[0])):
+        o.state[p]["momentum_buffer"] = torch.ones(4)
+    run_pair(a, params, b, theirs, 2)
+    torch.testing.assert_close(params[0], theirs[0])
+    for o in (a, b):
+        o.state.clear()
+    run_pair(a, params, b, theirs, 2)
+    torch.testing.assert_close(params[0], theirs[0])
+    torch.testing.assert_close(a.state[params[0]]["momentum_buffer"], b.state[theirs[0]]["momentum_buffer"])
+
+
+def other(change):
+    def make(saved):
+        saved = copy.deepcopy(saved)
+        change(saved)
+        return saved
+
+    return make
+
+
+BAD = {
+    "another shape": (
+        other(lambda s: s["state"][0].update(exp_avg=torch.zeros(9))),
+        r"state 'exp_avg' of 'layer0.weight' has shape \(9,\), expected \(7, 5\)",
+    ),
+    "a scalar for a tensor": (other(lambda s: s["state"][0].update(exp_avg=1.0)), r"has shape \(\), expected \(7, 5\)"),
+    "another optimizer's fields": (
+        other(lambda s: s["state"].update({0: {"momentum_buffer": torch.zeros(7, 5)}})),
+        r"state of 'layer0.weight' has the fields \['momentum_buffer'\], expected \['exp_avg', 'exp_avg_sq', 'step'\]",
+    ),
+    "amsgrad without its state": (
+        other(lambda s: s["param_groups"][0].update(amsgrad=True)),
+        r"expected \['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'\].*another option such as amsgrad",
+    ),
+    "fewer groups": (other(lambda s: s["param_groups"].pop()), "different number of parameter groups: 1, expected 2"),
+    "a parameter more": (
+        other(lambda s: (s["param_groups"][0]["params"].append(99), s["param_groups"][0]["param_names"].append("new"))),
+        "has a parameter 'new' that this optimizer has not",
+    ),
+    "a renamed parameter": (
+        other(lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "layer0.weights")),
+        r"has no parameter 'layer0.weight' \(1 are missing\).*Did you mean 'layer0.weights'",
+    ),
+    "another size without names": (
+        other(lambda s: [g.pop("param_names") for g in s["param_groups"]] and s["param_groups"][0]["params"].pop()),
+        "group 0 of the loaded state dict has 2 parameters, expected 3.*Were layers frozen or added",
+    ),
+    "an unknown group key": (
+        other(lambda s: s["param_groups"][0].update(learnig_rate=1)),
+        "unknown key 'learnig_rate' in a param group",
+    ),
+    "no state": (lambda s: {"param_groups": s["param_groups"]}, r"no 'state' in it.*got \['param_groups'\]"),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), BAD.values(), ids=BAD.keys())
+def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(make, text):
+    params = random_params()
+    groups = [{"params": named(params)[:3]}, {"params": named(params)[3:], "lr": 0.5}]
+    optimizer = torch_api.MaskedAdam(groups)
+    advance(optimizer, params, 2, seed=1)
+    before = copy.deepcopy(optimizer.state_dict())
+    values = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(make(optimizer.state_dict()))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][i][k], before["state"][i][k]) for i in before["state"] for k in before["state"][i])
+    assert all(torch.equal(p, v) for p, v in zip(params, values, strict=True))
+    advance(optimizer, params, 1, seed=2)

@@ -1,0 +1,230 @@
+"""What a step costs: traces, compilations, bytes, addresses, frames. Nothing here asserts a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+from oracles import clones, random_grads, random_params, set_grads
+
+import bridge
+import torch_api
+from bridge import step
+
+ROOT = Path(__file__).parent.parent
+fused_loops = pytest.mark.skipif(step.FUSION_FLAG not in os.environ.get("XLA_FLAGS", ""), reason="XLA_FLAGS ask for other CPU code")
+
+
+def stepped(optimizer, params, count=1):
+    for _ in range(count):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+
+
+def counts():
+    return bridge.traces(), bridge.compilations()
+
+
+def new_since(before):
+    return tuple(now - then for now, then in zip(counts(), before, strict=True))
+
+
+def test_a_hundred_steps_under_a_cosine_schedule_are_one_trace():
+    params = random_params(shapes=[(11, 3), (11,)])
+    optimizer = torch_api.MaskedAdamW(params)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    before, addresses = counts(), [p.data_ptr() for p in params]
+    for _ in range(100):
+        stepped(optimizer, params)
+        scheduler.step()
+    assert new_since(before) == (1, 1)
+    assert addresses == [p.data_ptr() for p in params]
+
+
+def test_no_number_recompiles():
+    params = random_params(shapes=[(11, 4), (11,)])
+    optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0)
+    stepped(optimizer, params)
+    before = counts()
+    group = optimizer.param_groups[0]
+    for key, value in {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.7, "lr_scale": 0.1, "wd_scale": 3.0}.items():
+        group[key] = value
+        stepped(optimizer, params)
+    group["lr"] = 1  # an int, as schedulers write it
+    optimizer.max_grad_norm = 7
+    stepped(optimizer, params)
+    assert new_since(before) == (0, 0)
+
+
+def test_a_structural_option_recompiles_once_and_is_remembered():
+    params = random_params(shapes=[(11, 5)])
+    optimizer = torch_api.MaskedAdamW(params)
+    stepped(optimizer, params)
+    before = counts()
+    for maximize in (True, False, True, False):
+        optimizer.param_groups[0]["maximize"] = maximize
+        stepped(optimizer, params)
+    assert new_since(before) == (1, 1)
+
+
+def test_a_seen_set_of_live_leaves_compiles_nothing_and_equal_shapes_share():
+    params = random_params(shapes=[(11, 6)] * 3)
+    optimizer = torch_api.MaskedSGD(params, lr=0.1)
+    stepped(optimizer, params)
+    before = counts()
+    for missing in (0, 1, 2, 0):
+        set_grads(params, [g if i != missing else None for i, g in enumerate(random_grads(params))])
+        optimizer.step()
+    assert new_since(before) == (1, 1)
+
+
+def test_set_trainable_back_to_a_seen_pattern_compiles_nothing():
+    params = random_params(shapes=[(11, 7), (11,)])
+    optimizer = torch_api.MaskedAdamW([("a", params[0]), ("b", params[1])])
+    stepped(optimizer, params)
+    optimizer.set_trainable("a", False)
+    stepped(optimizer, params)
+    before = counts()
+    for trainable in (True, False, True):
+        optimizer.set_trainable("a", trainable)
+        stepped(optimizer, params)
+    assert new_since(before) == (0, 0)
+
+
+def test_optimizers_of_equal_shapes_share_one_program():
+    before = counts()
+    for name in ("first", "second", "third"):
+        params = random_params(shapes=[(13, 2)])
+        stepped(torch_api.MaskedAdamW([(name, params[0])], lr=0.1), params, 2)
+    assert new_since(before) == (1, 1)
+
+
+def test_addresses_of_parameters_and_state_stay_over_many_steps():
+    params = random_params()
+    optimizer = torch_api.MaskedAdamW(params, amsgrad=True)
+    stepped(optimizer, params)
+    tensors = [*params, *(t for state in optimizer.state.values() for t in state.values())]
+    addresses = [t.data_ptr() for t in tensors]
+    stepped(optimizer, params, 20)
+    assert addresses == [t.data_ptr() for t in tensors]
+    assert float(optimizer.state[params[0]]["step"]) == 21.0  # the same tensor objects show the new values
+
+
+@fused_loops
+@pytest.mark.parametrize(
+    ("build", "most"),
+    [
+        (lambda p: torch_api.MaskedAdam(p), 28),
+        (lambda p: torch_api.MaskedAdamW(p), 28),
+        (lambda p: torch_api.MaskedAdamW(p, amsgrad=True), 36),
+        (lambda p: torch_api.MaskedSGD(p), 12),
+        (lambda p: torch_api.MaskedSGD(p, momentum=0.9), 20),
+        (lambda p: torch_api.MaskedSGD(p, momentum=0.9, nesterov=True, weight_decay=0.1), 20),
+        (lambda p: torch_api.MaskedAdamW(p, max_grad_norm=1.0), 36),
+    ],
+    ids=["Adam", "AdamW", "amsgrad", "SGD", "momentum", "nesterov", "clip and AdamW"],
+)
+def test_bytes_moved_per_parameter_are_the_least_there_can_be(build, most):
+    (p,) = random_params(shapes=[(1 << 10, 1 << 10)])
+    optimizer = build([p])
+    stepped(optimizer, [p])
+    assert optimizer.bytes_accessed() / p.numel() <= most * 1.001
+
+
+def test_frozen_leaves_move_no_bytes_and_have_no_state():
+    trained, frozen = random_params(shapes=[(64, 64), (512, 512)])
+    alone = torch_api.MaskedAdamW(clones([trained]))
+    stepped(alone, alone.param_groups[0]["params"])
+    optimizer = torch_api.MaskedAdamW([("a", trained), ("b", frozen)], mask="a", max_grad_norm=None)
+    live = len(jax.live_arrays())
+    stepped(optimizer, [trained, frozen])
+    assert optimizer.bytes_accessed() == alone.bytes_accessed()
+    assert len(jax.live_arrays()) - live == 3  # step, exp_avg, exp_avg_sq of the trained one
+    assert sum(row["state bytes"] for row in optimizer.report().rows) == 2 * 4 * trained.numel() + 4
+
+
+def test_state_bytes_equal_torchs():
+    params = random_params()
+    theirs = clones(params)
+    ours, original = torch_api.MaskedAdamW(params, amsgrad=True), torch.optim.AdamW(theirs, amsgrad=True)
+    stepped(ours, params)
+    stepped(original, theirs)
+    size = lambda o: sum(t.numel() * t.element_size() for s in o.state.values() for t in s.values())  # noqa: E731
+    assert size(ours) == size(original)
+
+
+def test_a_warm_step_stays_within_four_files_and_ten_frames():
+    params = random_params(shapes=[(8, 8)] * 30)
+    optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0)
+    stepped(optimizer, params, 2)
+    set_grads(params, random_grads(params))
+    frames = []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith((str(ROOT / "bridge"), str(ROOT / "torch_api"))):
+            frames.append((Path(frame.f_code.co_filename).name, frame.f_code.co_qualname))
+
+    sys.setprofile(watch)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    assert len(frames) <= 10, frames
+    assert len({file for file, _ in frames}) <= 4, frames
+
+
+def test_gradients_may_be_changed_the_moment_step_returns():
+    """jax dispatches asynchronously: without the wait in `apply`, large gradients zeroed right away gave wrong results."""
+    (p,) = random_params(shapes=[(2048, 1024)])
+    (q,) = clones([p])
+    ours, theirs = torch_api.MaskedSGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    for _ in range(20):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        ours.step()
+        p.grad.fill_(float("nan"))
+        theirs.step()
+        torch.testing.assert_close(p, q)
+
+
+def run(code, **environment):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout.strip()
+
+
+PRINT_FLAGS = "import os, bridge; print(os.environ.get('XLA_FLAGS', ''))"
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "expected"),
+    [
+        (PRINT_FLAGS, {}, "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"),
+        (PRINT_FLAGS, {"XLA_FLAGS": "--xla_dump_to="}, "--xla_dump_to= --xla_backend_extra_options=xla_cpu_use_multi_output_fusion"),
+        (PRINT_FLAGS, {"XLA_FLAGS": "--xla_backend_extra_options=other"}, "--xla_backend_extra_options=other"),
+        (PRINT_FLAGS, {"MASKBRIDGE_XLA_FLAGS": "0"}, ""),
+        ("import jax; jax.devices(); " + PRINT_FLAGS, {}, ""),
+    ],
+    ids=["set", "appended", "the user's own stays", "opted out", "too late"],
+)
+def test_the_fusion_flag_is_requested_only_where_it_can_be_heard_and_is_wanted(code, environment, expected):
+    assert run(code, **environment) == expected
+
+
+@pytest.mark.slow
+def test_without_the_flag_the_numbers_are_the_same():
+    code = """
+import torch, torch_api
+torch.manual_seed(0)
+p = torch.nn.Parameter(torch.randn(33, 7))
+o = torch_api.MaskedAdamW([p], lr=0.01, weight_decay=0.1)
+for _ in range(20):
+    p.grad = torch.randn_like(p)
+    o.step()
+print(p.double().sum().item(), o.bytes_accessed() / p.numel() > 35)
+"""
+    with_flag, without = run(code).split(), run(code, MASKBRIDGE_XLA_FLAGS="0").split()
+    assert float(with_flag[0]) == pytest.approx(float(without[0]), rel=1e-6)
+    assert (with_flag[1], without[1]) == ("False", "True")
