@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 
-.PHONY: demo test check bench test-oldest clean
+.PHONY: demo test check bench test-oldest test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -24,6 +24,14 @@ bench: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -m "not slow"
 
+# The built wheel, from an empty directory.
+test-wheel: $(VENV)/.installed
+	rm -rf build dist .venv-wheel && $(BIN)/python -m pip wheel -q --no-deps -w dist .
+	$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c requirements/constraints.txt
+	cd dist && ../.venv-wheel/bin/python -c "import bridge, torch_api; print(torch_api.__file__)"
+	mkdir -p dist/run && cp -r tests dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
+		&& ../../.venv-wheel/bin/python -m pytest -q tests/test_optimizer.py tests/test_storage.py tests/test_checkpoint.py
+
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "pip>=25.1"
@@ -37,4 +45,4 @@ $(OLDEST)/.installed: pyproject.toml requirements/oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist *.egg-info

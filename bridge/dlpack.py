@@ -146,6 +146,8 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
     platform, index = tensor.device.type, tensor.device.index or 0
     importer = _importer(platform)
     try:
+        if platform == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            raise ValueError("unaligned")  # jax < 0.7 would copy without a word
         return importer(tensor, _jax_device(platform, index))
     except (RuntimeError, ValueError, BufferError) as error:
         if copy is False:

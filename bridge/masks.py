@@ -269,7 +269,9 @@ def _prefixes(names: Sequence[str]) -> set[str]:
 
 def _broadcast(spec: Any, tree: Any) -> Any:
     """The values of a prefix tree, one for each leaf of the full one; a ValueError where it is no prefix."""
-    return jax.tree.broadcast(spec, tree, is_leaf=_is_value)
+    values: list[Any] = []
+    jax.tree.map(lambda value, part: values.extend([value] * len(jax.tree.leaves(part))), spec, tree, is_leaf=_is_value)
+    return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
 def _is_value(x: Any) -> bool:

@@ -248,6 +248,17 @@ def test_max_grad_norm_is_clip_grad_norm_over_all_groups(bound):
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
+def test_max_grad_norm_may_be_switched_on_and_off_between_steps():
+    (p,) = random_params(shapes=[(4,)])
+    optimizer = torch_api.MaskedSGD([p], lr=1.0)
+    for bound, moved in ((None, 10.0), (1.0, 1.0), (None, 10.0)):
+        before = p.detach().clone()
+        optimizer.max_grad_norm = bound
+        p.grad = torch.tensor([0.0, 6.0, 8.0, 0.0])
+        optimizer.step()
+        assert float((p.detach() - before).norm()) == pytest.approx(moved, rel=1e-5)
+
+
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
 def test_a_norm_that_is_not_finite_clips_as_torch_clips(norm):
     ours = random_params(shapes=[(5,), (4,)])
@@ -559,6 +570,5 @@ def test_no_other_copy_of_a_parameter_exists_while_it_is_optimized():
     optimizer.step()
     import jax
 
-    same_size = [a for a in jax.live_arrays() if a.shape == (256, 256)]
-    assert [a.unsafe_buffer_pointer() for a in same_size] == [p.data_ptr()]
-    assert storage.memory_of(p.detach()).array is same_size[0]
+    assert {a.unsafe_buffer_pointer() for a in jax.live_arrays() if a.shape == (256, 256)} == {p.data_ptr()}
+    assert storage.memory_of(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()

@@ -15,7 +15,10 @@ import torch_api
 from bridge import step
 
 ROOT = Path(__file__).parent.parent
-fused_loops = pytest.mark.skipif(step.FUSION_FLAG not in os.environ.get("XLA_FLAGS", ""), reason="XLA_FLAGS ask for other CPU code")
+fused_loops = pytest.mark.skipif(
+    step.FUSION_FLAG not in os.environ.get("XLA_FLAGS", "") or jax.__version_info__ < (0, 10),
+    reason="XLA_FLAGS ask for other CPU code, or this XLA does not write several results from one loop",
+)
 
 
 def stepped(optimizer, params, count=1):
@@ -134,15 +137,19 @@ def test_bytes_moved_per_parameter_are_the_least_there_can_be(build, most):
     assert optimizer.bytes_accessed() / p.numel() <= most * 1.001
 
 
+def addresses():
+    return {array.unsafe_buffer_pointer() for array in jax.live_arrays()}
+
+
 def test_frozen_leaves_move_no_bytes_and_have_no_state():
     trained, frozen = random_params(shapes=[(64, 64), (512, 512)])
     alone = torch_api.MaskedAdamW(clones([trained]))
     stepped(alone, alone.param_groups[0]["params"])
     optimizer = torch_api.MaskedAdamW([("a", trained), ("b", frozen)], mask="a", max_grad_norm=None)
-    live = len(jax.live_arrays())
+    live = addresses()
     stepped(optimizer, [trained, frozen])
     assert optimizer.bytes_accessed() == alone.bytes_accessed()
-    assert len(jax.live_arrays()) - live == 3  # step, exp_avg, exp_avg_sq of the trained one
+    assert len(addresses() - live) == 3  # step, exp_avg, exp_avg_sq of the trained one
     assert sum(row["state bytes"] for row in optimizer.report().rows) == 2 * 4 * trained.numel() + 4
 
 
@@ -213,6 +220,7 @@ def test_the_fusion_flag_is_requested_only_where_it_can_be_heard_and_is_wanted(c
     assert run(code, **environment) == expected
 
 
+@fused_loops
 @pytest.mark.slow
 def test_without_the_flag_the_numbers_are_the_same():
     code = """

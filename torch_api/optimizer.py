@@ -23,6 +23,8 @@ from .plan import Launch, Leaf, allocate_state, describe, sort_key
 _array = attrgetter("array")
 _param_array = attrgetter("memory.array")
 _NO_STATE: dict[str, Any] = {}
+# Sets of live leaves whose launch is at hand; an older one is put together again from its compiled program.
+_LAUNCHES_KEPT = 64
 
 
 class OptaxOptimizer(Optimizer):
@@ -147,8 +149,11 @@ class OptaxOptimizer(Optimizer):
             leaf.row, leaf.state = index[leaf.group, bool(leaf.decay.value)], None
             if leaf.trained and self.param_groups[leaf.group].get("trainable", True):
                 self._active.append(leaf)
-                if leaf.param.requires_grad:
-                    leaf.place(self._writeback)
+        for leaf in self._active:
+            device_of(leaf.param)  # raises before the first parameter is moved
+        for leaf in self._active:
+            if leaf.param.requires_grad:
+                leaf.place(self._writeback)
         self._active.sort(key=sort_key)
         self._launches: dict[tuple[int, ...], list[Launch]] = {}
 
@@ -172,6 +177,8 @@ class OptaxOptimizer(Optimizer):
                     self.state[leaf.param] = views
         ends = list(itertools.accumulate(map(len, on_device)))
         launches = [Launch(part, slice(end - len(part), end), p) for part, end, p in zip(on_device, ends, programs, strict=True)]
+        if len(self._launches) == _LAUNCHES_KEPT:
+            del self._launches[next(iter(self._launches))]
         self._launches[live] = launches
         return launches
 
@@ -200,7 +207,7 @@ class OptaxOptimizer(Optimizer):
 
     def _group_signature(self) -> list[Any]:
         """The values in the groups that decide which program runs."""
-        signature: list[Any] = []
+        signature: list[Any] = [self.max_grad_norm is None]
         for group in self.param_groups:
             signature.append(group.get("trainable", True))
             for name in self._options:

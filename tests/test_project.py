@@ -1,0 +1,133 @@
+"""The house itself: import direction, silent import, sizes, README."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# A file imports only files to its left; torch_api may import bridge, never the other way.
+ORDER = {
+    "bridge": ["masks", "dlpack", "tree", "storage", "rules", "step", "__init__"],
+    "torch_api": ["groups", "plan", "presets", "report", "checkpoint", "optimizer", "masked", "__init__"],
+}
+FILES = [path for package in ORDER for path in sorted((ROOT / package).glob("*.py"))]
+
+
+def imports(path):
+    """(package, module) of every import of ours outside `if TYPE_CHECKING`, as the file writes it."""
+    tree = ast.parse(path.read_text())
+    typing_only = {id(x) for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test) for x in ast.walk(n)}
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield from ((path.parent.name, name) for name in ([node.module] if node.module else [a.name for a in node.names]))
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ORDER:
+            package, _, module = node.module.partition(".")
+            yield from ((package, name) for name in ([module] if module else [a.name for a in node.names]))
+        elif isinstance(node, ast.Import):
+            yield from ((a.name.split(".")[0], a.name.partition(".")[2]) for a in node.names if a.name.split(".")[0] in ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_a_file_imports_only_files_above_it(path):
+    package = path.parent.name
+    above = ORDER[package][: ORDER[package].index(path.stem)]
+    for target, module in imports(path):
+        assert target != "torch_api" or package == "torch_api", "bridge must not import torch_api"
+        if target == package:
+            assert module in above, f"{path.name} imports {module}, which is not above it"
+
+
+def test_every_file_has_its_place_in_the_order():
+    assert {(p.parent.name, p.stem) for p in FILES} == {(package, name) for package, names in ORDER.items() for name in names}
+
+
+def test_init_files_only_re_export():
+    for package in ORDER:
+        for node in ast.parse((ROOT / package / "__init__.py").read_text()).body:
+            assert isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign), ast.dump(node)
+
+
+def test_import_is_silent_but_for_the_stated_flag():
+    code = """
+import os, warnings
+warnings.simplefilter("error")
+before = dict(os.environ)
+import jax, torch
+configured = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_platforms", "jax_default_device")}
+grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+import bridge, torch_api
+from jax._src.xla_bridge import backends_are_initialized
+assert not backends_are_initialized(), "the import started a jax client"
+assert configured == {name: getattr(jax.config, name) for name in configured}
+assert (grad, dtype) == (torch.is_grad_enabled(), torch.get_default_dtype())
+changed = {k for k in os.environ.keys() | before.keys() if os.environ.get(k) != before.get(k)}
+print(sorted(changed - {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"}))
+"""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "MASKBRIDGE_XLA_FLAGS")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "['XLA_FLAGS']")
+
+
+def code_lines(node, source):
+    """Lines of a class that hold code: no docstrings, blanks or comments."""
+    skip = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+            skip.update(range(child.lineno, child.end_lineno + 1))
+    lines = range(node.lineno, node.end_lineno + 1)
+    return [n for n in lines if n not in skip and source[n - 1].strip() and not source[n - 1].strip().startswith("#")]
+
+
+def test_drop_in_classes_are_thin():
+    text = (ROOT / "torch_api" / "masked.py").read_text()
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    assert len(classes) >= 3
+    for node in classes:
+        assert len(code_lines(node, text.split("\n"))) <= 25, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            doc = ast.get_docstring(node, clean=False) or ""
+            assert node.end_lineno - node.lineno - doc.count("\n") <= 60, node.name
+
+
+def test_readme_is_at_most_six_kilobytes():
+    assert (ROOT / "README.md").stat().st_size <= 6 * 1024
+
+
+def python_blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("index", range(len(python_blocks())))
+def test_each_python_block_of_the_readme_runs(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(python_blocks()[index], f"README block {index}", "exec"), {})
+
+
+def test_the_package_is_typed_and_its_metadata_complete():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "maskbridge"
+    names = {re.split(r"[<>=\[]", d)[0] for d in project["dependencies"]}
+    assert {"jax", "jaxlib", "optax", "torch", "torch2jax", "numpy"} <= names
+    assert all(re.search(r">=.*<|>=", d) for d in project["dependencies"])
+    assert {"cuda", "examples"} <= project["optional-dependencies"].keys()
+    assert all((ROOT / package / "py.typed").exists() for package in ORDER)
+    oldest = (ROOT / "requirements" / "oldest.txt").read_text()
+    for dependency in project["dependencies"]:
+        name, lower = re.match(r"([\w-]+).*?>=([\d.]+)", dependency).groups()
+        assert re.search(rf"^{name}=={re.escape(lower)}(\.0)*$", oldest, flags=re.MULTILINE), f"{name} {lower} is not in oldest.txt"
