@@ -164,7 +164,8 @@ def check_frozen(run: Run, before: dict[str, tuple[int, torch.Tensor]]) -> None:
     total = f"{len(frozen + buffers)} ({len(frozen)} parameters, {len(buffers)} batch norm buffers)"
     print(f"Frozen: {len(kept)} of {total} have the same bits as before fine-tuning.")
     print(f"In place: {len(in_place)} of {len(params)} parameters have the same address in memory as before fine-tuning.")
-    assert frozen and kept == frozen + buffers, f"frozen, but changed: {set(frozen + buffers) - set(kept)}"
+    assert frozen, "the mask froze nothing"
+    assert kept == frozen + buffers, f"frozen, but changed: {set(frozen + buffers) - set(kept)}"
     assert in_place == params, f"moved in memory: {set(params) - set(in_place)}"
 
 
