@@ -1,4 +1,4 @@
-"""Tensors and arrays between torch and jax: the only file that touches DLPack, or numpy's view of torch memory.
+"""Tensors and arrays between torch and jax: the only file that touches DLPack.
 
 Zero-copy means that both sides see the same bytes, in both directions: a write through torch is visible in the jax
 array, although jax calls it immutable. Import afresh after a write; a jax array that was printed keeps the old values
@@ -23,7 +23,7 @@ from .masks import path_name
 # jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign).
 ALIGNMENT = 64
 
-_EXTENSION_DTYPES = {
+EXTENSION_DTYPES = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
@@ -97,8 +97,8 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
         tensor = tensor.detach()
         if dims is not None:
             tensor = tensor.permute(dims)
-        if tensor.dtype in _EXTENSION_DTYPES:
-            bits, dtype = _EXTENSION_DTYPES[tensor.dtype]
+        if tensor.dtype in EXTENSION_DTYPES:
+            bits, dtype = EXTENSION_DTYPES[tensor.dtype]
             out.append(tensor.contiguous().view(bits).numpy().view(dtype))
         else:
             out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()))
@@ -126,8 +126,8 @@ def device_of(tensor: torch.Tensor) -> Any:
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
-    if dtype in _EXTENSION_DTYPES:
-        return np.dtype(_EXTENSION_DTYPES[dtype][1])
+    if dtype in EXTENSION_DTYPES:
+        return np.dtype(EXTENSION_DTYPES[dtype][1])
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 

@@ -85,9 +85,9 @@ def adam(
         cast = _caster(g)
         g = -g if maximize else g
         if not decoupled_weight_decay:
-            g = g + cast(weight_decay) * p
+            g = _decayed(g, p, cast(weight_decay))
         step = step + 1
-        m = m + (g - m) * cast(1 - betas[0])
+        m = _lerp(m, g, cast(1 - betas[0]))
         v = v * cast(betas[1]) + g * g * cast(1 - betas[1])
         root = v if v_max is None else (v_max := jnp.maximum(v_max, v))
         denominator = jnp.sqrt(root) / cast(jnp.sqrt(_bias_correction(betas[1], step))) + cast(eps)
@@ -95,9 +95,10 @@ def adam(
         if decoupled_weight_decay:
             # torch rounds p * (1 - lr * weight_decay) before it adds, and 1 - lr * weight_decay before that: in float32
             # 1e-5 of the movement after 50 steps. p - (1 - c) * p has p * c's own rounding where it contracts to one
-            # multiply-add, and p + ((... + update) - p) hands the sum through the optax interface unchanged.
+            # multiply-add, and p + ((... + update) - p) hands the sum through the optax interface: exactly, as long as one
+            # step moves a parameter by less than half of itself, and to its last digit else.
             shrunk = p - (1 - cast(1 - _wide(lr) * _wide(weight_decay))) * p
-            update = (shrunk + update) - p
+            update = jnp.where(jnp.isfinite(p), (shrunk + update) - p, update)
         return (update, step, m, v) if v_max is None else (update, step, m, v, v_max)
 
     return _per_leaf(init, leaf)
@@ -129,7 +130,7 @@ def sgd(
 
     def leaf(g: jax.Array, p: jax.Array, buffer: jax.Array | None = None, seen: jax.Array | None = None) -> tuple[Any, ...]:
         cast = _caster(g)
-        g = (-g if maximize else g) + cast(weight_decay) * p
+        g = _decayed(-g if maximize else g, p, cast(weight_decay))
         state: tuple[jax.Array, ...] = ()
         if buffer is not None:
             share = cast(1.0) if seen is None else cast(1 - _wide(dampening) * _wide(seen))
@@ -154,6 +155,16 @@ def _per_leaf(init: optax.TransformInitFn, leaf: Callable[..., tuple[Any, ...]])
         return columns[0], type(state)(*columns[1:])
 
     return optax.GradientTransformation(init, update)
+
+
+def _decayed(g: jax.Array, p: jax.Array, weight_decay: jax.Array) -> jax.Array:
+    """g + weight_decay * p, and g where nothing decays: an infinite parameter then stays what it is."""
+    return jnp.where(weight_decay == 0, g, g + weight_decay * p)
+
+
+def _lerp(start: jax.Array, end: jax.Array, weight: jax.Array) -> jax.Array:
+    """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself."""
+    return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
 
 
 def _zeros(params: Any) -> Any:

@@ -8,9 +8,13 @@ shared by all optimizers of the process: what identifies one is the static `Plan
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -19,14 +23,18 @@ import numpy as np
 
 from .dlpack import wait_for, x64
 from .masks import path_name
+from .storage import Memory, settle
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
 
 # Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
 ONES = 4
 
+_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGALRM] if hasattr(signal, "SIGALRM") else []))
+_array = attrgetter("array")
 _traces = 0
 _compilations = 0
+_forked = False
 
 
 def request_fusion() -> bool:
@@ -52,7 +60,13 @@ def _client_started() -> bool:
     return backends_are_initialized()
 
 
+def _after_fork() -> None:
+    global _forked
+    _forked = _client_started()
+
+
 request_fusion()
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -104,33 +118,52 @@ class Program:
     def __init__(self, plan: Plan) -> None:
         global _compilations
         self.plan = plan
-        with x64():
+        with x64(), jax.disable_jit(False):
             function = jax.jit(functools.partial(_update, plan), donate_argnums=(0, 2))
             self._compiled = function.lower(*_abstract(plan)).compile()
         _compilations += 1
 
     def apply(
-        self, params: list[Any], kept: list[Any], state: list[Any], grads: list[Any], masks: list[Any], hyperparams: np.ndarray
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        self, params: list[Memory], state: list[Memory], kept: list[Any], grads: list[Any], masks: list[Any], hyperparams: np.ndarray
+    ) -> tuple[list[jax.Array], bool]:
         """Run the update and wait for it, so that torch may write to the gradients again.
 
         Args:
-          params: the arrays of the in-place leaves, in plan order; donated.
+          params: the memories of the in-place leaves, in plan order; their arrays are donated and replaced.
+          state: the memories of the state of every leaf, in plan order; likewise.
           kept: the arrays of the other leaves; only read.
-          state: the state arrays of every leaf, in plan order; donated.
           grads: one array per leaf, of the leaf's shape and dtype.
           masks: a boolean array per leaf with `elements`.
           hyperparams: float64 (ONES + 1 + sum of row widths): ONES times 1.0, the norm bound, then the rows.
 
         Returns:
-          New values for `params` and `state`, at the addresses of the old, then for `kept`, in memory of their own.
+          New values for `kept`, in memory of their own, and whether a memory came to lie elsewhere (`storage.settle`).
         """
-        with x64():
-            new_params, new_state, new_kept, token = self._compiled(params, kept, state, grads, masks, hyperparams)
-        # All results of one execution become ready together. Without this wait the call may still be reading the
-        # gradients while torch zeroes them: seen with large operands, never with small ones.
-        wait_for(token)
-        return new_params, new_state, new_kept
+        if _forked:
+            raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
+        # From the donation until the results are with their memories nothing else holds the bytes that torch looks at: an
+        # exception raised in between by a signal handler would free them. So handlers wait until all is in place.
+        arrived: list[tuple[Any, Any, Any]] = []
+        handlers: dict[int, Any] = {}
+        for number in _HELD_SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            handler = signal.getsignal(number)
+            if callable(handler):  # only one written in Python can raise
+                handlers[number] = handler
+                signal.signal(number, lambda n, frame, handler=handler: arrived.append((handler, n, frame)))
+        try:
+            with x64(), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
+                arrays = list(map(_array, params)), kept, list(map(_array, state))
+                new_params, new_state, new_kept, token = self._compiled(*arrays, grads, masks, hyperparams)
+            moved = settle(itertools.chain(params, state), itertools.chain(new_params, new_state))
+            # All results of one execution become ready together. Without this wait the call may still be reading the
+            # gradients while torch zeroes them: seen with large operands, never with small ones.
+            wait_for(token)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        for handler, number, frame in arrived:
+            handler(number, frame)
+        return new_kept, moved
 
     @property
     def bytes_accessed(self) -> float:
@@ -161,7 +194,7 @@ def compilations() -> int:
 def init_state(row: Row, values: Sequence[float], param: jax.Array) -> list[jax.Array]:
     """State arrays of one leaf, as the rule begins: parameter-like ones in the parameter's dtype, on its device."""
     shaped = state_fields(row).values()
-    with x64(), jax.default_device(next(iter(param.devices()))):
+    with x64(), jax.transfer_guard("allow"), jax.default_device(next(iter(param.devices()))):
         arrays = jax.tree.leaves(row.transformation([np.float64(v) for v in values]).init(_lift(param)))
         return [_lower(a, param.dtype) if is_shaped else a for a, is_shaped in zip(arrays, shaped, strict=True)]
 
@@ -176,10 +209,11 @@ def state_fields(row: Row) -> dict[str, bool]:
 
 
 @functools.cache
-def state_signature(row: Row, values: tuple[float, ...], shape: tuple[int, ...], dtype: str) -> tuple[tuple[tuple[int, ...], str], ...]:
+def state_signature(row: Row, shape: tuple[int, ...], dtype: str) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Shapes and dtypes of what `init_state` gives, without the arrays."""
+    transformation = row.transformation((0.0,) * row.width)
     with x64():
-        state = jax.eval_shape(lambda x: row.transformation(values).init(_lift(x)), jax.ShapeDtypeStruct(shape, dtype))
+        state = jax.eval_shape(lambda x: transformation.init(_lift(x)), jax.ShapeDtypeStruct(shape, dtype))
     pairs = zip(jax.tree.leaves(state), state_fields(row).values(), strict=True)
     return tuple((shape, dtype) if shaped else (a.shape, str(a.dtype)) for a, shaped in pairs)
 
@@ -318,7 +352,7 @@ def _probe(row: Row, dtype: str, elements: bool, clip: bool, device: Any, passes
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
     p = array((64, 64), dtype)
-    state = [array(*signature) for signature in state_signature(row, (0.0,) * row.width, p.shape, dtype)]
+    state = [array(*signature) for signature in state_signature(row, p.shape, dtype)]
     mask = array(p.shape, np.bool_) if elements else None
     values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (row.width, ONES))
     scale = jax.ShapeDtypeStruct((), np.float64) if clip else None

@@ -16,18 +16,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import torch
 
-from .dlpack import dense_order, device_of, numpy_dtype, to_torch, x64
+from .dlpack import EXTENSION_DTYPES, dense_order, device_of, numpy_dtype, to_torch, x64
 
 # The array interfaces of numpy and CUDA know no bfloat16 or float8: their bits travel as integers of the same width.
-_BITS = {
-    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
-    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, torch.float8_e5m2),
-}
+_BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}
 
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
@@ -105,7 +100,7 @@ def place(tensor: torch.Tensor, writeback: str = "inplace") -> Placement:
 
 def own(tensor: torch.Tensor) -> Memory:
     """A copy of the tensor's values in new jax-owned memory, in the tensor's dtype and on its device."""
-    with x64(), jax.default_device(device_of(tensor)):
+    with x64(), jax.transfer_guard("allow"), jax.default_device(device_of(tensor)):
         # Ready before torch writes into it: the fill runs asynchronously.
         memory = register(jnp.zeros(tensor.shape, numpy_dtype(tensor.dtype)).block_until_ready())
     memory.tensor(tensor.device).copy_(tensor.detach())
@@ -126,19 +121,25 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return known if known is not None and _covers(known, tensor, tuple(range(tensor.ndim))) else None
 
 
-def settle(memories: Iterable[Memory], arrays: Iterable[jax.Array]) -> None:
+def settle(memories: Iterable[Memory], arrays: Iterable[jax.Array]) -> bool:
     """Hand the results of a donated call to the memories that they were computed in.
 
-    Raises:
-      RuntimeError: a result lies elsewhere, so that torch would go on seeing the old bytes.
+    Returns:
+      Whether a result lies elsewhere, because something outside held a buffer (a numpy view of one of
+      `jax.live_arrays()`, say) and XLA copied it. Tensors over that memory must then look again: see `renewed`.
     """
+    moved = False
     for memory, array in zip(memories, arrays, strict=True):
         memory.array = array
-        if array.unsafe_buffer_pointer() != memory.address and array.size:
-            raise RuntimeError(
-                f"a donated buffer of shape {array.shape} came back at another address: something outside maskbridge "
-                "holds the jax array of a parameter or state. Use writeback='copy', or drop that reference."
-            )
+        moved |= array.unsafe_buffer_pointer() != memory.address and bool(array.size)
+    return moved
+
+
+def renewed(memory: Memory) -> Memory:
+    """The memory itself, or if its array came to lie elsewhere a new one over it."""
+    if not memory.array.size or memory.array.unsafe_buffer_pointer() == memory.address:
+        return memory
+    return register(memory.array)
 
 
 def write_back(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array], order: Sequence[tuple[int, ...] | None]) -> None:
@@ -176,6 +177,8 @@ def _cannot_own(tensor: torch.Tensor, order: tuple[int, ...] | None) -> str:
         return "not dense"
     if tensor._is_view() or tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
+    if not tensor.untyped_storage().resizable():
+        return "in memory of another library"
     if tensor.is_shared() and tensor.device.type == "cpu":
         return "in shared memory"
     if tensor.is_pinned():

@@ -34,6 +34,8 @@ CONSTRUCTION = {
     "a set": (lambda: torch_api.MaskedAdam([{"params": {P}}]), TypeError, "ordered collections"),
     "integers": (tensors(torch.arange(3)), ValueError, "'param0' has dtype torch.int64; expected a floating or complex"),
     "meta": (tensors(torch.nn.Parameter(torch.zeros(3, device="meta"))), ValueError, "'param0' .*meta device and has no memory"),
+    "a lazy module": (lambda: torch_api.MaskedAdam(torch.nn.LazyLinear(2).parameters()), ValueError, "'param0' is not initialized yet"),
+    "a lazy conjugate": (tensors(torch.zeros(3, dtype=torch.complex64).conj()), ValueError, "lazy conjugate or negative"),
     "a sparse parameter": (tensors(torch.zeros(3).to_sparse()), ValueError, "layout torch.sparse_coo; expected torch.strided"),
     "a pattern that matches nothing": (build(mask="hed.*"), ValueError, r"pattern 'hed.\*' matches none of 4 parameters.*Did you mean"),
     "a module name for a pattern": (build(mask="head"), ValueError, r"Did you mean 'head.\*'"),

@@ -168,6 +168,54 @@ def test_set_trainable_and_group_flags_survive():
     assert plain.param_groups[0]["lr_scale"] == 0.5
 
 
+def test_set_trainable_travels_by_name_and_survives_a_checkpoint_without_it():
+    def build(names):
+        return torch_api.MaskedSGD([(name, torch.nn.Parameter(torch.zeros(3))) for name in names], lr=1.0)
+
+    status = lambda o: {row["parameter"]: row["status"] for row in o.report().rows}  # noqa: E731
+    optimizer, swapped = build("ab"), build("ba")
+    optimizer.set_trainable("a", False)
+    swapped.load_state_dict(optimizer.state_dict())
+    assert status(swapped) == {"a": "frozen", "b": "trained"}
+    swapped.load_state_dict(build("ba").state_dict())
+    third = build("ab")
+    third.load_state_dict(swapped.state_dict())
+    assert status(third) == status(swapped) == {"a": "frozen", "b": "trained"}
+
+
+def test_state_whose_data_was_replaced_by_hand_is_what_the_next_step_uses():
+    params = random_params(shapes=[(4,)])
+    theirs = clones(params)
+    a, b = torch_api.MaskedAdam(params), torch.optim.Adam(theirs)
+    run_pair(a, params, b, theirs, 2)
+    for o in (a, b):
+        for state in o.state.values():
+            for tensor in state.values():
+                tensor.data = tensor.data.clone() * 2
+    run_pair(a, params, b, theirs, 2)
+    torch.testing.assert_close(params[0], theirs[0])
+    assert float(a.state_dict()["state"][0]["step"]) == 6.0
+
+
+def test_narrow_moments_of_wide_parameters_become_wide_as_in_torch():
+    half = random_params(torch.bfloat16)
+    optimizer = torch.optim.Adam(half)
+    advance(optimizer, half, 1, seed=1)
+    params = random_params()
+    ours = torch_api.MaskedAdam(params)
+    ours.load_state_dict(optimizer.state_dict())
+    advance(ours, params, 1, seed=2)
+    assert all(ours.state[p]["exp_avg"].dtype is torch.float32 for p in params)
+
+
+def test_keys_that_the_user_added_to_a_live_group_load_again():
+    params = random_params()
+    optimizer = torch_api.MaskedAdam(params)
+    optimizer.param_groups[0]["layer"] = "first"
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["layer"] == "first"
+
+
 def test_state_dict_hooks_run():
     params = random_params()
     optimizer = torch_api.MaskedAdam(params)

@@ -572,3 +572,97 @@ def test_no_other_copy_of_a_parameter_exists_while_it_is_optimized():
 
     assert {a.unsafe_buffer_pointer() for a in jax.live_arrays() if a.shape == (256, 256)} == {p.data_ptr()}
     assert storage.memory_of(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()
+
+
+# ---------------------------------------------------------------------- what is done to the groups by hand
+
+
+def test_a_parameter_replaced_in_its_group_is_the_one_trained_and_keeps_its_mask():
+    old, frozen, new = random_params(shapes=[(3,), (2,), (5,)])
+    optimizer = torch_api.MaskedSGD([("points", old), ("rest", frozen)], lr=0.5, mask="points")
+    optimizer.param_groups[0]["params"][0] = new
+    for p in (old, frozen, new):
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in (old, frozen, new)]
+    optimizer.step()
+    assert torch.equal(old, before[0])
+    assert torch.equal(frozen, before[1])
+    torch.testing.assert_close(new.detach(), before[2] - 0.5)
+    assert [row["parameter"] for row in optimizer.report().rows] == ["points", "rest"]
+
+
+def test_parameters_moved_between_groups_and_groups_exchanged_or_removed_are_followed():
+    ours = random_params(shapes=[(3,), (4,), (5,)])
+    theirs = clones(ours)
+    pair = [
+        cls([{"params": [ps[0]], "lr": 1.0}, {"params": [ps[1]], "lr": 0.1}, {"params": [ps[2]], "lr": 0.01}])
+        for cls, ps in ((torch_api.MaskedSGD, ours), (torch.optim.SGD, theirs))
+    ]
+
+    def both(change):
+        for optimizer in pair:
+            change(optimizer.param_groups)
+        run_pair(pair[0], ours, pair[1], theirs, 2)
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q)
+
+    both(lambda groups: None)
+    both(lambda groups: groups[1]["params"].append(groups[0]["params"].pop()))
+    both(lambda groups: groups.__setitem__(1, dict(groups[1], lr=3.0)))
+    both(lambda groups: groups.pop(2))
+
+
+def test_extra_keys_in_state_stay():
+    (p,) = random_params(shapes=[(3,)])
+    optimizer = torch_api.MaskedAdam([p])
+    optimizer.state[p]["mine"] = 5
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.state[p]["mine"] == 5
+    assert float(optimizer.state[p]["step"]) == 2.0
+
+
+def test_amsgrad_switched_on_mid_run_is_an_error_as_in_torch():
+    (p,) = random_params(shapes=[(3,)])
+    optimizer = torch_api.MaskedAdam([("w", p)])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="state of parameter 'w' has no 'max_exp_avg_sq'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_infinite_parameter_stays_what_it_is_in_torch(name):
+    ours = [torch.nn.Parameter(torch.tensor([1.0, -torch.inf, torch.inf, torch.nan]))]
+    theirs = clones(ours)
+    a, b = build(name, ours, theirs, lr=0.1)
+    run_pair(a, ours, b, theirs, 3, grads=lambda ps: [torch.tensor([1.0, 1.0, 0.0, 1.0])])
+    torch.testing.assert_close(ours[0], theirs[0], equal_nan=True)
+
+
+def test_a_beta_of_zero_takes_the_gradient_itself():
+    (p,) = random_params(shapes=[(1,)])
+    optimizer = torch_api.MaskedAdam([p], betas=(0.0, 0.9))
+    for value in (1e4, 1e-5):
+        p.grad = torch.tensor([value])
+        optimizer.step()
+    assert optimizer.state[p]["exp_avg"].item() == pytest.approx(1e-5)
+
+
+def test_set_trainable_lifts_a_mask_of_elements_and_refuses_to_take_one():
+    (p,) = random_params(shapes=[(4,)])
+    optimizer = torch_api.MaskedSGD([("w", p)], mask={"w": torch.tensor([True, False, False, False])})
+    with pytest.raises(TypeError, match=r"'w' got .* expected True or False"):
+        optimizer.set_trainable({"w": torch.tensor([True, False, False, False])}, False)
+    optimizer.set_trainable("w", True)
+    assert optimizer.report().rows[0]["status"] == "trained"
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_copies_go_on_asking_named_functions_about_new_groups(how):
+    (first, second) = random_params(shapes=[(3, 3), (3,)])
+    twin = how(torch_api.MaskedAdamW([("w", first)], decay_mask=torch_api.no_decay_on_bias_and_norm))
+    twin.add_param_group({"params": [("bias", second)]})
+    assert [row["decay"] for row in twin.report().rows] == [0.01, 0.0]

@@ -19,7 +19,8 @@ FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale"})
 TORCH_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # Written into groups by torch.optim.lr_scheduler and swa_utils, and `name` by Lightning's monitor.
 _SCHEDULER_KEYS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name"})
-_PARAMS_KEYS = frozenset({"params", "param_names", "trainable_params"})
+TRAINABLE_PARAMS = "trainable_params"  # one bool per parameter of the group, once set_trainable was called
+_PARAMS_KEYS = frozenset({"params", "param_names", TRAINABLE_PARAMS})
 
 # Group keys that may not be negative, by the name that torch's error gives them.
 _NON_NEGATIVE = {
@@ -46,11 +47,14 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"{owner}: unknown argument {name!r}. {near(name, known)} Known: {', '.join(sorted(known))}.")
 
 
-def check_group(owner: str, group: Mapping[str, Any], hyperparams: Mapping[str, Any]) -> None:
-    """Raise for an unknown group key, or a value that the update cannot take; `hyperparams` are the rule's, with defaults."""
+def check_group(owner: str, group: Mapping[str, Any], hyperparams: Mapping[str, Any], allowed: Iterable[str] = ()) -> None:
+    """Raise for a group key that is neither known nor `allowed`, or a value that the update cannot take.
+
+    `hyperparams` are the rule's, with defaults.
+    """
     known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | set(hyperparams)
     for key in group:
-        if key not in known:
+        if key not in known and key not in allowed:
             raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}.")
     for key, default in hyperparams.items():
         _check_type(owner, key, group[key], default)
@@ -93,8 +97,57 @@ def group_reader(rule: Rule, hyperparams: Mapping[str, Any]) -> tuple[Callable[[
 
     def read(group: Mapping[str, Any]) -> Row:
         absent = [name for name in traceable if name in rule.structural and float(group[name]) == 0.0]
-        statics = {name: group[name] for name in options} | dict.fromkeys(absent)
+        statics = {name: bool(group[name]) for name in options} | dict.fromkeys(absent)
         traced = ((name, len(group[name]) if isinstance(group[name], tuple | list) else 0) for name in traceable if name not in absent)
         return Row(rule.factory, tuple(statics.items()), tuple(traced))
 
     return read, options + sorted(rule.structural)
+
+
+def listed(owner: str, params: Any) -> Any:
+    """What torch.optim takes, with the message of an empty list that says what may have happened."""
+    if isinstance(params, torch.Tensor):
+        return params  # torch's own TypeError
+    listed = list(params)
+    if not listed:
+        raise ValueError(f"{owner}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
+    return listed
+
+
+def without_duplicates(owner: str, group: Any) -> Any:
+    """The group with its parameters listed; a ValueError where one is given twice (torch only warns)."""
+    if not isinstance(group, dict) or isinstance(group.get("params"), torch.Tensor | set):
+        return group  # torch's own handling
+    if "params" not in group:
+        raise ValueError(f"{owner}: a param group has no 'params'; it has {sorted(group)}.")
+    group["params"] = list(group["params"])
+    tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    first: dict[int, int] = {}
+    for position, p in enumerate(tensors):
+        if first.setdefault(id(p), position) != position:
+            raise ValueError(f"{owner}: the parameter at position {position} is the one at {first[id(p)]} again; give each parameter once.")
+    return group
+
+
+def names(group: dict[str, Any], start: int) -> list[str]:
+    """The group's own names, or positions where it has none (or no longer as many as parameters)."""
+    names = group.get("param_names", [])
+    return names if len(names) == len(group["params"]) else [f"param{start + i}" for i in range(len(group["params"]))]
+
+
+def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
+    """Raise for a tensor that no update could be written into."""
+    title = f"{owner}: parameter {name!r}"
+    if isinstance(p, torch.nn.parameter.UninitializedParameter):
+        raise ValueError(f"{title} is not initialized yet (a lazy module). Run one forward pass before building the optimizer.")
+    if p.is_meta or p.layout is not torch.strided:
+        what = (
+            "is on the meta device and has no memory; materialise the model first"
+            if p.is_meta
+            else f"has layout {p.layout}; expected torch.strided"
+        )
+        raise ValueError(f"{title} of shape {tuple(p.shape)} {what}.")
+    if not (p.is_floating_point() or p.is_complex()):
+        raise ValueError(f"{title} has dtype {p.dtype}; expected a floating or complex type.")
+    if p.is_conj() or p.is_neg():
+        raise ValueError(f"{title} is a lazy conjugate or negative; pass param.resolve_conj().resolve_neg().")

@@ -20,8 +20,8 @@ from bridge.rules import Rule
 from . import checkpoint, groups, report
 from .plan import Launch, Leaf, allocate_state, describe, sort_key
 
-_array = attrgetter("array")
-_param_array = attrgetter("memory.array")
+_memory = attrgetter("memory")
+_address = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
 # Sets of live leaves whose launch is at hand; an older one is put together again from its compiled program.
 _LAUNCHES_KEPT = 64
@@ -75,10 +75,10 @@ class OptaxOptimizer(Optimizer):
         defaults = self.hyperparams | hyperparams
         groups.check_group(owner, defaults, self.hyperparams)
         self._rule, self._writeback, self.max_grad_norm = tx, writeback, max_grad_norm
-        self._selectors = (mask, decay_mask)
+        self._selectors = [s if _asks_each(s) else None for s in (mask, decay_mask)]
         self._leaves: list[Leaf] = []
         self._constructed = False
-        super().__init__(_listed(owner, params), defaults)
+        super().__init__(groups.listed(owner, params), defaults)
         self._resolve(self._leaves, mask, decay_mask)
         self._constructed = True
         self._place()
@@ -100,13 +100,13 @@ class OptaxOptimizer(Optimizer):
             groups.check_group(owner, self.defaults | param_group, self.hyperparams)
         before = len(self.param_groups)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
-        super().add_param_group(_without_duplicates(owner, param_group))
+        super().add_param_group(groups.without_duplicates(owner, param_group))
         try:
             leaves = self._new_leaves(self.param_groups[-1])
             for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
                 leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
             if self._constructed:
-                self._resolve(leaves, *(s if _asks_each(s) else None for s in self._selectors))
+                self._resolve(leaves, *self._selectors)
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -115,12 +115,39 @@ class OptaxOptimizer(Optimizer):
             self._place()
 
     def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
-        names = group.get("param_names") or [f"param{len(self._leaves) + i}" for i in range(len(group["params"]))]
-        leaves = [Leaf(name, p, len(self.param_groups) - 1) for name, p in zip(names, group["params"], strict=True)]
-        for leaf in leaves:
-            leaf.label = group.get("label")
-            _check_parameter(type(self).__name__, leaf)
+        leaves = []
+        for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
+            groups.check_parameter(type(self).__name__, name, p)
+            leaves.append(Leaf(name, p, len(self.param_groups) - 1))
+            leaves[-1].label = group.get("label")
         return leaves
+
+    def names(self) -> list[str]:
+        """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
+        start, names = 0, []
+        for group in self.param_groups:
+            names += groups.names(group, start)
+            start += len(group["params"])
+        return names
+
+    def _follow_groups(self) -> None:
+        """Take over what was done to `param_groups` by hand: parameters replaced, moved, removed, groups exchanged.
+
+        A parameter that takes the name of one that is gone takes its mask and decay too.
+        """
+        known = {id(leaf.param): leaf for leaf in self._leaves}
+        params = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
+        present = {id(p) for _, p in params}
+        gone = {leaf.name: leaf for leaf in self._leaves if id(leaf.param) not in present}
+        leaves = []
+        for name, (index, p) in zip(self.names(), params, strict=True):
+            leaf = known.get(id(p))
+            if leaf is None:
+                groups.check_parameter(type(self).__name__, name, p)
+                leaf = Leaf.restored(name, p, index, gone[name].decided) if name in gone else Leaf(name, p, index)
+            leaf.group = index
+            leaves.append(leaf)
+        self._leaves = leaves
 
     def _described(self, leaves: list[Leaf]) -> masks.Leaves:
         named = all("param_names" in group for group in self.param_groups)
@@ -141,6 +168,7 @@ class OptaxOptimizer(Optimizer):
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
         self._read_row, self._options = groups.group_reader(self._rule, self.hyperparams)
         self._signature = self._group_signature()
+        self._follow_groups()
         keys = dict.fromkeys((leaf.group, bool(leaf.decay.value)) for leaf in self._leaves)
         self._rows = [(self.param_groups[g], decays, self._read_row(self.param_groups[g])) for g, decays in keys]
         index = {key: i for i, key in enumerate(keys)}
@@ -153,9 +181,19 @@ class OptaxOptimizer(Optimizer):
             device_of(leaf.param)  # raises before the first parameter is moved
         for leaf in self._active:
             if leaf.param.requires_grad:
-                leaf.place(self._writeback)
+                self._place_leaf(leaf)
         self._active.sort(key=sort_key)
         self._launches: dict[tuple[int, ...], list[Launch]] = {}
+
+    def _place_leaf(self, leaf: Leaf) -> None:
+        with torch.inference_mode(False):  # else the parameter would become an inference tensor
+            leaf.place(self._writeback)
+        twin = next((x for x in self._active if leaf.memory is not None and x.memory is leaf.memory and x is not leaf), None)
+        if twin is not None:
+            raise ValueError(
+                f"{type(self).__name__}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one "
+                "Parameter object, or give each memory of its own: param.data = param.data.clone()."
+            )
 
     def _new_launches(self, live: tuple[int, ...]) -> list[Launch]:
         """Launches for a set of live leaves not seen since the last change, with state for leaves that have none yet."""
@@ -167,14 +205,17 @@ class OptaxOptimizer(Optimizer):
                 f"{type(self).__name__}: max_grad_norm needs one norm over all parameters, but they lie on "
                 f"{', '.join(str(part[0].device) for part in on_device)}. Clip with torch.nn.utils.clip_grad_norm_ instead."
             )
-        programs = [self._program(part, values) for part in on_device]
+        programs = [self._program(part) for part in on_device]
         storage.return_freed()
+        taken = {memory for leaf in self._active for memory in leaf.state or ()}
         for leaf in leaves:
             if leaf.state is None:
                 row = self._rows[leaf.row][2]
-                views = allocate_state(leaf, self._rule, row, values[leaf.row], self.state.get(leaf.param, {}))
+                saved = self.state.get(leaf.param, {})
+                with torch.inference_mode(False):
+                    views = allocate_state(leaf, self._rule, row, values[leaf.row], saved, taken)
                 if views:
-                    self.state[leaf.param] = views
+                    self.state[leaf.param] = views | {key: value for key, value in saved.items() if key not in views}
         ends = list(itertools.accumulate(map(len, on_device)))
         launches = [Launch(part, slice(end - len(part), end), p) for part, end, p in zip(on_device, ends, programs, strict=True)]
         if len(self._launches) == _LAUNCHES_KEPT:
@@ -182,37 +223,38 @@ class OptaxOptimizer(Optimizer):
         self._launches[live] = launches
         return launches
 
-    def _program(self, leaves: list[Leaf], values: list[tuple[float, ...]]) -> step.Program:
+    def _program(self, leaves: list[Leaf]) -> step.Program:
         rows = tuple(row for _, _, row in self._rows)
-        described = tuple(describe(leaf, rows[leaf.row], values[leaf.row], self.state.get(leaf.param, {})) for leaf in leaves)
+        described = tuple(describe(leaf, rows[leaf.row], self._rule.hidden, self.state.get(leaf.param, {})) for leaf in leaves)
         return step.program(step.Plan(rows, described, self.max_grad_norm is not None, device_of(leaves[0].param)))
 
     def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
         """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
 
         Args:
-          selector: any selector of the README; only parameters that it picks change.
+          selector: any selector of the README but arrays; only parameters that it picks change. A mask of elements is
+            lifted by True.
           trainable: True to train, False to freeze.
           keep_state: when freezing, keep the moments and step count for later, or drop them.
         """
-        picked = masks.column(selector, self._described(self._leaves), "mask")
+        picked = masks.column(selector, self._described(self._leaves), "decay_mask")  # bools only
         for leaf, decision in zip(self._leaves, picked, strict=True):
-            if decision.value is not False:
+            if decision.value:
                 leaf.trained, leaf.rule = trainable, f"set_trainable {decision.rule}"
+                leaf.elements = None if trainable else leaf.elements
                 if not trainable and not keep_state:
                     self.state.pop(leaf.param, None)
         for index, group in enumerate(self.param_groups):
-            group["trainable_params"] = [leaf.trained for leaf in self._leaves if leaf.group == index]
+            group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
         self._place()
 
     def _group_signature(self) -> list[Any]:
-        """The values in the groups that decide which program runs."""
+        """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
         signature: list[Any] = [self.max_grad_norm is None]
         for group in self.param_groups:
-            signature.append(group.get("trainable", True))
+            signature += (id(group), group.get("trainable", True), *map(id, group["params"]))
             for name in self._options:
-                value = group[name]
-                signature.append(value if isinstance(value, bool) else value == 0)
+                signature.append(bool(group[name]))  # on or off, or for a structural number whether it is 0
         return signature
 
     # ------------------------------------------------------------------ the step
@@ -237,20 +279,25 @@ class OptaxOptimizer(Optimizer):
         if not live:
             return loss
         launches = self._launches.get(live)
+        for launch in launches or ():
+            if list(map(_address, launch.views)) != launch.seen:
+                self._place()  # the data of a state tensor was replaced by hand: go on from what is there
+                launches = None
+                break
         if launches is None:
             launches = self._new_launches(live)
         hyperparams = self._hyperparams()
         for launch in launches:
+            params = list(map(_memory, launch.inplace))
             kept = operands(launch.kept, launch.kept_order) if launch.kept else []
-            params, state, copies = launch.program.apply(
-                list(map(_param_array, launch.inplace)),
-                kept,
-                list(map(_array, launch.state)),
-                operands(grads[launch.part], launch.order),
-                launch.masks,
-                hyperparams,
-            )
-            storage.settle(itertools.chain(map(attrgetter("memory"), launch.inplace), launch.state), itertools.chain(params, state))
+            gradients = operands(grads[launch.part], launch.order)
+            try:
+                copies, moved = launch.program.apply(params, launch.state, kept, gradients, launch.masks, hyperparams)
+            except BaseException as error:
+                self._salvage(launch, error)
+                raise
+            if moved:
+                self._follow_results(launch)
             if copies:
                 storage.write_back(launch.kept, copies, launch.kept_order)
             torch.autograd.graph.increment_version(launch.params)
@@ -268,15 +315,13 @@ class OptaxOptimizer(Optimizer):
             g = p.grad
             if g is None or not p.requires_grad:
                 continue
-            if p.data_ptr() != leaf.address and self._placed_anew(leaf):
+            if (p.data_ptr() != leaf.address or p.stride() != leaf.strides or p.shape != leaf.shape) and self._placed_anew(leaf):
                 return self._live()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(_bad_gradient(type(self).__name__, leaf, g))
-            if leaf.state is not None:
-                held = state.get(p) or _NO_STATE
-                if len(held) != len(leaf.views) or not all(map(is_, held.values(), leaf.views)):
-                    self._place()  # the state was replaced or cleared by hand: go on from what is there
-                    return self._live()
+            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.views)):
+                self._place()  # the state was replaced or cleared by hand: go on from what is there
+                return self._live()
             live.append(i)
             grads.append(g)
         return tuple(live), grads
@@ -284,11 +329,25 @@ class OptaxOptimizer(Optimizer):
     def _placed_anew(self, leaf: Leaf) -> bool:
         """Follow a parameter whose `data` was replaced; True if launches were made for something else and are gone."""
         before = leaf.signature
-        leaf.place(self._writeback)
+        self._place_leaf(leaf)
         if before is None or before == leaf.signature:
             return False
         self._place()
         return True
+
+    def _follow_results(self, launch: Launch) -> None:
+        for leaf in launch.leaves:
+            leaf.follow()
+        self._launches.clear()
+
+    def _salvage(self, launch: Launch, error: BaseException) -> None:
+        """After a call that failed with its donated arguments gone: no tensor may go on looking at freed memory."""
+        lost = [leaf.name for leaf in launch.leaves if leaf.salvage()]
+        if lost:
+            error.add_note(f"The update failed half-way; parameters and state of {lost} are lost and hold NaN. Load a checkpoint.")
+            self._launches.clear()
+            for leaf in self._leaves:
+                leaf.state = None
 
     def _hyperparams(self) -> np.ndarray:
         """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
@@ -330,24 +389,27 @@ class OptaxOptimizer(Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        decided = [(leaf.name, leaf.group, leaf.trained, leaf.rule, leaf.elements, leaf.decay, leaf.label) for leaf in self._leaves]
-        own = {"_rule": self._rule, "hyperparams": self.hyperparams, "_writeback": self._writeback, "max_grad_norm": self.max_grad_norm}
-        return super().__getstate__() | own | {"_selectors": (None, None), "_decided": decided}
+        """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""
+        selectors = [s if getattr(s, "__qualname__", "<").isidentifier() else None for s in self._selectors]
+        own = {key: self.__dict__[key] for key in ("_rule", "hyperparams", "_writeback", "max_grad_norm")}
+        decided = [(leaf.name, leaf.group, leaf.decided) for leaf in self._leaves]
+        return super().__getstate__() | own | {"_selectors": selectors, "_decided": decided}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         decided = state.pop("_decided", None)
         super().__setstate__(state)
         if decided is not None:
             params = [p for group in self.param_groups for p in group["params"]]
-            self._leaves = [Leaf.restored(param, *columns) for param, columns in zip(params, decided, strict=True)]
+            self._leaves = [Leaf.restored(name, p, group, columns) for p, (name, group, columns) in zip(params, decided, strict=True)]
             self._constructed = True
         checkpoint.unwrap(self.state)
         for index, group in enumerate(self.param_groups):
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-            mine = [leaf for leaf in self._leaves if leaf.group == index]
-            for leaf, trained in zip(mine, group.get("trainable_params", [leaf.trained for leaf in mine]), strict=True):
-                leaf.trained = trained
+            if groups.TRAINABLE_PARAMS in group:
+                mine = [leaf for leaf in self._leaves if leaf.group == index]
+                for leaf, trained in zip(mine, group[groups.TRAINABLE_PARAMS], strict=True):
+                    leaf.trained = trained
         self._place()
 
     def state_fields(self, group: Mapping[str, Any]) -> dict[str, bool]:
@@ -371,46 +433,9 @@ class OptaxOptimizer(Optimizer):
         return str(self.report())
 
 
-def _listed(owner: str, params: Any) -> Any:
-    """What torch.optim takes, with the message of an empty list that says what may have happened."""
-    if isinstance(params, torch.Tensor):
-        return params  # torch's own TypeError
-    listed = list(params)
-    if not listed:
-        raise ValueError(f"{owner}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
-    return listed
-
-
-def _without_duplicates(owner: str, group: Any) -> Any:
-    if not isinstance(group, dict) or isinstance(group.get("params"), torch.Tensor | set):
-        return group  # torch's own handling
-    if "params" not in group:
-        raise ValueError(f"{owner}: a param group has no 'params'; it has {sorted(group)}.")
-    group["params"] = list(group["params"])
-    tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-    first: dict[int, int] = {}
-    for position, p in enumerate(tensors):
-        if first.setdefault(id(p), position) != position:
-            raise ValueError(f"{owner}: the parameter at position {position} is the one at {first[id(p)]} again; give each parameter once.")
-    return group
-
-
 def _asks_each(selector: Any) -> bool:
     """Whether a selector is a function of (name, param), and so has an answer for parameters added later."""
     return isinstance(selector, FunctionType | partial | MethodType) and masks.required_arguments(selector) == 2
-
-
-def _check_parameter(owner: str, leaf: Leaf) -> None:
-    p = leaf.param
-    if p.is_meta or p.layout is not torch.strided:
-        what = (
-            "is on the meta device and has no memory; materialise the model first"
-            if p.is_meta
-            else f"has layout {p.layout}; expected torch.strided"
-        )
-        raise ValueError(f"{owner}: parameter {leaf.name!r} of shape {tuple(p.shape)} {what}.")
-    if not (p.is_floating_point() or p.is_complex()):
-        raise ValueError(f"{owner}: parameter {leaf.name!r} has dtype {p.dtype}; expected a floating or complex type.")
 
 
 def _bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:

@@ -17,8 +17,8 @@ class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
-        "address", "decay", "device", "dtype", "elements", "group", "label", "memory", "name", "order", "param", "row",
-        "rule", "shape", "state", "trained", "views", "why",
+        "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "memory", "name", "order", "param",
+        "row", "rule", "shape", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -33,8 +33,9 @@ class Leaf:
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "not placed: frozen"
         self.state: tuple[storage.Memory, ...] | None = None
-        self.views: tuple[torch.Tensor, ...] = ()  # what optimizer.state shows of it
-        self.shape, self.dtype, self.device = param.shape, param.dtype, param.device
+        self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
+        self.views: tuple[torch.Tensor, ...] = ()
+        self._look()
 
     def decide(self, decision: masks.Decision) -> None:
         """Add a mask's decision; a leaf is trained where all agree, and the rule that froze it is the one to show."""
@@ -52,19 +53,50 @@ class Leaf:
         placement = storage.place(self.param, writeback)
         self.memory, self.order, self.why = placement
         self.address = self.param.data_ptr()
-        self.shape, self.dtype, self.device = self.param.shape, self.param.dtype, self.param.device
+        self._look()
+
+    def _look(self) -> None:
+        p = self.param
+        self.shape, self.strides, self.dtype, self.device = p.shape, p.stride(), p.dtype, p.device
+
+    @property
+    def decided(self) -> tuple[Any, ...]:
+        """All that was decided of the parameter, for `restored`."""
+        return self.trained, self.rule, self.elements, self.decay, self.label
 
     @classmethod
-    def restored(cls, param: torch.Tensor, name: str, group: int, trained: bool, rule: str, elements: Any, decay: Any, label: Any) -> Leaf:
-        """A leaf with the decisions of the optimizer that it was copied from."""
+    def restored(cls, name: str, param: torch.Tensor, group: int, decided: tuple[Any, ...]) -> Leaf:
+        """A leaf with the decisions that were made of another: in a copied optimizer, or of a parameter that it replaces."""
         leaf = cls(name, param, group)
-        leaf.trained, leaf.rule, leaf.elements, leaf.decay, leaf.label = trained, rule, elements, decay, label
+        leaf.trained, leaf.rule, elements, leaf.decay, leaf.label = decided
+        leaf.elements = elements if elements is not None and elements.shape == tuple(param.shape) else None
         return leaf
+
+    def follow(self) -> None:
+        """Look at the new place of parameter and state after results came to lie elsewhere."""
+        if self.memory is not None:
+            self.memory = storage.renewed(self.memory)
+            self.param.data = self.memory.tensor(self.device, like=self.param)
+            self.address = self.param.data_ptr()
+        self.state = tuple(map(storage.renewed, self.state or ()))
+        for memory, view in zip(self.state, self.views, strict=False):  # hidden state comes last and has no view
+            view.data = memory.tensor(self.device, like=view)
+
+    def salvage(self) -> bool:
+        """Give parameter and state valid memory if a failed call took theirs; True if the values are lost."""
+        lost = self.memory is not None and self.memory.array.is_deleted()
+        if lost:
+            self.param.data = torch.full_like(self.param, torch.nan)
+        for memory, view in zip(self.state or (), self.views, strict=False):
+            if memory.array.is_deleted():
+                view.data = torch.full_like(view, torch.nan)
+                lost = True
+        return lost
 
     @property
     def signature(self) -> tuple[Any, ...] | None:
         """All of a placement that a launch depends on; None before the first."""
-        return None if self.address is None else (self.memory is None, self.order, self.shape, self.dtype, self.device)
+        return None if self.address is None else (self.memory is None, self.order, self.shape, self.strides, self.dtype, self.device)
 
     @property
     def buffer_shape(self) -> tuple[int, ...]:
@@ -74,7 +106,7 @@ class Leaf:
 class Launch:
     """The compiled update of one set of live leaves on one device, with all that a call needs at hand."""
 
-    __slots__ = ("inplace", "kept", "kept_order", "leaves", "masks", "order", "params", "part", "program", "state")
+    __slots__ = ("inplace", "kept", "kept_order", "leaves", "masks", "order", "params", "part", "program", "seen", "state", "views")
 
     def __init__(self, leaves: Sequence[Leaf], part: slice, program: step.Program) -> None:
         self.leaves, self.part, self.program = leaves, part, program
@@ -84,6 +116,8 @@ class Launch:
         self.kept, self.kept_order = [leaf.param for leaf in kept], [leaf.order for leaf in kept]
         self.order = [leaf.order for leaf in leaves]
         self.state = [memory for leaf in leaves for memory in leaf.state or ()]
+        self.views = [view for leaf in leaves for view in leaf.views]
+        self.seen = [view.data_ptr() for view in self.views]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in leaves if leaf.elements is not None]
 
 
@@ -96,39 +130,47 @@ def sort_key(leaf: Leaf) -> tuple[Any, ...]:
     return (str(leaf.device), leaf.row, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None, leaf.memory is not None)
 
 
-def describe(leaf: Leaf, row: step.Row, values: tuple[float, ...], saved: Mapping[str, Any]) -> step.Leaf:
+def describe(leaf: Leaf, row: step.Row, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> step.Leaf:
     """What the compiled update must know of a leaf; its state need not exist yet, so that compiling comes before it.
 
     Raises:
-      ValueError: the saved state has another shape than the parameter.
+      ValueError: the saved state has another shape than the parameter, or lacks a field.
     """
     dtype = str(numpy_dtype(leaf.dtype))
     if leaf.state is not None:
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in leaf.state)
     else:
-        state = step.state_signature(row, values, leaf.buffer_shape, dtype)
+        state = step.state_signature(row, leaf.buffer_shape, dtype)
         if _is_saved(row, saved):
-            fields = step.state_fields(row)
-            state = tuple(_saved_signature(leaf, f, saved) if f in saved and fields[f] else s for f, s in zip(fields, state, strict=True))
+            _check_saved(leaf, row, hidden, saved)
+            fields = step.state_fields(row).items()
+            state = tuple(
+                (leaf.buffer_shape, str(numpy_dtype(saved[f].dtype))) if shaped else s for (f, shaped), s in zip(fields, state, strict=True)
+            )
     return step.Leaf(leaf.row, leaf.buffer_shape, dtype, state, leaf.memory is not None, leaf.elements is not None)
 
 
 def _is_saved(row: step.Row, saved: Mapping[str, Any]) -> bool:
     """Whether there is state to go on from; a lone scalar is not (a checkpoint may hold one for a frozen parameter)."""
-    return bool(saved) and {name for name, shaped in step.state_fields(row).items() if shaped} <= saved.keys()
+    return any(shaped and field in saved for field, shaped in step.state_fields(row).items())
 
 
-def _saved_signature(leaf: Leaf, field: str, saved: Mapping[str, torch.Tensor]) -> tuple[tuple[int, ...], str]:
-    if saved[field].shape != leaf.shape:
-        raise ValueError(
-            f"state {field!r} of parameter {leaf.name!r} has shape {tuple(saved[field].shape)}, but the parameter has "
-            f"{tuple(leaf.shape)}. Delete optimizer.state[param], or load a state_dict that fits."
-        )
-    return leaf.buffer_shape, str(numpy_dtype(saved[field].dtype))
+def _check_saved(leaf: Leaf, row: step.Row, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
+    remedy = "Delete optimizer.state[param], or load a state_dict that fits."
+    for field, shaped in step.state_fields(row).items():
+        if field not in hidden and field not in saved:
+            raise ValueError(f"the state of parameter {leaf.name!r} has no {field!r}, only {sorted(saved)}. {remedy}")
+        if shaped and saved[field].shape != leaf.shape:
+            shapes = f"{tuple(saved[field].shape)}, but the parameter has {tuple(leaf.shape)}"
+            raise ValueError(f"state {field!r} of parameter {leaf.name!r} has shape {shapes}. {remedy}")
 
 
-def allocate_state(leaf: Leaf, rule: Rule, row: step.Row, values: tuple[float, ...], saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def allocate_state(
+    leaf: Leaf, rule: Rule, row: step.Row, values: tuple[float, ...], saved: Mapping[str, Any], taken: set[storage.Memory]
+) -> dict[str, torch.Tensor]:
     """Give a leaf its state memories, begun by the rule or from saved tensors, and the torch view of them.
+
+    `taken` are the memories that other leaves have: nothing may be donated twice.
 
     Returns:
       Field name to tensor over the state's memory, with the parameter's shape and strides where the field has its shape.
@@ -144,11 +186,14 @@ def allocate_state(leaf: Leaf, rule: Rule, row: step.Row, values: tuple[float, .
         else:
             tensor = torch.as_tensor(saved[field], device=leaf.device)
             tensor = _permuted(tensor, leaf.order) if shaped else tensor.to(torch.float32)
-            memory = storage.memory_of(tensor) or storage.own(tensor)
+            memory = storage.memory_of(tensor)
+            if memory is None or memory in taken:
+                memory = storage.own(tensor)
+        taken.add(memory)
         memories.append(memory)
         if field not in rule.hidden:
             views[field] = memory.tensor(leaf.device, leaf.param.detach() if shaped else None)
-    leaf.state, leaf.views = tuple(memories), tuple(views.values())
+    leaf.state, leaf.fields, leaf.views = tuple(memories), tuple(views), tuple(views.values())
     return views
 
 
