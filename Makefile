@@ -22,7 +22,7 @@ bench: $(VENV)/.installed
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest -m "not slow"
+	$(OLDEST)/bin/python -m pytest
 
 # The built wheel, from an empty directory.
 test-wheel: $(VENV)/.installed

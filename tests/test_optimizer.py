@@ -46,7 +46,7 @@ def build(name, ours, theirs, **options):
     return masked(ours, **options), original(theirs, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "options"), CONFIGS, ids=IDS)
 def test_fifty_steps_move_as_torch_optim_moves(name, options, dtype):
     ours = random_params(dtype)
@@ -325,6 +325,7 @@ def test_requires_grad_false_freezes_even_with_a_stale_gradient():
     assert float(optimizer.state[params[1]]["step"]) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_parameters_without_gradient_are_left_alone_as_in_torch(name):
     ours = random_params()

@@ -205,6 +205,7 @@ def run(code, **environment):
 PRINT_FLAGS = "import os, bridge; print(os.environ.get('XLA_FLAGS', ''))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "environment", "expected"),
     [
