@@ -84,14 +84,15 @@ def to_torch(tree: Any, copy: bool | None = False) -> Any:
 
 
 def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> list[Any]:
-    """The tensors as arguments of one compiled call, by the cheapest route, dimensions permuted by `order`.
+    """The tensors as flat arguments of one compiled call, elements in the dimension order given, by the cheapest route.
 
-    Zero-copy where jax can alias the memory, else copied by jax: the caller only reads them. On the CPU a numpy view
-    passed straight to the call costs a third of an import. The tensors must stay unchanged until the call has ended.
+    Zero-copy where jax can alias the memory, else copied: the caller only reads them. On the CPU a numpy view passed
+    straight to the call costs a third of an import. The tensors must stay unchanged until the call has ended.
     """
     if tensors and tensors[0].device.type != "cpu":
         # Each export orders jax's stream after torch's current one.
-        return [_tensor_to_jax(t.detach() if d is None else t.detach().permute(d), None, "") for t, d in zip(tensors, order, strict=True)]
+        flat = [(t if d is None else t.permute(d)).detach().reshape(-1) for t, d in zip(tensors, order, strict=True)]
+        return [_tensor_to_jax(t, None, "") for t in flat]
     out: list[Any] = []
     for tensor, dims in zip(tensors, order, strict=True):
         tensor = tensor.detach()
@@ -99,9 +100,9 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
             tensor = tensor.permute(dims)
         if tensor.dtype in EXTENSION_DTYPES:
             bits, dtype = EXTENSION_DTYPES[tensor.dtype]
-            out.append(tensor.contiguous().view(bits).numpy().view(dtype))
+            out.append(tensor.contiguous().view(bits).numpy().view(dtype).reshape(-1))
         else:
-            out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()))
+            out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()).reshape(-1))
     return out
 
 

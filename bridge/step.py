@@ -348,10 +348,10 @@ def _passes(row: Row, dtype: str, elements: bool, clip: bool, device: Any) -> in
 
 
 def _probe(row: Row, dtype: str, elements: bool, clip: bool, device: Any, passes: int) -> Any:
-    """The compiled update of one leaf of 64 x 64, donated as in a program."""
+    """The compiled update of one leaf of 4096 elements, donated as in a program."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
-    p = array((64, 64), dtype)
+    p = array((4096,), dtype)
     state = [array(*signature) for signature in state_signature(row, p.shape, dtype)]
     mask = array(p.shape, np.bool_) if elements else None
     values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (row.width, ONES))

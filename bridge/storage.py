@@ -47,9 +47,14 @@ class Memory:
             self.__cuda_array_interface__ = interface
 
     def tensor(self, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
-        """A torch tensor over this memory, which it keeps alive; shape and strides are those of `like`, else the buffer's."""
+        """A torch tensor over this memory, which it keeps alive; of the buffer's shape, or shape and strides of `like`.
+
+        Where `like` is not dense, the tensor is contiguous.
+        """
         view = self._flat_view(device)
-        return view if like is None else view.as_strided(like.shape, like.stride())
+        if like is None:
+            return view
+        return view.view(like.shape) if dense_order(like) is None else view.as_strided(like.shape, like.stride())
 
     def _flat_view(self, device: torch.device) -> torch.Tensor:
         if not self.array.size:  # no bytes, nothing to look into
@@ -62,7 +67,7 @@ class Memory:
 class Placement(NamedTuple):
     """How one tensor takes part: `memory` None means that results are copied into the tensor's own storage.
 
-    `order` permutes the tensor's dimensions to those of the jax buffer (None: as they are); `why` is for the report.
+    `order` permutes the tensor's dimensions to the order of its memory (None: as they are); `why` is for the report.
     """
 
     memory: Memory | None
@@ -93,17 +98,22 @@ def place(tensor: torch.Tensor, writeback: str = "inplace") -> Placement:
     why = "asked for" if writeback == "copy" else _cannot_own(tensor, order)
     if why:
         return Placement(None, dims, why)
-    memory = own(tensor if dims is None else tensor.permute(dims))
+    memory = own(tensor, like=tensor)
     tensor.data = memory.tensor(tensor.device, like=tensor)
     return Placement(memory, dims, "in jax-owned memory")
 
 
-def own(tensor: torch.Tensor) -> Memory:
-    """A copy of the tensor's values in new jax-owned memory, in the tensor's dtype and on its device."""
+def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
+    """A copy of the tensor's values in new jax-owned memory: its dtype and device, elements in the memory order of `like`.
+
+    The buffer is flat: XLA's loops run over the innermost dimension, and a convolution's is 3 or 1 (three times slower).
+    A 0-d tensor that is not `like` a parameter stays 0-d.
+    """
+    shape = () if like is None and not tensor.ndim else (tensor.numel(),)
     with x64(), jax.transfer_guard("allow"), jax.default_device(device_of(tensor)):
         # Ready before torch writes into it: the fill runs asynchronously.
-        memory = register(jnp.zeros(tensor.shape, numpy_dtype(tensor.dtype)).block_until_ready())
-    memory.tensor(tensor.device).copy_(tensor.detach())
+        memory = register(jnp.zeros(shape, numpy_dtype(tensor.dtype)).block_until_ready())
+    memory.tensor(tensor.device, tensor if like is None else like).copy_(tensor.detach())
     return memory
 
 
@@ -116,9 +126,9 @@ def register(array: jax.Array) -> Memory:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory that a contiguous tensor looks into, whole, or None if its bytes are torch's own."""
+    """The memory that a dense tensor looks into, whole, or None if its bytes are torch's own."""
     known = _memories.get(tensor.data_ptr())
-    return known if known is not None and _covers(known, tensor, tuple(range(tensor.ndim))) else None
+    return known if known is not None and _covers(known, tensor, dense_order(tensor)) else None
 
 
 def settle(memories: Iterable[Memory], arrays: Iterable[jax.Array]) -> bool:
@@ -143,8 +153,11 @@ def renewed(memory: Memory) -> Memory:
 
 
 def write_back(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array], order: Sequence[tuple[int, ...] | None]) -> None:
-    """Copy results into storage that is not ours alone, all tensors in one fused call."""
-    new = [t if d is None else t.permute(tuple(np.argsort(d))) for t, d in zip(to_torch(list(arrays)), order, strict=True)]
+    """Copy flat results into storage that is not ours alone, all tensors in one fused call."""
+    new = []
+    for tensor, flat, dims in zip(tensors, to_torch(list(arrays)), order, strict=True):
+        dims = tuple(range(tensor.ndim)) if dims is None else dims
+        new.append(flat.view([tensor.shape[d] for d in dims]).permute(tuple(np.argsort(dims))))
     torch._foreach_copy_([t.detach() for t in tensors], new)
 
 
@@ -160,11 +173,10 @@ def return_freed() -> None:
 
 
 def _covers(memory: Memory, tensor: torch.Tensor, order: tuple[int, ...] | None) -> bool:
-    """Whether the tensor is the whole of the memory, in the buffer's own order: a slice at the same start is not."""
+    """Whether the tensor is dense and the whole of the memory: a slice at the same start is not."""
     if order is None or memory.array.is_deleted():
         return False
-    shape = tuple(tensor.shape[d] for d in order)
-    return memory.array.shape == shape and np.dtype(memory.array.dtype) == numpy_dtype(tensor.dtype)
+    return memory.array.size == tensor.numel() and np.dtype(memory.array.dtype) == numpy_dtype(tensor.dtype)
 
 
 def _cannot_own(tensor: torch.Tensor, order: tuple[int, ...] | None) -> str:

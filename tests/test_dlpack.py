@@ -165,8 +165,8 @@ def test_operands_are_the_tensors_own_bytes():
     views = dlpack.operands(tensors, orders)
     for view, tensor, order in zip(views, tensors, orders, strict=True):
         assert view.ctypes.data == tensor.data_ptr()
-        assert view.flags.c_contiguous
-        np.testing.assert_array_equal(view.astype(np.float32), tensor.permute(order).float().numpy())
+        assert view.shape == (tensor.numel(),)
+        np.testing.assert_array_equal(view.astype(np.float32), tensor.permute(order).float().numpy().reshape(-1))
 
 
 def test_the_x64_scope_is_local_to_the_thread():

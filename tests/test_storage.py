@@ -286,11 +286,14 @@ def test_a_step_between_forward_and_backward_raises_torchs_usual_error():
 
 def test_a_view_of_other_strides_at_the_same_address_is_noticed():
     param = own(torch.zeros(3, 3))
-    optimizer = torch_api.MaskedSGD([param], lr=1.0)
-    param.data = param.data.t()
-    param.grad = torch.arange(9.0).view(3, 3)
+    grad = torch.arange(9.0).view(3, 3)
+    optimizer = torch_api.MaskedSGD([param], lr=1.0, momentum=1.0)
+    param.grad = grad
     optimizer.step()
-    assert torch.equal(param.detach(), -torch.arange(9.0).view(3, 3))
+    param.data = param.data.t()  # the momentum keeps its rows and columns
+    optimizer.step()
+    assert torch.equal(param.detach(), -grad.t() - 2 * grad)
+    optimizer.state.clear()
     param.grad = None
     param.data = param.data.reshape(-1)
     param.grad = torch.ones(9)

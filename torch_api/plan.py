@@ -99,8 +99,8 @@ class Leaf:
         return None if self.address is None else (self.memory is None, self.order, self.shape, self.strides, self.dtype, self.device)
 
     @property
-    def buffer_shape(self) -> tuple[int, ...]:
-        return tuple(self.shape) if self.order is None else tuple(self.shape[d] for d in self.order)
+    def buffer_shape(self) -> tuple[int]:
+        return (self.shape.numel(),)
 
 
 class Launch:
@@ -122,7 +122,7 @@ class Launch:
 
 
 def _in_order(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
-    return np.ascontiguousarray(elements if order is None else elements.transpose(order))
+    return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
 
 
 def sort_key(leaf: Leaf) -> tuple[Any, ...]:
@@ -185,10 +185,10 @@ def allocate_state(
             memory = storage.own(torch.full((), rule.hidden[field], device=leaf.device))
         else:
             tensor = torch.as_tensor(saved[field], device=leaf.device)
-            tensor = _permuted(tensor, leaf.order) if shaped else tensor.to(torch.float32)
-            memory = storage.memory_of(tensor)
+            tensor = tensor if shaped else tensor.to(torch.float32)
+            memory = storage.memory_of(tensor) if not shaped or tensor.stride() == leaf.strides else None
             if memory is None or memory in taken:
-                memory = storage.own(tensor)
+                memory = storage.own(tensor, like=leaf.param.detach() if shaped else None)
         taken.add(memory)
         memories.append(memory)
         if field not in rule.hidden:
@@ -198,8 +198,4 @@ def allocate_state(
 
 
 def _param_array(leaf: Leaf) -> Any:
-    return leaf.memory.array if leaf.memory is not None else storage.own(_permuted(leaf.param.detach(), leaf.order)).array
-
-
-def _permuted(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    return tensor if order is None else tensor.permute(order)
+    return leaf.memory.array if leaf.memory is not None else storage.own(leaf.param, like=leaf.param).array
