@@ -20,7 +20,7 @@ import torch
 from step import environment
 
 import bridge
-from bridge.dlpack import operands
+from bridge import dlpack
 
 CALLS = 1000
 ROUNDS = 15
@@ -36,13 +36,15 @@ def microseconds(function: Callable[[], Any]) -> float:
 def candidates() -> dict[str, Callable[[], Any]]:
     tensor = torch.randn(64, 64)
     array = bridge.to_jax(tensor)
+    importer, device, _ = dlpack._route(tensor.device)
     hundred, orders = [tensor] * 100, [None] * 100
     return {
         "bridge.to_jax": lambda: bridge.to_jax(tensor),
+        "  the C calls in it": lambda: importer(tensor, device),
         "jax.dlpack.from_dlpack": lambda: jax.dlpack.from_dlpack(tensor),
         "bridge.to_torch": lambda: bridge.to_torch(array),
         "torch.from_dlpack": lambda: torch.from_dlpack(array),
-        "operands, 100 tensors": lambda: operands(hundred, orders),
+        "operands, 100 tensors": lambda: dlpack.operands(hundred, orders),
     }
 
 

@@ -144,16 +144,15 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
         tensor, copy = tensor.resolve_conj().resolve_neg(), None
     if copy:
         tensor = tensor.clone()
-    platform, index = tensor.device.type, tensor.device.index or 0
-    importer = _importer(platform)
+    importer, device, alignment = _route(tensor.device)
     try:
-        if platform == "cpu" and tensor.data_ptr() % ALIGNMENT:
+        if tensor.data_ptr() % alignment:
             raise ValueError("unaligned")  # jax < 0.7 would copy without a word
-        return importer(tensor, _jax_device(platform, index))
+        return importer(tensor, device)
     except (RuntimeError, ValueError, BufferError) as error:
         if copy is False:
             raise ValueError(f"to_jax: {_title(tensor, name)} {_reason(tensor, error)}") from error
-    return importer(tensor.clone(memory_format=torch.contiguous_format), _jax_device(platform, index))
+    return importer(tensor.clone(memory_format=torch.contiguous_format), device)
 
 
 def _not_exportable(tensor: torch.Tensor) -> str:
@@ -230,6 +229,13 @@ def _jax_device(platform: str, index: int) -> Any:
     raise RuntimeError(
         f"jax sees {devices}, but a tensor is on {platform}:{index}. Make CUDA_VISIBLE_DEVICES and jax's visible devices agree."
     )
+
+
+@functools.cache
+def _route(device: torch.device) -> tuple[Callable[[torch.Tensor, Any], jax.Array], Any, int]:
+    """For tensors on one torch device: the way in, the jax device, and the alignment that the way asks for."""
+    platform = device.type
+    return _importer(platform), _jax_device(platform, device.index or 0), ALIGNMENT if platform == "cpu" else 1
 
 
 @functools.cache

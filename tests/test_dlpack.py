@@ -28,14 +28,15 @@ LAYOUTS = {
 @pytest.fixture(params=["fast", "public"])
 def route(request, monkeypatch):
     """Both ways in and out: the calls beneath jax's public ones, and the public ones."""
-    dlpack._importer.cache_clear()
-    dlpack._exporter.cache_clear()
+    caches = (dlpack._route, dlpack._importer, dlpack._exporter)
+    for cache in caches:
+        cache.cache_clear()
     if request.param == "public":
         monkeypatch.setattr(dlpack, "_raw_importer", lambda: None)
         monkeypatch.setattr(dlpack, "_raw_exporter", lambda: None)
     yield request.param
-    dlpack._importer.cache_clear()
-    dlpack._exporter.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def supported(dtype):
