@@ -287,6 +287,7 @@ def test_decay_mask_is_weight_decay_zero_for_the_others():
     run_pair(ours, list(model.parameters()), theirs, list(twin.parameters()), 25)
     assert max(map(movement_error, model.parameters(), twin.parameters(), start)) < 1e-5
     assert {row["parameter"]: row["decay"] for row in ours.report().rows}["norm.weight"] == 0.0
+    assert len(ours.param_groups) == 1  # columns, not groups: groups cost time at every step
 
 
 def test_a_mask_of_elements_freezes_the_others_bit_for_bit():
