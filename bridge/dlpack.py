@@ -30,7 +30,7 @@ EXTENSION_DTYPES = {
 }
 
 
-# Public since jax 0.8, and in jax.experimental before.
+# Public in newer jax, in jax.experimental before.
 _ENABLE_X64: Any = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
 
 
@@ -147,7 +147,7 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
     importer, device, alignment = _route(tensor.device)
     try:
         if tensor.data_ptr() % alignment:
-            raise ValueError("unaligned")  # jax < 0.7 would copy without a word
+            raise ValueError("unaligned")  # jax 0.6 would copy without a word
         return importer(tensor, device)
     except (RuntimeError, ValueError, BufferError) as error:
         if copy is False:

@@ -361,6 +361,4 @@ def _probe(row: Row, dtype: str, elements: bool, clip: bool, device: Any, passes
 
 
 def _bytes_accessed(compiled: Any) -> float:
-    analysis = compiled.cost_analysis()
-    analysis = analysis[0] if isinstance(analysis, list) else analysis  # jax < 0.5
-    return float(analysis["bytes accessed"])
+    return float(compiled.cost_analysis()["bytes accessed"])

@@ -188,11 +188,14 @@ def test_a_bad_selector_in_set_trainable_is_refused():
     unchanged(optimizer, params, [p.detach().clone() for p in params], saved)
 
 
-@pytest.mark.parametrize("what", ["lr", "betas"])
-def test_a_value_written_into_a_group_that_is_no_number_is_refused_at_the_step(what):
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("lr", "'lr' is 'fast'; expected a number"), ("betas", "betas is 'fast'; expected 2 numbers")],
+)
+def test_a_value_written_into_a_group_that_is_no_number_is_refused_at_the_step(what, text):
     optimizer, params = fresh()
     values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0][what] = saved["param_groups"][0][what] = "fast"
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError), match=text):
         optimizer.step()
     unchanged(optimizer, params, values, saved)

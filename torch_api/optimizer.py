@@ -18,7 +18,7 @@ from bridge.dlpack import device_of, operands
 from bridge.rules import Rule
 
 from . import checkpoint, groups, report
-from .plan import Launch, Leaf, allocate_state, describe, sort_key
+from .plan import Launch, Leaf, allocate_state, bad_gradient, describe, sort_key
 
 _memory = attrgetter("memory")
 _address = torch.Tensor.data_ptr
@@ -318,7 +318,7 @@ class OptaxOptimizer(Optimizer):
             if (p.data_ptr() != leaf.address or p.stride() != leaf.strides or p.shape != leaf.shape) and self._placed_anew(leaf):
                 return self._live()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
-                raise ValueError(_bad_gradient(type(self).__name__, leaf, g))
+                raise ValueError(bad_gradient(type(self).__name__, leaf, g))
             if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.views)):
                 self._place()  # the state was replaced or cleared by hand: go on from what is there
                 return self._live()
@@ -353,17 +353,22 @@ class OptaxOptimizer(Optimizer):
         """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
         values = [1.0] * step.ONES
         values.append(self.max_grad_norm or 0.0)
-        for group, decays, row in self._rows:
-            for name, length in row.traced:
-                value = group[name]
-                if name == "lr":
-                    values.append(float(value) * group.get("lr_scale", 1.0))
-                elif name == "weight_decay":
-                    values.append(float(value) * group.get("wd_scale", 1.0) if decays else 0.0)
-                elif length:
-                    values.extend(map(float, value))
-                else:
-                    values.append(float(value))
+        try:
+            for group, decays, row in self._rows:
+                for name, length in row.traced:
+                    value = group[name]
+                    if name == "lr":
+                        values.append(float(value) * group.get("lr_scale", 1.0))
+                    elif name == "weight_decay":
+                        values.append(float(value) * group.get("wd_scale", 1.0) if decays else 0.0)
+                    elif length:
+                        values.extend(map(float, value))
+                    else:
+                        values.append(float(value))
+        except (TypeError, ValueError):
+            for group in self.param_groups:  # says which value of which key was no number
+                groups.check_group(type(self).__name__, group, self.hyperparams, allowed=group)
+            raise
         return np.array(values)
 
     def _row_values(self) -> list[tuple[float, ...]]:
@@ -436,15 +441,3 @@ class OptaxOptimizer(Optimizer):
 def _asks_each(selector: Any) -> bool:
     """Whether a selector is a function of (name, param), and so has an answer for parameters added later."""
     return isinstance(selector, FunctionType | partial | MethodType) and masks.required_arguments(selector) == 2
-
-
-def _bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
-    title = f"{owner}: the gradient of {leaf.name!r}"
-    if grad.layout is not torch.strided:
-        return (
-            f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
-        )
-    return (
-        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}, "
-        f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."
-    )

@@ -130,6 +130,19 @@ def sort_key(leaf: Leaf) -> tuple[Any, ...]:
     return (str(leaf.device), leaf.row, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None, leaf.memory is not None)
 
 
+def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
+    """The text of the error for a gradient that does not fit its parameter."""
+    title = f"{owner}: the gradient of {leaf.name!r}"
+    if grad.layout is not torch.strided:
+        return (
+            f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
+        )
+    return (
+        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}, "
+        f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."
+    )
+
+
 def describe(leaf: Leaf, row: step.Row, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> step.Leaf:
     """What the compiled update must know of a leaf; its state need not exist yet, so that compiling comes before it.
 
