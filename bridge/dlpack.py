@@ -34,9 +34,9 @@ EXTENSION_DTYPES = {
 _ENABLE_X64: Any = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
 
 
-def x64() -> Any:
-    """A context in which jax keeps 64-bit types; local to the thread, never the global flag."""
-    return _ENABLE_X64(True)
+def x64(on: bool = True) -> Any:
+    """A context in which jax keeps 64-bit types, or does not; local to the thread, never the global flag."""
+    return _ENABLE_X64(on)
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
+import math
+import numbers
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-Kind = Literal["mask", "decay_mask", "labels"]
+Kind = Literal["mask", "decay_mask", "labels", "lr_scale"]
 
 
 class Decision(NamedTuple):
@@ -50,22 +52,24 @@ _UNMATCHED = _Unmatched()
 _PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
-def column(spec: Any, leaves: Leaves, kind: Kind = "mask") -> list[Decision]:
+def column(spec: Any, leaves: Leaves, kind: Kind = "mask", title: str | None = None) -> list[Decision]:
     """Resolve a spec on the host, once, to one `Decision` per leaf.
 
     Args:
       spec: any form of the README's "Selectors".
       leaves: names, parameters and tree.
       kind: "labels" wants hashable labels and a rule for every leaf; the masks want bools (`mask` also boolean arrays
-        of the leaf's own shape) and read a leaf that no rule names as False.
+        of the leaf's own shape) and read a leaf that no rule names as False; "lr_scale" wants numbers, 1 where no rule is.
+      title: what the spec is called in rules and errors; its kind if None.
 
     Raises:
       ValueError: a pattern, key, module or parameter matches no leaf; a tree has another structure; a leaf has no
         label; a value has the wrong shape. The text names it, what was expected, and the nearest names.
       TypeError: the spec or a value is of no known form.
     """
-    decisions = _resolve(spec, leaves, kind, kind)
-    return [_checked(d, name, param, kind) for d, name, param in zip(decisions, leaves.names, leaves.params, strict=True)]
+    title = kind if title is None else title
+    decisions = _resolve(spec, leaves, kind, title)
+    return [_checked(d, name, param, kind, title) for d, name, param in zip(decisions, leaves.names, leaves.params, strict=True)]
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -84,7 +88,7 @@ def near(text: str, names: Iterable[str]) -> str:
     return "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
 
 
-def _checked(decision: Decision, name: str, param: Any, kind: Kind) -> Decision:
+def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) -> Decision:
     """A decision with its value in the kind's own type, or the error that names leaf and rule."""
     value, rule = decision
     if kind == "labels":
@@ -93,6 +97,12 @@ def _checked(decision: Decision, name: str, param: Any, kind: Kind) -> Decision:
         if _is_array(value) or not isinstance(value, Hashable):
             raise TypeError(f"labels: {name!r} got {value!r} from {rule}; a label is a string or another hashable value.")
         return decision
+    if kind == "lr_scale":
+        if value is _UNMATCHED:
+            return Decision(1.0, rule)
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) < math.inf:
+            raise ValueError(f"lr_scale: {name!r} got {value!r} from {rule}; expected a number that is not negative.")
+        return Decision(float(value), rule)
     if value is _UNMATCHED:
         return Decision(False, rule)
     if isinstance(value, bool | np.bool_):
@@ -100,7 +110,7 @@ def _checked(decision: Decision, name: str, param: Any, kind: Kind) -> Decision:
     if kind == "mask" and _is_array(value):
         return _checked_elements(value, rule, name, tuple(np.shape(param)))
     raise TypeError(
-        f"{kind}: {name!r} got {value!r} ({type(value).__name__}) from {rule}; expected True or False"
+        f"{title}: {name!r} got {value!r} ({type(value).__name__}) from {rule}; expected True or False"
         + (" or a bool tensor of the parameter's shape." if kind == "mask" else ".")
     )
 
@@ -122,9 +132,9 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
 def _resolve(spec: Any, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
     """Dispatch on the form of the spec; the order matters (an Equinox module is both a callable and a pytree)."""
     if spec is None:
-        value = _UNMATCHED if kind == "labels" else True
+        value = True if kind in ("mask", "decay_mask") else _UNMATCHED
         return [Decision(value, f"{where}=None")] * len(leaves.names)
-    if isinstance(spec, bool | np.bool_) or _is_array(spec):
+    if isinstance(spec, bool | np.bool_) or _is_array(spec) or (kind == "lr_scale" and isinstance(spec, numbers.Real)):
         return [Decision(spec, f"{where}={spec}" if not _is_array(spec) else f"{where} array")] * len(leaves.names)
     if isinstance(spec, str | re.Pattern):
         return _picked(_matching(spec, leaves, where), leaves, f"{where} {_show(spec)}")
@@ -292,6 +302,9 @@ def _by_tree(spec: Any, leaves: Leaves, where: str) -> list[Decision]:
     try:
         full = _broadcast(spec, tree)
     except ValueError as error:
+        named = _by_attributes(spec, leaves)
+        if named is not None:
+            return _by_prefix(named, leaves, where)
         raise ValueError(
             f"{where}: the tree does not fit the parameters. Given: {jax.tree.structure(spec, is_leaf=_is_value)}. Expected this "
             f"structure or a prefix of it: {jax.tree.structure(tree)}. First difference: {' '.join(str(error).split())[:300]}"
@@ -300,9 +313,19 @@ def _by_tree(spec: Any, leaves: Leaves, where: str) -> list[Decision]:
     return [Decision(values[name], f"{where}[{name!r}]") for name in leaves.names]
 
 
+def _by_attributes(spec: Any, leaves: Leaves) -> dict[str, Any] | None:
+    """A tree of other nodes (an Equinox module) as a dict by name, if its attributes have the parameters' names and leave none out."""
+    flat = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_value)[0]
+    named = {path_name(path): value for path, value in flat if not callable(value)}
+    prefixes = _prefixes(leaves.names)
+    fits = all(name in prefixes for name in named)
+    covers = all(any(name == key or name.startswith(f"{key}.") for key in named) for name in leaves.names)
+    return named if fits and covers else None
+
+
 def _by_call(spec: Callable[..., Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
     """(name, param) -> value per leaf, or (tree) -> tree, told apart by the number of required arguments."""
-    title = getattr(spec, "__name__", type(spec).__name__)
+    title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # of a functools.partial its function's
     arity = required_arguments(spec)
     if arity == 1:
         answer = spec(leaves.tree())

@@ -10,6 +10,7 @@ because 1 - 0.999 has lost four digits in float32.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,15 +23,33 @@ Scalar = Any  # a Python float, or a traced 0-d array
 
 
 class Rule(NamedTuple):
-    """A factory of transformations that treat each leaf by itself, and what its hyperparams and state mean to torch.
+    """A factory of transformations, and what its hyperparams and state mean to a torch optimizer.
 
     `structural` hyperparams take None for "none of it", which a 0 in a param group stands for: they decide which state
     exists. `hidden` state is not part of torch's state_dict; restored state begins with the value given here.
+
+    `scaled`: any optax transformation, not one of this file: it is evaluated as in pure JAX, and its update is
+    multiplied by the group's `lr` unless `lr` is among its own hyperparams. Those with defaults are `given`, and only
+    the `traceable` of them may be traced. `ready`: one transformation for all groups, not one for each. `takes_extra`:
+    it reads further arguments of `step`.
     """
 
     factory: Callable[..., optax.GradientTransformation]
     structural: frozenset[str] = frozenset()
     hidden: dict[str, float] = {}  # noqa: RUF012
+    given: dict[str, Any] | None = None
+    traceable: frozenset[str] = frozenset()
+    scaled: bool = False
+    ready: bool = False
+    takes_extra: bool = False
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The hyperparams and options by name with their defaults, None for structural ones being 0 in a group."""
+        if self.given is not None:
+            return self.given
+        parameters = inspect.signature(self.factory).parameters.values()
+        return {p.name: 0 if p.name in self.structural and p.default is None else p.default for p in parameters}
 
 
 class AdamState(NamedTuple):

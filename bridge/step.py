@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import signal
 import threading
@@ -21,8 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .analysis import calls_back
 from .dlpack import wait_for, x64
-from .masks import path_name
+from .evaluate import Arrays, evaluate_buffers
+from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real
 from .storage import Memory, settle
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
@@ -70,71 +73,89 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A rule with its static options, and the names of the hyperparams that are traced (with the length of tuples, else 0)."""
-
-    factory: Callable[..., Any]
-    statics: tuple[tuple[str, Any], ...]
-    traced: tuple[tuple[str, int], ...]
-
-    @property
-    def width(self) -> int:
-        return sum(max(length, 1) for _, length in self.traced)
-
-    def transformation(self, values: Any) -> Any:
-        """The optax transformation with `values`, a sequence of `width` scalars, for its traced hyperparams."""
-        hyperparams, at = {}, 0
-        for name, length in self.traced:
-            hyperparams[name] = tuple(values[at + i] for i in range(length)) if length else values[at]
-            at += max(length, 1)
-        return self.factory(**dict(self.statics), **hyperparams)
-
-
-@dataclass(frozen=True)
 class Leaf:
     """What the program must know of one live leaf: its row of hyperparams, its arrays, and which way its result goes."""
 
     row: int
-    shape: tuple[int, ...]
-    dtype: str
-    state: tuple[tuple[tuple[int, ...], str], ...]
+    spec: Spec
+    state: tuple[Signature, ...]
     inplace: bool
     elements: bool
+
+    @property
+    def buffer(self) -> Signature:
+        return (math.prod(self.spec.shape),), self.spec.dtype
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is static about one update, and so the key of its program."""
+    """All that is static about one update, and so the key of its program.
+
+    `shared` has the state that belongs to no leaf, for each unit of the rows in ascending order.
+    """
 
     rows: tuple[Row, ...]
     leaves: tuple[Leaf, ...]
     clip: bool
     device: Any
+    skeleton: tuple[Path, ...] = ()
+    shared: tuple[tuple[Signature, ...], ...] = ()
+    extra: Extra = NO_EXTRA
+
+    def problem(self, leaf: Leaf) -> Problem:
+        """A leaf that is updated by itself."""
+        return Problem(self.rows[leaf.row], (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
+
+    @property
+    def units(self) -> list[tuple[Problem, list[int]]]:
+        """Each transformation that is evaluated over several leaves together, with the positions of its leaves."""
+        positions: dict[int, list[int]] = {}
+        for position, leaf in enumerate(self.leaves):
+            unit = self.rows[leaf.row].unit
+            if unit is not None:
+                positions.setdefault(unit, []).append(position)
+        problems = [
+            Problem(self.rows[self.leaves[at[0]].row], tuple(self.leaves[i].spec for i in at), self.skeleton)
+            for _, at in sorted(positions.items())
+        ]
+        return list(zip(problems, [at for _, at in sorted(positions.items())], strict=True))
 
 
 class Program:
-    """One compiled update. `apply` runs it; `bytes_accessed` is the compiler's own count."""
+    """One compiled update. `apply` runs it; `bytes_accessed` is the compiler's own count.
+
+    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print).
+    """
 
     def __init__(self, plan: Plan) -> None:
         global _compilations
         self.plan = plan
         with x64(), jax.disable_jit(False):
-            function = jax.jit(functools.partial(_update, plan), donate_argnums=(0, 2))
-            self._compiled = function.lower(*_abstract(plan)).compile()
+            traced = jax.jit(functools.partial(_update, plan), donate_argnums=(0, 2)).trace(*_abstract(plan))
+            self.calls_back = calls_back(traced.jaxpr.jaxpr)
+            self._compiled = traced.lower().compile()
         _compilations += 1
 
     def apply(
-        self, params: list[Memory], state: list[Memory], kept: list[Any], grads: list[Any], masks: list[Any], hyperparams: np.ndarray
+        self,
+        params: list[Memory],
+        state: list[Memory],
+        kept: list[Any],
+        grads: list[Any],
+        masks: list[Any],
+        hyperparams: np.ndarray,
+        extra: Sequence[Any] = (),
     ) -> tuple[list[jax.Array], bool]:
         """Run the update and wait for it, so that torch may write to the gradients again.
 
         Args:
           params: the memories of the in-place leaves, in plan order; their arrays are donated and replaced.
-          state: the memories of the state of every leaf, in plan order; likewise.
+          state: the memories of the state of every leaf, in plan order, then of the shared state; likewise.
           kept: the arrays of the other leaves; only read.
           grads: one array per leaf, of the leaf's shape and dtype.
           masks: a boolean array per leaf with `elements`.
           hyperparams: float64 (ONES + 1 + sum of row widths): ONES times 1.0, the norm bound, then the rows.
+          extra: the arrays among the further arguments, in the order of the plan's `extra`.
 
         Returns:
           New values for `kept`, in memory of their own, and whether a memory came to lie elsewhere (`storage.settle`).
@@ -153,7 +174,7 @@ class Program:
         try:
             with x64(), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
                 arrays = list(map(_array, params)), kept, list(map(_array, state))
-                new_params, new_state, new_kept, token = self._compiled(*arrays, grads, masks, hyperparams)
+                new_params, new_state, new_kept, token = self._compiled(*arrays, grads, masks, hyperparams, list(extra))
             moved = settle(itertools.chain(params, state), itertools.chain(new_params, new_state))
             # All results of one execution become ready together. Without this wait the call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
@@ -170,14 +191,18 @@ class Program:
         return _bytes_accessed(self._compiled)
 
 
+_PROGRAMS_KEPT = 256  # beyond these, one lives as long as an optimizer uses it
 _programs: dict[Plan, Program] = {}
+_programs_lock = threading.Lock()
 
 
 def program(plan: Plan) -> Program:
     """The program of a plan, compiled when the plan is first seen in this process."""
-    found = _programs.get(plan)
-    if found is None:
-        found = _programs[plan] = Program(plan)
+    with _programs_lock:
+        found = _programs.pop(plan, None) or Program(plan)
+        _programs[plan] = found  # the last to go
+        while len(_programs) > _PROGRAMS_KEPT:
+            del _programs[next(iter(_programs))]
     return found
 
 
@@ -191,111 +216,102 @@ def compilations() -> int:
     return _compilations
 
 
-def init_state(row: Row, values: Sequence[float], param: jax.Array) -> list[jax.Array]:
-    """State arrays of one leaf, as the rule begins: parameter-like ones in the parameter's dtype, on its device."""
-    shaped = state_fields(row).values()
-    with x64(), jax.transfer_guard("allow"), jax.default_device(next(iter(param.devices()))):
-        arrays = jax.tree.leaves(row.transformation([np.float64(v) for v in values]).init(_lift(param)))
-        return [_lower(a, param.dtype) if is_shaped else a for a, is_shaped in zip(arrays, shaped, strict=True)]
-
-
-@functools.cache
-def state_fields(row: Row) -> dict[str, bool]:
-    """The state arrays of one leaf by the transformation's own names, in order; True where one has the parameter's shape."""
-    like = jax.ShapeDtypeStruct((3, 5), np.float32)  # a shape that no count or flag has
-    with x64():
-        state = jax.eval_shape(row.transformation((0.0,) * row.width).init, like)
-    return {path_name(path): leaf.shape == like.shape for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-
-
-@functools.cache
-def state_signature(row: Row, shape: tuple[int, ...], dtype: str) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shapes and dtypes of what `init_state` gives, without the arrays."""
-    transformation = row.transformation((0.0,) * row.width)
-    with x64():
-        state = jax.eval_shape(lambda x: transformation.init(_lift(x)), jax.ShapeDtypeStruct(shape, dtype))
-    pairs = zip(jax.tree.leaves(state), state_fields(row).values(), strict=True)
-    return tuple((shape, dtype) if shaped else (a.shape, str(a.dtype)) for a, shaped in pairs)
-
-
 def _update(
-    plan: Plan, params: list[Any], kept: list[Any], state: list[Any], grads: list[Any], masks: list[Any], hyperparams: Any
+    plan: Plan, params: list[Any], kept: list[Any], state: list[Any], grads: list[Any], masks: list[Any], hyperparams: Any, extra: list[Any]
 ) -> tuple[list[Any], list[Any], list[Any], Any]:
     global _traces
     _traces += 1
     ones, rows = hyperparams[:ONES], _split(hyperparams, plan.rows)
     donated, read, given, states = iter(params), iter(kept), iter(masks), iter(state)
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
+    old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
+    own = [[next(states) for _ in leaf.state] for leaf in plan.leaves]
     scale = _clip_scale(grads, leaf_masks, hyperparams[ONES]) if plan.clip else None
-    new_params: list[Any] = []
-    new_kept: list[Any] = []
-    new_state: list[Any] = []
-    for leaf, g, mask in zip(plan.leaves, grads, leaf_masks, strict=True):
-        row = plan.rows[leaf.row]
-        p = next(donated) if leaf.inplace else next(read)
-        own = [next(states) for _ in leaf.state]
-        update = _leaf_update(row, _passes(row, leaf.dtype, leaf.elements, plan.clip, plan.device))
-        new_p, new_own = update(p, own, g, mask, rows[leaf.row], ones, scale)
-        (new_params if leaf.inplace else new_kept).append(new_p)
-        new_state.extend(new_own)
+    results: list[Any] = [None] * len(plan.leaves)
+    for position, leaf in enumerate(plan.leaves):
+        if plan.rows[leaf.row].unit is None:
+            problem = plan.problem(leaf)
+            update = _leaf_update(problem, _passes(problem, leaf.elements, plan.clip, plan.extra, plan.device), plan.extra)
+            arrays = old_params[position], own[position], grads[position], leaf_masks[position]
+            results[position] = update(*arrays, rows[leaf.row], ones, scale, extra)
+    new_shared: list[Any] = []
+    for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
+        shared = [next(states) for _ in signatures]
+        multipliers = [rows[plan.leaves[i].row][-1] for i in at]
+        p, state_of, g, m = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks))
+        further = plan.extra.restored(extra)
+        new = _unit_update(problem, p, state_of, g, m, shared, rows[plan.leaves[at[0]].row], multipliers, scale, further)
+        new_shared += new.shared
+        for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
+            results[i] = result
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
-    return new_params, new_state, new_kept, ones[0].astype(jnp.float32)
+    new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
+    new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
+    return new_params, [x for _, fields in results for x in fields] + new_shared, new_kept, ones[0].astype(jnp.float32)
 
 
-@functools.cache
-def _leaf_update(row: Row, passes: int) -> Callable[..., Any]:
+@functools.lru_cache(4 * _PROGRAMS_KEPT)
+def _leaf_update(problem: Problem, passes: int, extra: Extra) -> Callable[..., Any]:
     """The update of one leaf, traced once for all leaves of equal signature."""
+    fields = layout(problem).own[0]
 
-    def leaf(p: Any, state: list[Any], g: Any, mask: Any, values: Any, ones: Any, scale: Any) -> tuple[Any, list[Any]]:
-        transformation = row.transformation(values)
-        structure = jax.tree.structure(jax.eval_shape(transformation.init, _lift(p)))
-
-        def evaluate(factor: Any) -> tuple[Any, list[Any]]:
-            wide_p, wide_g, *wide_state = [_times(_lift(x), factor) for x in (p, g, *state)]
-            wide_g = wide_g if scale is None else _times(wide_g, scale)
-            updates, new = transformation.update(wide_g, structure.unflatten(wide_state), wide_p)
-            return wide_p + updates, jax.tree.leaves(new)
+    def leaf(p: Any, state: list[Any], g: Any, mask: Any, values: Any, ones: Any, scale: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+        def result(factor: Any) -> tuple[Any, list[Any]]:
+            before = Arrays([_kept_in(mask, p, problem)], [_kept_in(mask, g, problem)], [state], [])
+            new = evaluate_buffers(problem, before, values, [values[-1]], scale, factor, extra.restored(arrays))
+            return new.params[0], list(new.own[0])
 
         # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
         # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
         # nothing can fold together; the arithmetic that this repeats is free beside the memory traffic.
-        new_p, new_state = evaluate(None)
+        new_p, new_state = result(None)
         if passes > 1:
-            new_p, _ = evaluate(ones[0])
-        for nth, position in enumerate(i for i, old in enumerate(state) if old.shape == p.shape):
+            new_p, _ = result(ones[0])
+        for nth, position in enumerate(i for i, field in enumerate(fields) if field.shape is None):
             if 1 <= nth <= passes - 2:
-                new_state[position] = evaluate(ones[nth])[1][position]
-        new_p = _lower(new_p, p.dtype)
-        new_state = [_lower(new, old.dtype) for new, old in zip(new_state, state, strict=True)]
-        if mask is not None:
-            new_p = jnp.where(mask, new_p, p)
-            new_state = [jnp.where(mask, new, old) if old.shape == p.shape else new for new, old in zip(new_state, state, strict=True)]
-        return new_p, new_state
+                new_state[position] = result(ones[nth])[1][position]
+        return (new_p, new_state) if mask is None else _masked(mask, fields, (p, state), (new_p, new_state))
 
     return jax.jit(leaf)
 
 
-def _lift(x: Any) -> Any:
-    """An array in the type that the arithmetic runs in: half types as float32, complex as its (..., 2) real view."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([x.real, x.imag], axis=-1)
-    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32:
-        return x.astype(jnp.float32)
-    return x
+def _unit_update(
+    problem: Problem,
+    params: list[Any],
+    own: list[Any],
+    grads: list[Any],
+    masks: list[Any],
+    shared: list[Any],
+    values: Any,
+    multipliers: list[Any],
+    scale: Any,
+    extra: dict[str, Any],
+) -> Arrays:
+    """The update of leaves that one transformation must see together."""
+    seen = [[_kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (params, grads)]
+    new = evaluate_buffers(problem, Arrays(seen[0], seen[1], own, shared), values, multipliers, scale, None, extra)
+    kept = [
+        after if mask is None else _masked(mask, fields, before, after)
+        for mask, fields, before, after in zip(
+            masks, layout(problem).own, zip(params, own, strict=True), zip(new.params, new.own, strict=True), strict=True
+        )
+    ]
+    return new._replace(params=[p for p, _ in kept], own=[state for _, state in kept])
 
 
-def _lower(x: Any, dtype: Any) -> Any:
-    """Back from `_lift`: one rounding."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jax.lax.complex(x[..., 0], x[..., 1])
-    return x.astype(dtype)
+def _kept_in(mask: Any, x: Any, problem: Problem) -> Any:
+    """The array with 0 where the mask is False, if the transformation may look from one element to another."""
+    return x if mask is None or problem.specs[0].path is None else jnp.where(mask, x, jnp.zeros_like(x))
 
 
-def _times(x: Any, factor: Any) -> Any:
-    if factor is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return x * factor.astype(x.dtype)
+def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+    """The new values where the mask is True, the old where it is False."""
+    state = [
+        jnp.where(mask, after, before) if field.shape is None else after
+        for field, before, after in zip(fields, old[1], new[1], strict=True)
+    ]
+    return jnp.where(mask, new[0], old[0]), state
 
 
 def _clip_scale(grads: Sequence[Any], masks: Sequence[Any], bound: Any) -> Any:
@@ -305,7 +321,7 @@ def _clip_scale(grads: Sequence[Any], masks: Sequence[Any], bound: Any) -> Any:
     """
     squares = []
     for g, mask in zip(grads, masks, strict=True):
-        wide = _lift(g) if mask is None else _lift(jnp.where(mask, g, jnp.zeros_like(g)))
+        wide = real(g) if mask is None else real(jnp.where(mask, g, jnp.zeros_like(g)))
         squares.append(jnp.sum(wide * wide).astype(jnp.float64))
     norm = jnp.sqrt(functools.reduce(jnp.add, squares))
     return jnp.minimum(bound / (norm + 1e-6), 1.0)
@@ -322,43 +338,53 @@ def _split(hyperparams: Any, rows: Sequence[Row]) -> list[Any]:
 def _abstract(plan: Plan) -> tuple[Any, ...]:
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
-    params = [array(leaf.shape, leaf.dtype) for leaf in plan.leaves if leaf.inplace]
-    kept = [array(leaf.shape, leaf.dtype) for leaf in plan.leaves if not leaf.inplace]
-    state = [array(*signature) for leaf in plan.leaves for signature in leaf.state]
-    grads = [array(leaf.shape, leaf.dtype) for leaf in plan.leaves]
-    masks = [array(leaf.shape, np.bool_) for leaf in plan.leaves if leaf.elements]
+    params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
+    kept = [array(*leaf.buffer) for leaf in plan.leaves if not leaf.inplace]
+    state = [array(*s) for signatures in (*(leaf.state for leaf in plan.leaves), *plan.shared) for s in signatures]
+    grads = [array(*leaf.buffer) for leaf in plan.leaves]
+    masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
     width = ONES + 1 + sum(row.width for row in plan.rows)
-    return params, kept, state, grads, masks, jax.ShapeDtypeStruct((width,), np.float64)
+    extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, Same)]
+    return params, kept, state, grads, masks, jax.ShapeDtypeStruct((width,), np.float64), extra
 
 
 _chosen_passes: dict[Any, int] = {}
 
 
-def _passes(row: Row, dtype: str, elements: bool, clip: bool, device: Any) -> int:
+def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: Any) -> int:
     """How many evaluations of the rule move the fewest bytes: one, a second for the parameter, or one for each result.
 
-    Asked of the compiler, on one small leaf, once for each rule and dtype.
+    Asked of the compiler, on one small flat leaf, once for each rule and dtype; a leaf that must keep its shape is
+    evaluated once, because operations across its elements store their results anyway.
     """
-    key = (row, dtype, elements, clip, device.platform)
+    spec = problem.specs[0]
+    if not spec.flat or extra.leaves:
+        return 1
+    small = problem._replace(specs=(spec._replace(shape=(4096,)),))
+    key = (small, elements, clip, device.platform)
     if key not in _chosen_passes:
-        results = min(1 + sum(state_fields(row).values()), ONES)
-        counts = {n: _bytes_accessed(_probe(row, dtype, elements, clip, device, n)) for n in sorted({1, min(2, results), results})}
+        try:
+            results = min(1 + sum(field.shape is None for field in layout(small).own[0]), ONES)
+            counts = {n: _bytes_accessed(_probe(small, elements, clip, device, n)) for n in sorted({1, min(2, results), results})}
+        except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
+            counts = {1: 0.0}
         _chosen_passes[key] = min(counts, key=lambda n: (counts[n], n))
     return _chosen_passes[key]
 
 
-def _probe(row: Row, dtype: str, elements: bool, clip: bool, device: Any, passes: int) -> Any:
-    """The compiled update of one leaf of 4096 elements, donated as in a program."""
+def _probe(problem: Problem, elements: bool, clip: bool, device: Any, passes: int) -> Any:
+    """The compiled update of one small leaf, donated as in a program."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
-    p = array((4096,), dtype)
-    state = [array(*signature) for signature in state_signature(row, p.shape, dtype)]
+    spec = problem.specs[0]
+    p = array(spec.shape, spec.dtype)
+    state = [array(buffer_shape(field, spec), field.dtype) for field in layout(problem).own[0]]
     mask = array(p.shape, np.bool_) if elements else None
-    values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (row.width, ONES))
+    values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (problem.row.width, ONES))
     scale = jax.ShapeDtypeStruct((), np.float64) if clip else None
-    function = jax.jit(_leaf_update(row, passes), donate_argnums=(0, 1))
-    return function.lower(p, state, p, mask, values, ones, scale).compile()
+    function = jax.jit(_leaf_update(problem, passes, NO_EXTRA), donate_argnums=(0, 1))
+    return function.lower(p, state, p, mask, values, ones, scale, []).compile()
 
 
 def _bytes_accessed(compiled: Any) -> float:
-    return float(compiled.cost_analysis()["bytes accessed"])
+    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # absent where nothing is computed

@@ -1,0 +1,276 @@
+"""How little of the tree a transformation must see: decided from its traced program, never from its name.
+
+The update of all leaves together is traced once. If no leaf's update and no shared state depend on another leaf, and
+what is shared are counts, each leaf can be updated by itself, with counts of its own. It is then asked what the leaf
+must be put before: the program for the leaf alone must be, operation by operation, the one that it had among the others.
+A flat buffer will do where every operation is elementwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from .dlpack import x64
+from .evaluate import Arrays, begin, evaluate
+from .problem import Extra, Field, Path, Problem, Row, Same, Spec, layout
+
+# fmt: off
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "imag", "integer_pow",
+    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})
+# fmt: on
+_COUNTS = ("int32", "int64", "uint32", "bool")
+_BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@functools.lru_cache(256)
+def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: Extra) -> tuple[Spec, ...] | None:
+    """For each leaf how it may be put before the transformation by itself; None if all must be evaluated together.
+
+    Args:
+      row: a row of the transformation.
+      skeleton: the paths of all parameters.
+      specs: the leaves, in their own shapes.
+      extra: the further arguments.
+
+    Raises:
+      Whatever the transformation raises for these leaves.
+    """
+    together = _Program(Problem(row.together(0), specs, skeleton), extra)
+    if calls_back(together.jaxpr):
+        return None  # two Python functions cannot be told apart by what they are called
+    if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
+        return None
+    chosen: dict[Any, Spec] = {}
+    found = []
+    for index, spec in enumerate(specs):
+        text = together.text(index)
+        if text is None:
+            return None
+        key = (text, spec.shape, spec.dtype, spec.order)
+        if key not in chosen:
+            view = _smallest_view(row, skeleton, spec, extra, text)
+            if view is None:
+                return None
+            chosen[key] = view
+        found.append(chosen[key])  # equal programs: the first leaf's place in the tree serves for all
+    return tuple(found)
+
+
+def traced_names(
+    row_of: Callable[[frozenset[str]], Row], candidates: frozenset[str], skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: Extra
+) -> frozenset[str]:
+    """The hyperparams among `candidates` that the transformation takes as traced numbers: all, or those that it takes one by one.
+
+    Args:
+      row_of: from the names of the traced hyperparams to the row.
+      candidates, skeleton, specs, extra: as in `views`.
+
+    Raises:
+      Whatever the transformation raises with numbers that are not traced.
+    """
+
+    def takes(names: frozenset[str]) -> bool:
+        try:
+            views(row_of(names), skeleton, specs, extra)
+        except Exception:  # noqa: BLE001 - code that looks at the value of a number may raise anything when it has none
+            return False
+        return True
+
+    if takes(candidates):
+        return candidates
+    views(row_of(frozenset()), skeleton, specs, extra)
+    singly = frozenset(name for name in candidates if takes(frozenset((name,))))
+    return singly if takes(singly) else frozenset()
+
+
+def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, text: str) -> Spec | None:
+    flat = (math.prod(spec.shape),)
+    for view in (Spec(None, flat, spec.dtype), Spec(spec.path, flat, spec.dtype), spec):
+        try:
+            alone = _Program(Problem(row.together(None), (view,), () if view.path is None else skeleton), extra)
+        except Exception:  # noqa: BLE001 - user code that does not take a leaf in this way may raise anything
+            continue
+        if alone.text(0) == text and (view is spec or alone.elementwise):
+            return view
+    return None
+
+
+def calls_back(jaxpr: Any, seen: set[int] | None = None) -> bool:
+    """Whether the program, or a function that it calls, is one of jax's callbacks."""
+    seen = set() if seen is None else seen
+    if id(jaxpr) in seen:
+        return False
+    seen.add(id(jaxpr))
+    inner = [x for eqn in jaxpr.eqns for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
+    bodies = [getattr(x, "jaxpr", x) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns")]
+    return any("callback" in eqn.primitive.name for eqn in jaxpr.eqns) or any(calls_back(body, seen) for body in bodies)
+
+
+class _Program:
+    """The traced beginning and update of some leaves, cut along them."""
+
+    def __init__(self, problem: Problem, extra: Extra) -> None:
+        self.problem = problem
+        plan, specs = layout(problem), problem.specs
+        leaf = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
+        fields = [[(f, spec.shape) for f in own] for own, spec in zip(plan.own, specs, strict=True)] + [[(f, ()) for f in plan.shared]]
+        state = [[jax.ShapeDtypeStruct(like if f.shape is None else f.shape, f.dtype) for f, like in part] for part in fields]
+        arrays = Arrays(leaf, leaf, state[:-1], state[-1])
+        traced = [jax.ShapeDtypeStruct(*x) for x in extra.leaves if not isinstance(x, Same)]
+
+        def run(arrays: Arrays, values: Any, multipliers: Any, traced: list[Any]) -> tuple[Arrays, Arrays]:
+            after = evaluate(problem, arrays, values, multipliers, None, None, extra.restored(traced))
+            return after, begin(problem, problem.scalars(values), arrays.params)
+
+        scalars = jax.ShapeDtypeStruct((problem.row.width,), np.float64), [jax.ShapeDtypeStruct((), np.float64)] * len(specs)
+        with x64():
+            closed = jax.make_jaxpr(run)(arrays, *scalars, traced)
+        names = [f.name for own in plan.own for f in own], [f.name for f in plan.shared]
+        each = range(len(specs))
+        owners = [i for i, own in enumerate(plan.own) for _ in own]
+        self.jaxpr, self._shapes = closed.jaxpr, [spec.shape for spec in specs]
+        # What each input and output is called in the text, and the leaf that it belongs to (None: to all).
+        states = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
+        others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(traced)))]
+        self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
+        outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in states)]
+        self._results = sorted(zip(outputs, self.jaxpr.outvars, strict=True), key=lambda pair: pair[0][0])
+        self._constants = {var: _constant(value) for var, value in zip(self.jaxpr.constvars, closed.consts, strict=True)}
+        self._define()
+
+    def _define(self) -> None:
+        """For each variable the operation that makes it, and the leaves that it depends on."""
+        self._owners: dict[Any, frozenset[int]] = {}
+        self._made: dict[Any, Any] = {}
+        for var, (_, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
+            self._owners[var] = frozenset() if owner is None else frozenset((owner,))
+        for eqn in self.jaxpr.eqns:
+            owners = frozenset().union(*(self._owners.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal)))
+            for var in eqn.outvars:
+                self._owners[var], self._made[var] = owners, eqn
+
+    def text(self, index: int) -> str | None:
+        """All that is computed for a leaf, one operation a line, its shape written as L; None if another leaf takes part."""
+        lines: list[str] = []
+        self._names = dict(self._constants)
+        for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
+            if owner is None or owner == index:
+                self._names[var] = name
+        results = []
+        for (name, owner), var in self._results:
+            if owner is not None and owner != index:
+                continue
+            depends = frozenset() if isinstance(var, Literal) else self._owners.get(var, frozenset())
+            if depends - {owner}:
+                return None
+            results.append(f"{name} = {self._write(var, lines, self._shapes[index])}")
+        return "\n".join([*lines, *results])
+
+    def _write(self, var: Any, lines: list[str], like: tuple[int, ...]) -> str:
+        """The variable's name in the text, after the lines that compute it."""
+        if isinstance(var, Literal):
+            return f"{var.val}:{_kind(var.aval, like)}"
+        stack = [var]
+        while stack:
+            top = stack[-1]
+            if isinstance(top, Literal) or top in self._names:
+                stack.pop()
+                continue
+            eqn = self._made[top]
+            waiting = [v for v in eqn.invars if not isinstance(v, Literal) and v not in self._names]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            operands = ", ".join(self._write(v, lines, like) for v in eqn.invars)
+            line = f"{eqn.primitive.name}[{_params(eqn.params, like)}] {operands} -> {[_kind(v.aval, like) for v in eqn.outvars]}"
+            for position, out in enumerate(eqn.outvars):
+                self._names[out] = f"%{len(lines)}.{position}"
+            lines.append(line)
+        return self._names[var]
+
+    def may_be_each_leafs_own(self, field: Field) -> bool:
+        """Whether a shared field is a count, or a few numbers that never change; one number may be meant to be changed by hand."""
+        if field.shape == () or field.key:
+            return field.dtype in _COUNTS and not field.key
+        before = next(var for var, name in zip(self.jaxpr.invars, self._inputs, strict=True) if name == (field.name, None))
+        after = next(var for name, var in self._results if name == (field.name, None))
+        return after is before and before.aval.size <= 64
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of the only leaf is computed from that element of the leaf and its state, and from scalars."""
+        return _elementwise(self.jaxpr, self._shapes[0])
+
+
+def _elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    if any(v.aval.shape == shape for v in jaxpr.constvars):
+        return False
+    for eqn in jaxpr.eqns:
+        shapes = {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)}
+        bodies = [_body(eqn.params[name]) for name in _BODIES if name in eqn.params]
+        if shapes <= {()}:
+            continue
+        if any(isinstance(v, Literal) and np.shape(v.val) != () for v in eqn.invars):
+            return False  # a constant for each element: it knows where in the leaf the element lies
+        spread = eqn.primitive.name == "broadcast_in_dim" and tuple(eqn.invars[0].aval.shape) == ()
+        taken_apart = eqn.primitive.name in ("slice", "squeeze", "dynamic_slice", "gather") and shapes.isdisjoint({shape})
+        if bodies and all(_elementwise(body, shape) for body in bodies) and eqn.primitive.name not in ("scan", "while", "cond"):
+            continue
+        if not (taken_apart or (shapes <= {(), shape} and (spread or eqn.primitive.name in ELEMENTWISE))):
+            return False
+    return True
+
+
+def _body(value: Any) -> Any:
+    return getattr(value, "jaxpr", value)
+
+
+def _params(params: Mapping[str, Any], like: tuple[int, ...]) -> str:
+    return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
+
+
+def _param(value: Any, like: tuple[int, ...]) -> str:
+    if isinstance(value, tuple) and value == like:
+        return "L"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_param(v, like) for v in value)})"
+    body = _body(value)
+    if hasattr(body, "eqns"):
+        names = {var: f"a{i}" for i, var in enumerate((*body.constvars, *body.invars))}
+        read = lambda v: f"{v.val}:{_kind(v.aval, like)}" if isinstance(v, Literal) else names[v]  # noqa: E731
+        lines = []
+        for n, eqn in enumerate(body.eqns):
+            operands = ", ".join(map(read, eqn.invars))
+            lines.append(f"{eqn.primitive.name}[{_params(eqn.params, like)}] {operands} -> {[_kind(v.aval, like) for v in eqn.outvars]}")
+            names |= {out: f"%{n}.{i}" for i, out in enumerate(eqn.outvars)}
+        constants = list(map(_constant, getattr(value, "consts", ())))
+        return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, body.outvars))}}}"
+    return _ADDRESS.sub("", str(value))
+
+
+def _kind(aval: Any, like: tuple[int, ...]) -> str:
+    shape = getattr(aval, "shape", None)
+    return (
+        f"{getattr(aval, 'dtype', aval)}{'L' if shape == like and shape != () else shape}{'w' if getattr(aval, 'weak_type', False) else ''}"
+    )
+
+
+def _constant(value: Any) -> str:
+    data = jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    return f"const{np.asarray(data).tobytes()!r}"

@@ -1,0 +1,162 @@
+"""One evaluation of a transformation: leaves, gradients and state in, leaves and state out, as shaped arrays or as flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .dlpack import x64
+from .problem import GRADIENTS, Field, Layout, Problem, Row, buffer_shape, flatten, layout, lift, lower, times, unflatten
+
+
+class Arrays(NamedTuple):
+    """What one evaluation reads or writes: of each leaf, the fields of each leaf, the shared fields."""
+
+    params: Sequence[Any]
+    grads: Sequence[Any]
+    own: Sequence[Sequence[Any]]
+    shared: Sequence[Any]
+
+
+def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arrays:
+    """The state of shaped leaves as the transformation begins, in the layout's types; the leaves themselves are left out."""
+    row, plan = problem.row, layout(problem)
+    with problem.types():
+        leaves = [lift(p, row) for p in params]
+        state = jax.tree.leaves(row.transformation(values).init(problem.tree(leaves)))
+        own, shared = _taken_out(problem, plan, state, None)
+    return Arrays([], [], own, shared)
+
+
+def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array]) -> Arrays:
+    """`begin` for buffers, with buffers as result."""
+    plan = layout(problem)
+    with x64(), jax.transfer_guard("allow"), jax.default_device(next(iter(params[0].devices()))):
+        numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
+        state = begin(problem, numbers, [unflatten(p, spec) for p, spec in zip(params, problem.specs, strict=True)])
+        return _copied(_buffered(problem, plan, state))
+
+
+def _copied(state: Arrays) -> Arrays:
+    """The state in buffers that nothing else has, because all are donated: an `init` may hand out the parameters, one array
+    twice, or a constant of its own (Muon's coefficients). Each original is let go before the next is copied."""
+    for fields in (*state.own, state.shared):
+        assert isinstance(fields, list)
+        for position, x in enumerate(fields):
+            fields[position] = jnp.array(x, copy=True)
+    return state
+
+
+# ------------------------------------------------------------------ the update
+
+
+def evaluate(
+    problem: Problem, arrays: Arrays, values: Any, multipliers: Sequence[Any], scale: Any, factor: Any, extra: Mapping[str, Any]
+) -> Arrays:
+    """The transformation's update of shaped leaves; in the result `grads` is empty.
+
+    Args:
+      problem: the transformation and its leaves.
+      arrays: the leaves, their gradients and their state, shaped.
+      values: float64, the traced hyperparams of the row.
+      multipliers: one float64 scalar for each leaf of a `scaled` row; where it is 0 the leaf keeps its bits.
+      scale: what the gradients are multiplied by, or None.
+      factor: a traced 1.0 that keeps this evaluation from being merged with another, or None.
+      extra: further arguments of the transformation.
+    """
+    row, plan = problem.row, layout(problem)
+    with problem.types():
+        params = [times(lift(p, row), factor) for p in arrays.params]
+        grads = [times(times(lift(g, row), factor), scale) for g in arrays.grads]
+        state: list[Any] = [None] * plan.structure.num_leaves
+        for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
+            for field, x in zip(fields, leaf_state, strict=True):
+                wide = x.astype(field.arithmetic) if row.scaled and field.key is None else lift(x, row)
+                state[field.position] = times(wide, factor) if field.key is None else jax.random.wrap_key_data(x, impl=field.key)
+        extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
+        transformation = row.transformation(problem.scalars(values))
+        if extra and isinstance(transformation, optax.GradientTransformation):
+            transformation = optax.with_extra_args_support(transformation)  # one that takes none is beside one that does
+        updates, new = transformation.update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
+        new_state, structure = jax.tree.flatten(new)
+        if structure != plan.structure:
+            raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
+        moves = _moves(problem, updates, params)
+        new_params = [_moved(row, *each) for each in zip(arrays.params, params, moves, multipliers, strict=True)]
+        own, shared = _taken_out(problem, plan, new_state, arrays)
+    return Arrays(new_params, [], own, shared)
+
+
+def evaluate_buffers(
+    problem: Problem, arrays: Arrays, values: Any, multipliers: Sequence[Any], scale: Any, factor: Any, extra: Mapping[str, Any]
+) -> Arrays:
+    """`evaluate` for flat buffers, with buffers as result."""
+    plan, specs = layout(problem), problem.specs
+    shaped = Arrays(
+        [unflatten(p, spec) for p, spec in zip(arrays.params, specs, strict=True)],
+        [unflatten(g, spec) for g, spec in zip(arrays.grads, specs, strict=True)],
+        [
+            [unflatten(b, spec) if f.shape is None else b.reshape(f.shape) for f, b in zip(fields, buffers, strict=True)]
+            for fields, buffers, spec in zip(plan.own, arrays.own, specs, strict=True)
+        ],
+        [b.reshape(f.shape) for f, b in zip(plan.shared, arrays.shared, strict=True)],
+    )
+    new = evaluate(problem, shaped, values, multipliers, scale, factor, extra)
+    params = [flatten(p, spec) for p, spec in zip(new.params, specs, strict=True)]
+    return _buffered(problem, plan, new)._replace(params=params)
+
+
+def _moves(problem: Problem, updates: Any, params: Sequence[Any]) -> list[Any]:
+    """The update of each leaf; an error where the transformation gives none, or one that does not fit."""
+    try:
+        moves = problem.leaves(updates)
+    except (KeyError, TypeError, IndexError):
+        moves = [None]
+    for spec, p, move in zip(problem.specs, params, moves, strict=False):
+        if getattr(move, "shape", None) != p.shape:
+            given = "nothing for it" if move is None else f"shape {getattr(move, 'shape', move)}"
+            raise ValueError(
+                f"the transformation's update does not fit the parameters: at {'.'.join(spec.path or ('the leaf',))} the parameter has "
+                f"shape {p.shape}, the update {given}. `update` must return a tree like the gradients'."
+            )
+    return moves
+
+
+def _moved(row: Row, old: Any, p: Any, update: Any, multiplier: Any) -> Any:
+    """p + multiplier * update in the type of `old`, and `old` itself where the multiplier is 0, whatever the update is."""
+    if not row.scaled:
+        return lower(p + update, old.dtype, row)
+    update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
+    factor = multiplier.astype(jnp.finfo(update.dtype).dtype)
+    # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
+    move = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
+    return jnp.where(factor == 0, old, lower(p + move, old.dtype, row))
+
+
+def _taken_out(problem: Problem, plan: Layout, state: Sequence[Any], like: Arrays | None) -> tuple[list[list[Any]], list[Any]]:
+    """The leaves of a state by owner, in the types that `like` has, else in the layout's."""
+
+    def stored(field: Field, old: Any) -> Any:
+        x = state[field.position]
+        return jax.random.key_data(x) if field.key is not None else lower(jnp.asarray(x), getattr(old, "dtype", field.dtype), problem.row)
+
+    *own, shared = [
+        [stored(f, old) for f, old in zip(fields, before, strict=True)]
+        for fields, before in zip(
+            (*plan.own, plan.shared), (*plan.own, plan.shared) if like is None else (*like.own, like.shared), strict=True
+        )
+    ]
+    return own, shared
+
+
+def _buffered(problem: Problem, plan: Layout, state: Arrays) -> Arrays:
+    own = [
+        [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=True)]
+        for fields, leaf, spec in zip(plan.own, state.own, problem.specs, strict=True)
+    ]
+    return Arrays([], [], own, [x.reshape(buffer_shape(f)) for f, x in zip(plan.shared, state.shared, strict=True)])

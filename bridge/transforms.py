@@ -1,0 +1,359 @@
+"""optax-shaped masks: optax's own names where it has them, and what it lacks on top of `optax.partition`.
+
+`select`, `freeze` and `partition` take the whole selector language. A spec is resolved once, on the host, when `init` sees
+the parameters, and the answer is kept in the state as part of its tree structure: `update` asks no spec again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from optax import (
+    EmptyState,
+    GradientTransformation,
+    GradientTransformationExtraArgs,
+    MaskedNode,
+    MaskedState,
+    PartitionState,
+    identity,
+    set_to_zero,
+    stateless,
+    stateless_with_tree_map,
+    tree_map_params,
+    with_extra_args_support,
+)
+from optax.schedules import StatefulSchedule
+
+from .masks import near, path_name, required_arguments
+from .tree import resolve_labels, resolve_mask
+
+__all__ = [
+    "EmptyState",
+    "GradientTransformation",
+    "GradientTransformationExtraArgs",
+    "MaskedNode",
+    "MaskedState",
+    "PartitionState",
+    "ResolvedState",
+    "SlowState",
+    "StatefulSchedule",
+    "freeze",
+    "identity",
+    "lookahead",
+    "masked",
+    "partition",
+    "select",
+    "set_to_zero",
+    "stateless",
+    "stateless_with_tree_map",
+    "tree_map_params",
+    "with_extra_args_support",
+]
+
+
+_ABSENT = jax.ShapeDtypeStruct((), np.float32)  # stands where there is None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["elements"], meta_fields=["by_path"])
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """The label of each leaf by its key path: static, so jit reads it while tracing and traces again for another.
+
+    `elements` holds a boolean array for each leaf of which only some elements are trained.
+    """
+
+    by_path: tuple[tuple[str, Hashable], ...]
+    elements: dict[str, Any]
+
+
+class ResolvedState(NamedTuple):
+    """optax's own `PartitionState`, and the `Labels` that init decided on."""
+
+    inner_state: Any
+    labels: Any
+
+
+def masked(inner: GradientTransformation, mask: Any, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
+    """`optax.masked`: where the mask is False the RAW GRADIENT passes through, and is added to the parameters.
+
+    This is optax's meaning, unlike everywhere else in this project: it is for one link of a chain, such as weight decay on
+    some leaves. To leave parameters as they are, take `select` or `freeze`.
+
+    Args:
+      inner: the transformation for the leaves with True; only they have state.
+      mask: a pytree of bools over the parameters, a prefix of it, or a function from the parameters to one. Not a selector. A
+        callable pytree (an Equinox module) is a mask if it holds a bool and a function if it holds none; optax
+        takes a module without leaves, or with numbers only, for a mask that does not fit.
+      mask_compatible_extra_args: mask extra args that have the structure of the updates as well.
+
+    Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_masking.py
+    """
+    return optax.masked(inner, _plain(mask, _is_bool), mask_compatible_extra_args=mask_compatible_extra_args)
+
+
+def select(tx: GradientTransformation, mask: Any, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
+    """Optimize by `tx` where the mask is True; elsewhere the update is exactly zero, even for a gradient of NaN.
+
+    A leaf with False has no state, is in no norm that `tx` takes, and its gradient is not read. Extra args reach `tx`. In
+    a boolean array of the leaf's own shape False elements reach `tx` as zero gradients and get a zero update; their state
+    is allocated with the leaf's, and `update` finds the array in the state.
+
+    Args:
+      tx: any optax transformation.
+      mask: any selector (README), True = optimized; resolved when `init` sees the parameters, which may be tracers.
+      mask_compatible_extra_args: hide the frozen leaves of extra args that have the structure of the updates as well.
+
+    Raises:
+      ValueError, TypeError: from `init`, as `bridge.resolve_mask`; from `update`, for a leaf that `init` did not see.
+
+    Differs from `optax.transforms.selective_transform`: the polarity, selectors, extra args, and a spec that is asked only once.
+    """
+
+    def resolve(params: Any) -> Any:
+        return jax.tree.map(_verdict, _mask(mask, params))
+
+    return _resolved({"trained": tx, "frozen": set_to_zero()}, resolve, mask_compatible_extra_args)
+
+
+def freeze(*, frozen: Any) -> GradientTransformationExtraArgs:
+    """Zero update where `frozen` is True, others unchanged: a link of a chain, stateless but for what it has decided.
+
+    As the last link it freezes whatever stands before it; that still keeps state and reads gradients, which `select` avoids.
+
+    Args:
+      frozen: any selector (README), True = frozen, resolved when `init` sees the parameters. None is refused: in a
+        selector it means all, and here it reads like nothing.
+
+    Raises:
+      TypeError: `frozen` is None. Otherwise as `select`.
+
+    Differs from `optax.transforms.freeze(mask)`: the argument says the polarity, selectors, extra args, and a spec that is asked only once.
+    """
+    if frozen is None:
+        raise TypeError("freeze: frozen=None says neither all nor nothing. Use True to freeze every leaf, False to freeze none.")
+
+    def resolve(params: Any) -> Any:
+        return jax.tree.map(lambda value: _verdict(np.logical_not(value)), _mask(frozen, params))
+
+    return _resolved({"trained": identity(), "frozen": set_to_zero()}, resolve)
+
+
+class SlowState(NamedTuple):
+    """optax's own state, and the slow parameters that it leaves to the caller."""
+
+    inner_state: Any
+    slow: Any
+
+
+def lookahead(
+    fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: Any, reset_state: bool = False
+) -> GradientTransformation:
+    """`optax.lookahead` over plain parameters, the fast ones: the slow ones are kept in the state as `slow`.
+
+    optax's own works on `LookaheadParams(fast, slow)`, which no torch parameter is. Arguments and numbers are optax's.
+
+    Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/lookahead.py; Zhang et al., arXiv:1907.08610.
+    """
+    return unpaired(optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state))
+
+
+def unpaired(paired: Any) -> GradientTransformation:
+    """An `optax.lookahead` transformation as one over plain parameters."""
+
+    def init(params: Any) -> SlowState:
+        return SlowState(paired.init(optax.LookaheadParams.init_synced(params)), params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SlowState]:
+        if params is None:
+            raise ValueError("lookahead reads the parameters: call update(grads, state, params) with params, not None.")
+        moves: Any
+        moves, inner = paired.update(updates, state.inner_state, optax.LookaheadParams(params, state.slow))
+        return moves.fast, SlowState(inner, optax.apply_updates(state.slow, moves.slow))
+
+    return GradientTransformation(init, update)
+
+
+def partition(
+    transforms: Mapping[Any, GradientTransformation], param_labels: Any, *, mask_compatible_extra_args: bool = False
+) -> GradientTransformationExtraArgs:
+    """`optax.partition`, with labels from any selector, resolved once when `init` sees the parameters, and checked.
+
+    Args:
+      transforms: label -> transformation; the labels are of one type that sorts, such as strings.
+      param_labels: a pytree of labels over the parameters, a prefix of it (one label serves all), a function from the parameters
+        to one, a callable pytree that holds labels (an Equinox module), or any other selector (README).
+      mask_compatible_extra_args: as in `optax.partition`.
+
+    Raises:
+      TypeError: labels that cannot be keys of a pytree together.
+      ValueError: from `init`: a leaf without a label, a label without a transformation, a transformation without a leaf. The
+        text names label, leaf and the nearest known labels. From `update`: a leaf that `init` did not see.
+
+    Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_combining.py
+    """
+    _check_keys(transforms)
+    return _resolved(transforms, lambda params: _label_tree(param_labels, params, transforms), mask_compatible_extra_args)
+
+
+def _resolved(
+    transforms: Mapping[Any, GradientTransformation], resolve: Callable[[Any], Any], mask_compatible_extra_args: bool = False
+) -> GradientTransformationExtraArgs:
+    """`optax.partition` by what `resolve(params)` says at init: a label for each leaf, or a boolean array of trained elements."""
+
+    def by(labels: Any) -> GradientTransformationExtraArgs:
+        return optax.partition(transforms, lambda _: labels, mask_compatible_extra_args=mask_compatible_extra_args)
+
+    def init(params: Any) -> ResolvedState:
+        if not jax.tree.leaves(params):
+            # Nothing to decide. optax's tree_map_params calls init with such a thing in the parameters' place, and maps over
+            # the real state opposite the result: one leaf, not a tree, keeps the real labels whole.
+            return ResolvedState(by(params).init(params), False)
+        labels = _labels(_with_absent(resolve, params))
+        return ResolvedState(by(_tree(labels, params)).init(params), labels)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ResolvedState]:
+        labels = state.labels if isinstance(state.labels, Labels) else Labels((), {})
+        tx = by(_tree(labels, updates if params is None else params))
+        updates, inner = tx.update(_trained(labels, updates), state.inner_state, params, **extra_args)
+        return _trained(labels, updates), ResolvedState(inner, state.labels)
+
+    return GradientTransformationExtraArgs(init, update)
+
+
+def _with_absent(resolve: Callable[[Any], Any], params: Any) -> Any:
+    """What `resolve` says of the params, None among them counting as leaves if it knows no answer without.
+
+    A torch optimizer shows None for parameters that are frozen or have no gradient; a pattern may be about these only.
+    """
+    try:
+        return resolve(params)
+    except ValueError:
+        whole = jax.tree.map(lambda x: _ABSENT if x is None else x, params, is_leaf=lambda x: x is None)
+        if jax.tree.structure(whole) == jax.tree.structure(params):
+            raise
+        return resolve(whole)
+
+
+def _verdict(value: Any) -> Any:
+    """The label for a mask's value; an array of elements stays what it is."""
+    return value if np.ndim(value) else "trained" if value else "frozen"
+
+
+def _labels(values: Any) -> Labels:
+    by_path, elements = [], {}
+    for path, value in jax.tree_util.tree_leaves_with_path(values):
+        name = jax.tree_util.keystr(path)
+        if isinstance(value, np.ndarray):
+            elements[name] = jnp.asarray(value)
+        by_path.append((name, "trained" if name in elements else value))
+    return Labels(tuple(by_path), elements)
+
+
+def _tree(labels: Labels, like: Any) -> Any:
+    """The labels as a tree of the structure of `like`: the parameters where given, since a gradient may be None."""
+    known = dict(labels.by_path)
+
+    def look_up(path: Any, _: Any) -> Hashable:
+        name = jax.tree_util.keystr(path)
+        if name not in known:
+            raise ValueError(
+                f"update: init did not see the leaf {name}. Call init with the parameters as they are now. {near(name, known)}"
+            )
+        return known[name]
+
+    return jax.tree_util.tree_map_with_path(look_up, like)
+
+
+def _trained(labels: Labels, updates: Any) -> Any:
+    """The updates with zeros at the frozen elements of leaves that are masked by element."""
+    if not labels.elements:
+        return updates
+
+    def zeroed(path: Any, u: Any) -> Any:
+        mask = labels.elements.get(jax.tree_util.keystr(path))
+        return u if mask is None else jnp.where(mask, u, jnp.zeros_like(u))
+
+    return jax.tree_util.tree_map_with_path(zeroed, updates)
+
+
+def _mask(spec: Any, params: Any) -> Any:
+    """`resolve_mask`, with optax's 0-d boolean arrays in a tree as the bools that they are."""
+
+    def plain(leaf: Any) -> Any:
+        return bool(leaf) if _is_bool(leaf) and np.ndim(leaf) == 0 and not isinstance(leaf, Tracer) else leaf
+
+    return resolve_mask(jax.tree.map(plain, _plain(spec, _is_bool)), params)
+
+
+def _plain(spec: Any, is_value: Callable[[Any], bool]) -> Any:
+    """A callable pytree as what it is: a tree if it holds a value, its functions set aside; else a function and no pytree."""
+    if not callable(spec) or jax.tree_util.all_leaves([spec]):
+        return spec
+    if any(is_value(leaf) for leaf in jax.tree.leaves(spec)):
+        return jax.tree.map(lambda leaf: False if callable(leaf) else leaf, spec)
+    return functools.partial(spec)
+
+
+def _is_bool(leaf: Any) -> bool:
+    return isinstance(leaf, bool) or str(getattr(leaf, "dtype", "")).endswith("bool")
+
+
+def _check_keys(transforms: Mapping[Any, Any]) -> None:
+    try:
+        sorted(transforms)
+        fit = jax.tree_util.all_leaves(list(transforms))
+    except TypeError:
+        fit = False
+    if not fit:
+        raise TypeError(
+            f"partition: the labels {list(transforms)} cannot be leaves of a pytree and keys that jax sorts. Use strings, or "
+            "one other type that sorts."
+        )
+
+
+def _label_tree(spec: Any, params: Any, transforms: Mapping[Any, Any]) -> Any:
+    kinds = tuple({type(key) for key in transforms})
+    spec = _plain(spec, lambda leaf: isinstance(leaf, kinds))
+    if callable(spec) and jax.tree_util.all_leaves([spec]) and required_arguments(spec) == 1:
+        spec = spec(params)
+    known = all(isinstance(leaf, kinds) and leaf in transforms for leaf in jax.tree.leaves(spec))
+    tree = _prefix(spec, params) if known else None
+    labels = resolve_labels(spec, params) if tree is None else tree
+    _check_labels(labels, transforms, params)
+    return labels
+
+
+def _prefix(spec: Any, params: Any) -> Any:
+    """A tree of labels as optax reads it, where ('a', 'b') is a prefix and no list of patterns; None where it is no prefix."""
+    try:
+        return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), spec, params)
+    except ValueError:
+        return None
+
+
+def _check_labels(labels: Any, transforms: Mapping[Any, Any], params: Any) -> None:
+    """Each label has a transformation and each transformation a leaf; optax passes over the second in silence."""
+    given = [(path_name(path), label) for path, label in jax.tree_util.tree_leaves_with_path(labels)]
+    unknown = [(name, label) for name, label in given if label not in transforms]
+    if unknown:
+        name, label = unknown[0]
+        raise ValueError(
+            f"partition: no transformation for the label {label!r} of {name!r} ({len(unknown)} of {len(given)} leaves have "
+            f"such a label). {near(str(label), map(str, transforms))}"
+        )
+    used = [label for _, label in given]
+    absent = any(leaf is _ABSENT for leaf in jax.tree.leaves(params))  # those may have other labels than they show
+    idle = [label for label in transforms if label not in used and not absent]
+    if idle:
+        raise ValueError(
+            f"partition: no leaf has the label {idle[0]!r}, so its transformation would do nothing. Take it out, or label a "
+            f"leaf. {near(str(idle[0]), map(str, used))}"
+        )
