@@ -2,6 +2,18 @@
 
 from .masked import MaskedAdam, MaskedAdamW, MaskedSGD
 from .optimizer import OptaxOptimizer
-from .presets import no_decay_on_bias_and_norm
+from .partitioned import MultiOptimizer, PartitionedOptimizer
+from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
 
-__all__ = ["MaskedAdam", "MaskedAdamW", "MaskedSGD", "OptaxOptimizer", "no_decay_on_bias_and_norm"]
+__all__ = [
+    "MaskedAdam",
+    "MaskedAdamW",
+    "MaskedSGD",
+    "MultiOptimizer",
+    "OptaxOptimizer",
+    "PartitionedOptimizer",
+    "layer_decay",
+    "muon_labels",
+    "no_decay",
+    "no_decay_on_bias_and_norm",
+]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bridge.masks import near
+from bridge.problem import Field
 
 from .groups import FLAGS, TRAINABLE_PARAMS, check_group
+from .plan import Leaf, has_state
+
+FROZEN = "frozen"  # what the state of a frozen parameter is, in a state_dict
 
 
 class _Saved:
@@ -20,8 +24,10 @@ class _Saved:
         self.fields = fields
 
 
-def unwrap(state: dict[Any, Any]) -> None:
-    """Undo `prepare` in the loaded state."""
+def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
+    """Undo `prepare` in the loaded state, which is no edit by hand of what the leaves showed before."""
+    for leaf in leaves:
+        leaf.fields = leaf.views = ()
     for key, value in list(state.items()):
         if isinstance(value, _Saved):
             state[key] = value.fields
@@ -34,24 +40,58 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', got {sorted(map(str, state_dict))}."
             )
-    groups = _aligned(optimizer, [dict(group) for group in state_dict["param_groups"]])
+    groups = _aligned(optimizer, _in_order(optimizer.param_groups, [dict(group) for group in state_dict["param_groups"]]))
     saved = dict(state_dict["state"])
     indices = {index for group in groups for index in group["params"]}
     state = {key: value for key, value in saved.items() if key not in indices}
     names = iter(optimizer.names())
+    leaves = {id(leaf.param): leaf for leaf in optimizer.leaves}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         for key in (own.keys() & (FLAGS | {TRAINABLE_PARAMS}) | optimizer.defaults.keys()) - group.keys():
             group[key] = own.get(key, optimizer.defaults.get(key))
-        check_group(type(optimizer).__name__, group, optimizer.hyperparams, allowed=own)
-        fields = optimizer.state_fields(group)
+        if group.get("label") != own.get("label") and optimizer.by_label:
+            raise ValueError(
+                f"load_state_dict: a group of the loaded state dict has the label {group.get('label')!r}, expected {own.get('label')!r}. "
+                "Give the optimizer the labels of the saved one."
+            )
+        missing = [key for key in optimizer.rule_of(own).hyperparams if key not in group]
+        if missing:
+            raise ValueError(f"load_state_dict: a group of the loaded state dict has no {missing[0]!r}, only {sorted(group)}.")
+        check_group(type(optimizer).__name__, group, optimizer.rule_of(own), allowed=own)
         for param, index in zip(own["params"], group["params"], strict=True):
-            state |= _checked_state(index, saved.get(index), fields, param, next(names))
+            fields = optimizer.state_fields(leaves[id(param)], group)
+            strict = optimizer.rule_of(own).scaled
+            state |= _checked_state(index, saved.get(index), fields, param, next(names), strict)
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups in the optimizer's order: with the same names, or else the same labels, where both sides have the same."""
+    for key in (lambda group: sorted(group.get("param_names", ())), lambda group: repr(group.get("label"))):
+        mine, theirs = list(map(key, own)), list(map(key, saved))
+        if sorted(mine) == sorted(theirs) and all(mine):
+            rest = list(zip(theirs, saved, strict=True))
+            return [rest.pop(next(i for i, (name, _) in enumerate(rest) if name == wanted))[1] for wanted in mine]
+    return saved
+
+
+def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
+    """Give each frozen parameter that requires grad a scalar in `state`: torch.distributed.checkpoint loads strictly and wants an entry."""
+    positions = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for index, is_frozen in zip(positions, frozen, strict=True):
+        if is_frozen and index not in state_dict["state"]:
+            state_dict["state"][index] = {FROZEN: torch.zeros(())}
 
 
 def _aligned(optimizer: Any, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The saved groups with `params` in the optimizer's order: by name where both sides have names, else as they are."""
     own = optimizer.param_groups
+    for position, group in enumerate(saved):
+        if len(group.get("param_names", group["params"])) != len(group["params"]):
+            raise ValueError(
+                f"load_state_dict: group {position} of the loaded state dict has {len(group['params'])} parameters, but "
+                f"{len(group['param_names'])} param_names. It is damaged."
+            )
     if len(own) != len(saved):
         raise ValueError(
             f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}."
@@ -97,34 +137,36 @@ def _same_names(own: list[str], saved: Mapping[str, Any]) -> None:
 
 
 def _checked_state(
-    index: Any, saved: Mapping[str, Any] | None, fields: Mapping[str, bool], param: torch.Tensor, name: str
+    index: Any, saved: Mapping[str, Any] | None, fields: Mapping[str, Field] | None, param: torch.Tensor, name: str, strict: bool
 ) -> dict[Any, _Saved]:
-    """The entry of one parameter, copied; nothing where there is none, or only a scalar that stands for none."""
-    given = {key: value for key, value in (saved or {}).items() if value is not None}
-    if not any(fields.get(key, True) for key in given) and any(fields.values()):
+    """The entry of one parameter, copied; nothing where there is none, or only a scalar that stands for none.
+
+    `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
+    """
+    given = {key: value for key, value in (saved or {}).items() if value is not None and key != FROZEN}
+    if fields is None and given:  # frozen: it is looked at when it is thawed
+        return {index: _Saved({key: torch.as_tensor(value).detach().to(param.device, copy=True) for key, value in given.items()})}
+    if fields is None or not given or (given.keys() <= fields.keys() and not has_state(fields.values(), given)):
         return {}
-    if not given:
-        return {}
-    if not fields.keys() <= given.keys():
+    if not fields.keys() <= given.keys() or (strict and given.keys() - fields.keys()):
         raise ValueError(
             f"load_state_dict: state of {name!r} has the fields {sorted(given)}, expected {sorted(fields)}. It was saved by another "
             "optimizer, or with another option such as amsgrad or momentum."
         )
-    for key, shaped in fields.items():
+    for key, field in fields.items():
         shape = tuple(given[key].shape) if torch.is_tensor(given[key]) else ()
-        if shaped and shape != tuple(param.shape):
-            raise ValueError(f"load_state_dict: state {key!r} of {name!r} has shape {shape}, expected {tuple(param.shape)}.")
+        expected = tuple(param.shape if field.shape is None else field.shape)
+        if expected and shape != expected and field.position >= 0:
+            raise ValueError(f"load_state_dict: state {key!r} of {name!r} has shape {shape}, expected {expected}.")
     return {index: _Saved({key: _copied(value, param, fields[key]) if key in fields else value for key, value in given.items()})}
 
 
-def _copied(value: Any, param: torch.Tensor, shaped: bool) -> torch.Tensor:
-    """The value on the parameter's device; a count as float32, a moment in the parameter's type, or in float32 if saved so."""
+def _copied(value: Any, param: torch.Tensor, field: Field) -> torch.Tensor:
+    """The value on the parameter's device; like the parameter in its own type, or in float32 if saved so; else in the field's."""
     tensor = torch.as_tensor(value).detach()
-    if not shaped:
-        dtype = torch.float32
-    else:
-        wider = tensor.dtype == _wide(param.dtype) and torch.promote_types(tensor.dtype, param.dtype) == tensor.dtype
-        dtype = tensor.dtype if wider else param.dtype
+    dtype = getattr(torch, field.dtype)
+    if field.shape is None and tensor.dtype == _wide(dtype) and torch.promote_types(tensor.dtype, dtype) == tensor.dtype:
+        dtype = tensor.dtype
     return tensor.to(device=param.device, dtype=dtype, copy=True)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge.masks import near
+from bridge.masks import near, required_arguments
 from bridge.rules import Rule
 from bridge.step import Row
 
@@ -33,12 +34,6 @@ _NON_NEGATIVE = {
 }
 
 
-def hyperparam_defaults(rule: Rule) -> dict[str, Any]:
-    """The rule's hyperparams and options with their defaults, None for structural ones being 0 in a group."""
-    parameters = inspect.signature(rule.factory).parameters.values()
-    return {p.name: 0 if p.name in rule.structural and p.default is None else p.default for p in parameters}
-
-
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for a constructor argument that nothing reads."""
     known = set(known)
@@ -47,26 +42,27 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"{owner}: unknown argument {name!r}. {near(name, known)} Known: {', '.join(sorted(known))}.")
 
 
-def check_group(owner: str, group: Mapping[str, Any], hyperparams: Mapping[str, Any], allowed: Iterable[str] = ()) -> None:
-    """Raise for a group key that is neither known nor `allowed`, or a value that the update cannot take.
-
-    `hyperparams` are the rule's, with defaults.
-    """
-    known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | set(hyperparams)
+def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
+    """Raise for a group key that is neither known nor `allowed`, or a value that the update cannot take."""
+    hyperparams = rule.hyperparams
+    known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | set(hyperparams)
     for key in group:
         if key not in known and key not in allowed:
             raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}.")
     for key, default in hyperparams.items():
-        _check_type(owner, key, group[key], default)
+        if not rule.scaled or (key in rule.traceable and group[key] is not None):
+            _check_type(owner, key, group[key], default)
     for key, title in _NON_NEGATIVE.items():
-        if key in group:
+        if key in group and not (rule.scaled and group[key] is None):
             _check_type(owner, key, group[key], 0.0)
             if not group[key] >= 0:
                 raise ValueError(f"Invalid {title}: {group[key]}")
     for index, beta in enumerate(group.get("betas", ())):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+    if "wd_scale" in group and "weight_decay" not in hyperparams:
+        raise ValueError(f"{owner}: wd_scale is {group['wd_scale']}, but this transformation has no weight_decay in the groups to scale.")
+    if not rule.scaled and group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
     if group.get("differentiable"):
         raise ValueError(f"{owner}: differentiable=True is not supported: the update runs outside torch's autograd graph.")
@@ -77,31 +73,50 @@ def _check_type(owner: str, key: str, value: Any, default: Any) -> None:
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
-    elif isinstance(default, tuple):
-        if not isinstance(value, tuple | list) or len(value) != len(default) or not all(map(_is_number, value)):
+    elif isinstance(default, tuple | list):
+        if not isinstance(value, tuple | list) or len(value) != len(default) or not all(map(is_number, value)):
             raise ValueError(f"{owner}: {key} is {value!r}; expected {len(default)} numbers.")
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {key} must be 1-element")
-    elif not _is_number(value):
+    elif not is_number(value):
         raise TypeError(f"{owner}: {key!r} is {value!r}; expected a number.")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it may stand for a number: also in a tensor, which torch takes for an lr."""
     return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
 
 
-def group_reader(rule: Rule, hyperparams: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Row], list[str]]:
-    """How to read a group: a function to its static `Row`, and the names of the values that decide which row it is."""
-    options = [name for name, default in hyperparams.items() if isinstance(default, bool)]
-    traceable = [name for name in hyperparams if name not in options]
+def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str, Any]], Row]:
+    """How to read a group: a function to its static `Row`."""
+    if rule.scaled:
+        return lambda group: _scaled_row(rule, frozenset(traceable), group)
+    options = [name for name, default in rule.hyperparams.items() if isinstance(default, bool)]
+    numeric = [name for name in rule.hyperparams if name not in options]
 
     def read(group: Mapping[str, Any]) -> Row:
-        absent = [name for name in traceable if name in rule.structural and float(group[name]) == 0.0]
+        absent = [name for name in numeric if name in rule.structural and float(group[name]) == 0.0]
         statics = {name: bool(group[name]) for name in options} | dict.fromkeys(absent)
-        traced = ((name, len(group[name]) if isinstance(group[name], tuple | list) else 0) for name in traceable if name not in absent)
+        traced = ((name, _length(group[name])) for name in numeric if name not in absent)
         return Row(rule.factory, tuple(statics.items()), tuple(traced))
 
-    return read, options + sorted(rule.structural)
+    return read
+
+
+def _scaled_row(rule: Rule, traceable: frozenset[str], group: Mapping[str, Any]) -> Row:
+    traced = {name: _length(group[name]) for name in rule.hyperparams if name in traceable and group[name] is not None}
+    rest = {name: group[name] for name in rule.hyperparams if name not in traced}
+    statics = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in rest.items())
+    return Row(rule.factory, statics, tuple(traced.items()), scaled=True)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, tuple | list) else 0
+
+
+def asks_each(selector: Any) -> bool:
+    """Whether a selector is a function of (name, param), and so has an answer for parameters added later."""
+    return isinstance(selector, FunctionType | partial | MethodType) and required_arguments(selector) == 2
 
 
 def listed(owner: str, params: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Columns and launches: what is decided of each parameter, and the compiled update of each set of live ones."""
+"""Columns: what is decided of each parameter, where its bytes and its state are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,17 @@ import torch
 
 from bridge import masks, step, storage
 from bridge.dlpack import numpy_dtype
-from bridge.rules import Rule
+from bridge.problem import Field, buffer_shape
+
+from .groups import check_parameter
 
 
 class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
-        "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "memory", "name", "order", "param",
-        "row", "rule", "shape", "state", "strides", "trained", "views", "why",
+        "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "lr_scale", "memory", "name", "order", "param",
+        "row", "rule", "seen", "shape", "spec", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -27,7 +29,9 @@ class Leaf:
         self.elements: np.ndarray | None = None  # a boolean mask of the parameter's own shape
         self.decay = masks.Decision(True, "decay_mask=None")
         self.label: Any = None
+        self.lr_scale = 1.0
         self.row = 0
+        self.spec: Any = None  # how its transformation sees it
         self.memory: storage.Memory | None = None
         self.order: tuple[int, ...] | None = None
         self.address: int | None = None  # where the bytes were last seen; None before placement
@@ -35,6 +39,7 @@ class Leaf:
         self.state: tuple[storage.Memory, ...] | None = None
         self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
         self.views: tuple[torch.Tensor, ...] = ()
+        self.seen: list[int] = []  # their addresses
         self._look()
 
     def decide(self, decision: masks.Decision) -> None:
@@ -62,13 +67,13 @@ class Leaf:
     @property
     def decided(self) -> tuple[Any, ...]:
         """All that was decided of the parameter, for `restored`."""
-        return self.trained, self.rule, self.elements, self.decay, self.label
+        return self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale
 
     @classmethod
     def restored(cls, name: str, param: torch.Tensor, group: int, decided: tuple[Any, ...]) -> Leaf:
         """A leaf with the decisions that were made of another: in a copied optimizer, or of a parameter that it replaces."""
         leaf = cls(name, param, group)
-        leaf.trained, leaf.rule, elements, leaf.decay, leaf.label = decided
+        leaf.trained, leaf.rule, elements, leaf.decay, leaf.label, leaf.lr_scale = decided
         leaf.elements = elements if elements is not None and elements.shape == tuple(param.shape) else None
         return leaf
 
@@ -79,7 +84,7 @@ class Leaf:
             self.param.data = self.memory.tensor(self.device, like=self.param)
             self.address = self.param.data_ptr()
         self.state = tuple(map(storage.renewed, self.state or ()))
-        for memory, view in zip(self.state, self.views, strict=False):  # hidden state comes last and has no view
+        for memory, view in zip(self.state, self.views, strict=False):  # hidden and shared state come last
             view.data = memory.tensor(self.device, like=view)
 
     def salvage(self) -> bool:
@@ -103,26 +108,24 @@ class Leaf:
         return (self.shape.numel(),)
 
 
-class Launch:
-    """The compiled update of one set of live leaves on one device, with all that a call needs at hand."""
+def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:
+    """The leaves of the groups as they are now, whatever was done to them by hand: parameters replaced, moved, removed, groups exchanged.
 
-    __slots__ = ("inplace", "kept", "kept_order", "leaves", "masks", "order", "params", "part", "program", "seen", "state", "views")
-
-    def __init__(self, leaves: Sequence[Leaf], part: slice, program: step.Program) -> None:
-        self.leaves, self.part, self.program = leaves, part, program
-        self.inplace = [leaf for leaf in leaves if leaf.memory is not None]
-        self.params = [leaf.param for leaf in self.inplace]
-        kept = [leaf for leaf in leaves if leaf.memory is None]
-        self.kept, self.kept_order = [leaf.param for leaf in kept], [leaf.order for leaf in kept]
-        self.order = [leaf.order for leaf in leaves]
-        self.state = [memory for leaf in leaves for memory in leaf.state or ()]
-        self.views = [view for leaf in leaves for view in leaf.views]
-        self.seen = [view.data_ptr() for view in self.views]
-        self.masks = [_in_order(leaf.elements, leaf.order) for leaf in leaves if leaf.elements is not None]
-
-
-def _in_order(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
-    return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
+    A parameter that takes the name of one that is gone takes all that was decided of it too.
+    """
+    known = {id(leaf.param): leaf for leaf in leaves}
+    params = [(index, p) for index, group in enumerate(param_groups) for p in group["params"]]
+    present = {id(p) for _, p in params}
+    gone = {leaf.name: leaf for leaf in leaves if id(leaf.param) not in present}
+    result = []
+    for name, (index, p) in zip(names, params, strict=True):
+        leaf = known.get(id(p))
+        if leaf is None:
+            check_parameter(owner, name, p)
+            leaf = Leaf.restored(name, p, index, gone[name].decided) if name in gone else Leaf(name, p, index)
+        leaf.group = index
+        result.append(leaf)
+    return result
 
 
 def sort_key(leaf: Leaf) -> tuple[Any, ...]:
@@ -143,72 +146,78 @@ def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
     )
 
 
-def describe(leaf: Leaf, row: step.Row, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> step.Leaf:
+def has_state(fields: Iterable[Field], saved: Mapping[str, Any]) -> bool:
+    """Whether there is state to go on from; a lone scalar beside moments is not (a checkpoint may hold one for a frozen parameter)."""
+    moments = [field.name for field in fields if field.shape != ()]
+    return any(name in saved for name in moments) if moments else any(field.name in saved for field in fields)
+
+
+def describe(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> step.Leaf:
     """What the compiled update must know of a leaf; its state need not exist yet, so that compiling comes before it.
 
     Raises:
       ValueError: the saved state has another shape than the parameter, or lacks a field.
     """
-    dtype = str(numpy_dtype(leaf.dtype))
     if leaf.state is not None:
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in leaf.state)
     else:
-        state = step.state_signature(row, leaf.buffer_shape, dtype)
-        if _is_saved(row, saved):
-            _check_saved(leaf, row, hidden, saved)
-            fields = step.state_fields(row).items()
-            state = tuple(
-                (leaf.buffer_shape, str(numpy_dtype(saved[f].dtype))) if shaped else s for (f, shaped), s in zip(fields, state, strict=True)
-            )
-    return step.Leaf(leaf.row, leaf.buffer_shape, dtype, state, leaf.memory is not None, leaf.elements is not None)
+        given = has_state(fields, saved)
+        if given:
+            _check_saved(leaf, fields, hidden, saved)
+        wider = lambda field: given and field.shape is None and field.name not in hidden  # noqa: E731
+        state = tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
+    return step.Leaf(leaf.row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
 
 
-def _is_saved(row: step.Row, saved: Mapping[str, Any]) -> bool:
-    """Whether there is state to go on from; a lone scalar is not (a checkpoint may hold one for a frozen parameter)."""
-    return any(shaped and field in saved for field, shaped in step.state_fields(row).items())
-
-
-def _check_saved(leaf: Leaf, row: step.Row, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
+def _check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
-    for field, shaped in step.state_fields(row).items():
-        if field not in hidden and field not in saved:
-            raise ValueError(f"the state of parameter {leaf.name!r} has no {field!r}, only {sorted(saved)}. {remedy}")
-        if shaped and saved[field].shape != leaf.shape:
-            shapes = f"{tuple(saved[field].shape)}, but the parameter has {tuple(leaf.shape)}"
-            raise ValueError(f"state {field!r} of parameter {leaf.name!r} has shape {shapes}. {remedy}")
+    for field in fields:
+        if field.name not in hidden and field.name not in saved:
+            raise ValueError(f"the state of parameter {leaf.name!r} has no {field.name!r}, only {sorted(saved)}. {remedy}")
+        if field.name in hidden:
+            continue
+        shape, expected = tuple(np.shape(saved[field.name])), tuple(leaf.shape if field.shape is None else field.shape)
+        if shape != expected and field.shape != ():
+            owner = "the parameter has" if field.shape is None else "expected is"
+            raise ValueError(f"state {field.name!r} of parameter {leaf.name!r} has shape {shape}, but {owner} {expected}. {remedy}")
 
 
-def allocate_state(
-    leaf: Leaf, rule: Rule, row: step.Row, values: tuple[float, ...], saved: Mapping[str, Any], taken: set[storage.Memory]
-) -> dict[str, torch.Tensor]:
-    """Give a leaf its state memories, begun by the rule or from saved tensors, and the torch view of them.
+def allocate(
+    leaf: Leaf,
+    fields: Sequence[Field],
+    hidden: Mapping[str, float],
+    fresh: Sequence[Any] | None,
+    saved: Mapping[str, Any],
+    taken: set[storage.Memory],
+) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
+    """Memories for fields of state, begun from `fresh` buffers or from saved tensors, and the torch view of each.
 
-    `taken` are the memories that other leaves have: nothing may be donated twice.
+    `taken` are the memories that others have: nothing may be donated twice.
 
     Returns:
-      Field name to tensor over the state's memory, with the parameter's shape and strides where the field has its shape.
+      The memories, and field name to tensor over its memory, with the parameter's shape and strides where the field has its shape.
     """
-    fields = step.state_fields(row)
-    fresh = None if _is_saved(row, saved) else step.init_state(row, values, _param_array(leaf))
     memories, views = [], {}
-    for position, (field, shaped) in enumerate(fields.items()):
+    for position, field in enumerate(fields):
+        like = leaf.param.detach() if field.shape is None else None
         if fresh is not None:
             memory = storage.register(fresh[position])
-        elif field in rule.hidden:
-            memory = storage.own(torch.full((), rule.hidden[field], device=leaf.device))
+        elif field.name in hidden:
+            memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
-            tensor = torch.as_tensor(saved[field], device=leaf.device)
-            tensor = tensor if shaped else tensor.to(torch.float32)
-            memory = storage.memory_of(tensor) if not shaped or tensor.stride() == leaf.strides else None
+            tensor = torch.as_tensor(saved[field.name], device=leaf.device)
+            tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
+            memory = storage.memory_of(tensor) if like is None or tensor.stride() == leaf.strides else None
             if memory is None or memory in taken:
-                memory = storage.own(tensor, like=leaf.param.detach() if shaped else None)
+                memory = storage.own(tensor, like=like)
         taken.add(memory)
         memories.append(memory)
-        if field not in rule.hidden:
-            views[field] = memory.tensor(leaf.device, leaf.param.detach() if shaped else None)
-    leaf.state, leaf.fields, leaf.views = tuple(memories), tuple(views), tuple(views.values())
-    return views
+        if field.name not in hidden:
+            view = memory.tensor(leaf.device, like)
+            views[field.name] = view.view(field.shape) if field.shape else view
+    return tuple(memories), views
 
 
-def _param_array(leaf: Leaf) -> Any:
+def param_array(leaf: Leaf) -> Any:
+    """The parameter's buffer as jax has it, or a copy."""
     return leaf.memory.array if leaf.memory is not None else storage.own(leaf.param, like=leaf.param).array

@@ -1,13 +1,345 @@
-"""Ready selectors."""
+"""Ready selectors: one as a function of name and parameter, the others as plain dicts made from a module.
+
+The dicts are keyed by parameter name in the order of `module.named_parameters()` (a tied parameter under its first
+name), print as they are, and may be edited before they are passed on. They are guesses from the modules' classes, names and
+order of registration, since a module does not say how its forward runs: print them once.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import inspect
+import numbers
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_NORM_CLASS = re.compile(r"norm(act)?(\dd)?(fp\d+|gated)?$", re.IGNORECASE)
+_EMBEDDING_CLASS = re.compile(r"(embed|embeddings?|positional_?encoding)$", re.IGNORECASE)
+_EMBEDDING_WORDS = {"emb", "embed", "embeds", "embedding", "embeddings", "token", "tokens", "wte", "wpe"}
+_POSITION_WORDS = {"pos", "position", "positional"}
+_ATTENTION = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)
+_BIAS_WORDS = {"bias", "biases"}
+_HEAD_WORDS = {"head", "heads", "classifier", "fc", "output", "outputs", "logits", "score", "unembed"}
+
+
+class _Place(NamedTuple):
+    """Where a parameter is registered: the path of the module, its own name there, the module."""
+
+    path: str
+    own: str
+    module: nn.Module
+
+
+class _Named(NamedTuple):
+    """A parameter with every place where it is registered (more than one: tied), the first first."""
+
+    param: nn.Parameter
+    places: list[_Place]
+
+
+class _Tree(NamedTuple):
+    """The submodules that hold parameters under first names, by path, and the paths of each one's children."""
+
+    modules: dict[str, nn.Module]
+    children: dict[str, list[str]]
 
 
 def no_decay_on_bias_and_norm(name: str, param: torch.Tensor) -> bool:
     """For `decay_mask`: decay matrices and kernels, leave biases, norm scales and other vectors and scalars alone.
 
-    The test is the number of dimensions (two or more decay), as in common GPT recipes; names are not looked at.
+    The test is the number of dimensions (two or more decay), as in common GPT recipes; names are not looked at, and so
+    embeddings decay. `no_decay(module)` also looks at the modules.
     """
     return param.ndim >= 2
+
+
+def no_decay(module: nn.Module) -> dict[str, bool]:
+    """For `decay_mask`: parameter name -> True (decays) or False, decided from the modules.
+
+    False for every bias (a name with the word bias, of any shape), every parameter that a norm holds itself (torch's
+    norms and classes named so, such as LlamaRMSNorm), embeddings (nn.Embedding, nn.EmbeddingBag, classes named so, and
+    bare parameters named so: pos_embed, cls_token, ...), whatever a `no_weight_decay()` method of the module or
+    of a submodule lists, and all else with fewer than two dimensions. True for the rest: matrices and kernels. One
+    place that says False decides for a tied parameter: an embedding tied to the head does not decay.
+
+    The kinds are minGPT's [1], without its error for an unknown module; the method and its patterns are timm's [2]. Hugging
+    Face's Trainer and nanoGPT decay embeddings: set those entries to True.
+    [1] https://github.com/karpathy/minGPT/blob/37baab71b9abea1b76ab957409a1cc2fbfba8a26/mingpt/model.py#L215
+    [2] https://github.com/huggingface/pytorch-image-models/blob/aa4b5850c1543fa488abf260f18390eda46cf85d/timm/optim/_param_groups.py#L17
+
+    Raises:
+      TypeError: not an nn.Module.
+      ValueError: no parameters, or lazy ones that no forward pass has shaped yet.
+    """
+    named = _named("no_decay", module)
+    listed = _listed_by_the_modules(module)
+    return {
+        name: param.ndim >= 2 and not any(_is_bias(p) or _is_norm(p) or _is_embedding(p) for p in places) and not _matches(name, listed)
+        for name, (param, places) in named.items()
+    }
+
+
+def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:
+    """For `lr_scale`: parameter name -> decay ** (layers above it); the head has 1.0 and embeddings the least.
+
+    Layer 0 is what is registered before the first block, and every embedding outside blocks; each block is a layer; the top
+    layer is what comes after the last block (final norm, pooler, head), and what is named as a head (see `muon_labels`).
+    As BEiT [1], MAE [2] and timm's `param_groups_layer_decay`, whose per-model `group_matcher` is not read. All parameters
+    are listed, frozen ones too. The blocks are:
+
+    1. The elements of the longest nn.ModuleList or nn.Sequential (the first of equal ones) in which a class with
+       submodules repeats: transformer blocks, stages. One inside another does not count, nor one named as a head. If there
+       is none, of one that holds a single such module; if there is none, of the longest with two elements: each layer
+       of a plain nn.Sequential.
+    2. But if three siblings or more are alike there (ResNet's layer1 to layer4), each sibling is one block, whole. Without
+       a repeating stack two alike siblings are enough.
+    3. With no stack at all, the top-level children in order of registration.
+
+    A model of several towers or of encoder and decoder has one chain of blocks here: call this for each part and merge.
+    [1] https://github.com/microsoft/unilm/blob/768a3c873f598bb9b4d4dfb9267b099e35f8fe56/beit/optim_factory.py#L33
+    [2] https://github.com/facebookresearch/mae/blob/efb2a8062c206524e35e47d04501ed4f544c0ae8/util/lr_decay.py#L15
+
+    Args:
+      module: any nn.Module.
+      decay: factor from a layer to the one below, 0 < decay <= 1.
+
+    Raises:
+      TypeError: not an nn.Module, or a decay that is no number.
+      ValueError: decay out of range; no parameters, or lazy ones that no forward pass has shaped yet.
+    """
+    if not isinstance(decay, numbers.Real) or isinstance(decay, bool):
+        raise TypeError(f"layer_decay: decay is {decay!r}; expected a number with 0 < decay <= 1, such as 0.75.")
+    if not 0 < decay <= 1:
+        raise ValueError(f"layer_decay: decay is {decay!r}; expected 0 < decay <= 1, such as 0.75, or 1 for the same lr everywhere.")
+    layers = _layers(_named("layer_decay", module), module)
+    # Only layers that hold something count, so that the last one has exactly 1.0 in a model without head.
+    rank = {layer: i for i, layer in enumerate(sorted(set(layers.values()), reverse=True))}
+    return {name: float(decay) ** rank[layer] for name, layer in layers.items()}
+
+
+def muon_labels(module: nn.Module) -> dict[str, str]:
+    """For `labels` of `PartitionedOptimizer`: parameter name -> "muon" for matrices of hidden layers, else "adamw".
+
+    "muon" are parameters of exactly two dimensions, neither of size 1, that are not a bias, of a norm, an embedding or a head;
+    the packed in_proj_weight of nn.MultiheadAttention and the weights of recurrent layers are among them. "adamw" is all the
+    rest: also kernels of convolutions and stacked experts (three and more dimensions), and all below a module named as an
+    embedding (patch_embed). What is tied to an embedding or a head counts as one. A head is
+    - what a module or bare parameter outside the blocks holds under a name whose last word is head, classifier, fc, output,
+      logits, score or unembed, where the module is a Linear (or a class named so);
+    - the very last Linear registered in the module, unless it is inside a block or belongs to an attention (out_proj).
+    Blocks are the repeating elements with submodules, or the single one, of any stack not named as a head (rule 1 of
+    `layer_decay`). A first Linear that takes raw inputs looks like a hidden layer, and so do the last ones of several
+    parallel networks but the last: set them to "adamw".
+
+    The division is Muon's own [1], but for kernels, which it flattens and torch.optim.Muon refuses. Each label has its own
+    lr: `PartitionedOptimizer(model.named_parameters(), {"muon": ..., "adamw": ...}, labels=muon_labels(model))`.
+    [1] https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/README.md#usage
+
+    Raises:
+      TypeError: not an nn.Module.
+      ValueError: no parameters, or lazy ones that no forward pass has shaped yet.
+    """
+    named = _named("muon_labels", module)
+    tree = _tree(module, named)
+    blocks = _in_blocks(tree)
+    last = [path for path, part in module.named_modules(remove_duplicate=False) if _is_linear(part)][-1:]
+
+    def hidden(p: _Place) -> bool:
+        if _is_bias(p) or _is_norm(p) or _is_embedding(p):
+            return False
+        if _inside(p.path, blocks):
+            return True
+        head = _is_head(p) or (p.path in last and not _in_attention(module, p.path))
+        return not head and not any(_words(part)[-1] in _EMBEDDING_WORDS for part in p.path.split("."))
+
+    return {
+        name: "muon" if param.ndim == 2 and 1 not in param.shape and all(map(hidden, places)) else "adamw"
+        for name, (param, places) in named.items()
+    }
+
+
+def _named(owner: str, module: nn.Module) -> dict[str, _Named]:
+    """First name -> parameter and places, in the order of `named_parameters()`; errors in the name of `owner`."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{owner}: got {type(module).__name__}; expected an nn.Module. Pass the model itself, not its parameters.")
+    named: dict[str, _Named] = {}
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{owner}: parameter {name!r} is not initialized yet (a lazy module). Run one forward pass before.")
+        named.setdefault(first.setdefault(id(param), name), _Named(param, [])).places.append(_place(module, name))
+    if not named:
+        raise ValueError(f"{owner}: {type(module).__name__} has no parameters; expected a module with at least one. Pass the whole model.")
+    return named
+
+
+def _place(module: nn.Module, name: str) -> _Place:
+    """Where a name is registered; an entry of a ParameterList goes by the name of the list."""
+    path, _, own = re.sub(r"(\.\d+)+$", "", _unparametrized(name)).rpartition(".")
+    return _Place(path, own, module.get_submodule(path))
+
+
+def _unparametrized(name: str) -> str:
+    """'head.parametrizations.weight.original0' -> 'head.weight'."""
+    return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", name)
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().split("_")
+
+
+def _is_bias(place: _Place) -> bool:
+    return not _BIAS_WORDS.isdisjoint(_words(place.own))
+
+
+def _named_so(module: nn.Module, pattern: re.Pattern[str]) -> bool:
+    """Whether the class is named so; a matrix or kernel by any other name (PatchEmbedding(nn.Conv2d)) is still one."""
+    return bool(pattern.search(type(module).__name__)) and not isinstance(module, nn.Linear | _ConvNd)
+
+
+def _is_norm(place: _Place) -> bool:
+    return isinstance(place.module, _NORMS) or _named_so(place.module, _NORM_CLASS)
+
+
+def _embeds(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or _named_so(module, _EMBEDDING_CLASS)
+
+
+def _is_embedding(place: _Place) -> bool:
+    words = _words(place.own)
+    return _embeds(place.module) or words[-1] in _EMBEDDING_WORDS or not _POSITION_WORDS.isdisjoint(words)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__.endswith("Linear")
+
+
+def _is_head(place: _Place) -> bool:
+    """Named as a head; whether it stands outside the blocks is the caller's question."""
+    called = place.path.rpartition(".")[2] if _is_linear(place.module) else place.own
+    return _words(called)[-1] in _HEAD_WORDS
+
+
+def _in_attention(module: nn.Module, path: str) -> bool:
+    parent = path.rpartition(".")[0]
+    return bool(_ATTENTION.search(parent) or _ATTENTION.search(type(module.get_submodule(parent)).__name__))
+
+
+def _listed_by_the_modules(module: nn.Module) -> list[str]:
+    """Patterns of full names, from every `no_weight_decay()` method, which speaks of names below its own module."""
+    patterns = []
+    for path, part in module.named_modules():
+        method = getattr(part, "no_weight_decay", None)
+        if inspect.ismethod(method):
+            patterns += [f"{path}.{name}" if path else name for name in method()]
+    return patterns
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _above(path: str) -> list[str]:
+    """The path and all it lies in, outermost first, without the root."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _inside(path: str, paths: Iterable[str]) -> bool:
+    return not set(_above(path)).isdisjoint(paths)
+
+
+def _tree(module: nn.Module, named: Iterable[str]) -> _Tree:
+    holders = {""} | {path for name in named for path in _above(_unparametrized(name))}
+    modules = {path: part for path, part in module.named_modules() if path in holders}
+    children: dict[str, list[str]] = {path: [] for path in modules}
+    for path in modules:
+        if path:
+            children[path.rpartition(".")[0]].append(path)
+    return _Tree(modules, children)
+
+
+def _kind(tree: _Tree, path: str) -> tuple[type, ...]:
+    """What makes two modules alike: the class, and for containers also what the first element is."""
+    part, elements = tree.modules[path], tree.children[path]
+    return (type(part), *(_kind(tree, elements[0]) if elements and isinstance(part, nn.ModuleList | nn.Sequential) else ()))
+
+
+def _repeating(tree: _Tree, stack: str) -> list[str]:
+    """The elements with submodules that have one alike among the elements."""
+    kinds = {element: _kind(tree, element) for element in tree.children[stack] if tree.children[element]}
+    several = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
+    return [element for element, kind in kinds.items() if kind in several]
+
+
+def _stacks(tree: _Tree) -> dict[str, int]:
+    """Path -> 2 where a kind with submodules repeats, 1 where there is one such element alone, 0 for other lists of layers."""
+    lists = [path for path, part in tree.modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    lists = [path for path in lists if _words(path.rpartition(".")[2])[-1] not in _HEAD_WORDS]
+    repeating = {path for path in lists if _repeating(tree, path)}
+    wrappers = {""}.union(*map(_above, repeating))
+    ranks = {}
+    for path in lists:
+        elements = tree.children[path]
+        if path in repeating:
+            ranks[path] = 2
+        elif len(elements) > 1:
+            ranks[path] = 0
+        elif path not in wrappers and any(tree.children[element] for element in elements):
+            ranks[path] = 1
+    return ranks
+
+
+def _in_blocks(tree: _Tree) -> set[str]:
+    """The blocks of every stack, in the chain of `layer_decay` or not."""
+    return {block for stack, rank in _stacks(tree).items() if rank for block in _repeating(tree, stack) or tree.children[stack]}
+
+
+def _blocks(tree: _Tree) -> list[str]:
+    """The chain of blocks by the three rules of `layer_decay`."""
+    ranks = _stacks(tree)
+    if not ranks:
+        path = ""
+        while len(tree.children[path]) == 1:  # wrappers such as DistributedDataParallel
+            path = tree.children[path][0]
+        return tree.children[path]
+    best = max(ranks.values())
+    stacks = [path for path, rank in ranks.items() if rank == best]
+    outermost = [path for path in stacks if {path}.issuperset({"", *_above(path)}.intersection(stacks))]
+    stack = max(outermost, key=lambda path: len(tree.children[path]))
+    for path in _above(stack):
+        siblings = tree.children[path.rpartition(".")[0]]
+        alike = [sibling for sibling in siblings if _kind(tree, sibling) == _kind(tree, path)]
+        if len(alike) >= (3 if best == 2 else 2):
+            return alike
+    return tree.children[stack]
+
+
+def _layers(named: dict[str, _Named], module: nn.Module) -> dict[str, int]:
+    """Name -> layer, from 0 below the first block to one more than the number of blocks."""
+    tree = _tree(module, named)
+    blocks = [path for path in _blocks(tree) if not _embeds(tree.modules[path])]
+    numbers_of = {path: i + 1 for i, path in enumerate(blocks)}
+    inside = _in_blocks(tree)  # blocks of other stacks too: T5's decoder
+    layers, reached = {}, 0
+    for name, (_, places) in named.items():
+        block = next((numbers_of[path] for path in _above(name) if path in numbers_of), None)
+        if block is not None:
+            layers[name] = reached = block
+            continue
+        outside = not _inside(places[0].path, inside)
+        if outside and _is_embedding(places[0]):
+            layers[name] = 0
+        elif reached == len(blocks) or (outside and _is_head(places[0])):
+            layers[name] = len(blocks) + 1
+        else:  # between two blocks: with the one before
+            layers[name] = reached
+    return layers

@@ -1,0 +1,244 @@
+"""Several transformations in one optimizer: by label, or by the selectors of flax's MultiOptimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import optax
+import torch
+
+from bridge import masks, tree
+from bridge.masks import near
+
+from . import groups
+from .optimizer import OptaxOptimizer
+from .transformation import as_rule
+
+_NOBODY = None  # the label of what no pair of a MultiOptimizer picks
+
+
+class PartitionedOptimizer(OptaxOptimizer):
+    """One optimizer, state_dict and scheduler over parameters that different transformations update.
+
+    Each label has param groups of its own: a group that is given is cut by label, and each part has the label under
+    "label" and that transformation's hyperparams. `max_grad_norm` bounds one norm over all labels.
+
+    Args:
+      params: as in `OptaxOptimizer`.
+      transforms: label -> transformation, or label -> (factory, dict of its hyperparams), or label -> factory. Each
+        transformation sees the nested dict of all parameters, None where another label's are.
+      labels: any selector of the README that gives each parameter a label.
+      mask, decay_mask, lr_scale, max_grad_norm, writeback: as in `OptaxOptimizer`.
+
+    A key of a given group (`lr`, say) goes to the parts that know it. The learning rates of ready transformations are
+    inside them; `lr` in their groups multiplies the update.
+
+    Raises:
+      ValueError: a label without transformation, a transformation that no parameter has, a parameter without label; the
+        text names it. optax.partition is silent about the second.
+    """
+
+    by_label = True
+    _carried = (*OptaxOptimizer._carried, "_defaults_of", "_labels")
+
+    def __init__(
+        self,
+        params: Any,
+        transforms: Mapping[Any, Any],
+        labels: Any,
+        *,
+        mask: Any = None,
+        decay_mask: Any = None,
+        lr_scale: Any = None,
+        max_grad_norm: float | None = None,
+        writeback: str = "inplace",
+    ) -> None:
+        owner = type(self).__name__
+        if not isinstance(transforms, Mapping) or not transforms:
+            raise TypeError(f"{owner}: transforms is {transforms!r}; expected a dict from label to transformation.")
+        rules = {label: as_rule(f"{owner}[{label!r}]", *_pair(given)) for label, given in transforms.items()}
+        self._defaults_of = {label: defaults for label, (_, defaults) in rules.items()}
+        given = _named_groups(owner, groups.listed(owner, params))
+        assigned = self._assigned(labels, given, set(rules))
+        split = [part for group, own in zip(given, assigned, strict=True) for part in self._split(group, own)]
+        selectors = {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale}
+        self._labels = labels if groups.asks_each(labels) else None
+        self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, max_grad_norm, writeback)
+        for leaf in self.leaves:
+            leaf.rule = self._label_rules.get(leaf.name, leaf.rule) if leaf.rule == "mask=None" else leaf.rule
+
+    def _assigned(self, labels: Any, given: Sequence[dict[str, Any]], known: set[Any]) -> list[list[Any]]:
+        """The label of each parameter of each group."""
+        named = all("param_names" in group for group in given)
+        flat = [p for group in given for p in group["params"]]
+        names = [name for group in given for name in group.get("param_names", ())] if named else [f"param{i}" for i in range(len(flat))]
+        leaves = masks.Leaves(names, flat, lambda: tree.nest(zip(names, flat, strict=True)), named)
+        found = self._labelled(labels, leaves)
+        owner = type(self).__name__
+        for name, label in zip(names, found, strict=True):
+            if label not in known:
+                hint = near(str(label), map(str, known))
+                raise ValueError(f"{owner}: parameter {name!r} has the label {label!r}, for which there is no transformation. {hint}")
+        unused = [label for label in known if label not in found and label is not _NOBODY]
+        if unused:
+            raise ValueError(
+                f"{owner}: no parameter has the label {unused[0]!r} of transforms. Labels given: {sorted(map(repr, set(found)))}."
+            )
+        rest = iter(found)
+        return [[next(rest) for _ in group["params"]] for group in given]
+
+    def _labelled(self, labels: Any, leaves: masks.Leaves) -> list[Any]:
+        decided = masks.column(labels, leaves, "labels")
+        self._label_rules = {name: decision.rule for name, decision in zip(leaves.names, decided, strict=True)}
+        return [decision.value for decision in decided]
+
+    def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
+        """The group's part for each label, in the order of their first parameters."""
+        parts = []
+        for label in dict.fromkeys(labels):
+            own = self._defaults_of[label]
+            here = [i for i, other in enumerate(labels) if other == label]
+            part = {key: value for key, value in group.items() if key in own or key in groups.FLAGS}
+            names = group.get("param_names")
+            part["params"] = [(names[i], group["params"][i]) if names else group["params"][i] for i in here]
+            parts.append(own | part | {"label": label} | ({"trainable": False} if label is _NOBODY else {}))
+        known = {key for part in parts for key in part} | {"param_names"}
+        for key in group.keys() - known:
+            raise ValueError(
+                f"{type(self).__name__}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}."
+            )
+        return parts
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: with its label under "label", or labelled by the selector if that is a function of (name, param).
+
+        Raises:
+          ValueError, TypeError: no label, or one without transformation; the optimizer is then as before.
+        """
+        if not self._constructed:
+            super().add_param_group(param_group)
+            return
+        owner = type(self).__name__
+        (group,) = _named_groups(owner, [param_group])
+        label = group.get("label")
+        if label is None and self._labels is None:
+            raise ValueError(f"{owner}: the new param group has no 'label'; expected one of {sorted(map(repr, self._rules))}.")
+        if label is not None:
+            if label not in self._rules:
+                raise ValueError(f"{owner}: label {label!r} has no transformation. {near(str(label), map(str, self._rules))}")
+            labels = [label] * len(group["params"])
+        else:
+            names = groups.names(group, len(self.leaves))
+            labels = [cast(Any, self._labels)(name, p) for name, p in zip(names, group["params"], strict=True)]
+        for part in self._split(group, labels):
+            super().add_param_group(part)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state | {"_labels": self._labels if getattr(self._labels, "__qualname__", "<").isidentifier() else None}
+
+
+class MultiOptimizer(PartitionedOptimizer):
+    """flax.optim's MultiOptimizer for torch: `MultiOptimizer(params, (selector, definition), ...)`.
+
+    Each pair's selector picks the parameters that its definition (a `bridge.OptimizerDef`, an optax transformation, or
+    (factory, hyperparams)) updates. The label of the n-th pair is n. Parameters that no selector picks are frozen and
+    have no state. `step(hyper_params=[...])` has other numbers for that step only: for each pair None, a dict, or an
+    object with attributes (a definition's `hyper_params`).
+
+    Raises:
+      ValueError: two selectors pick one parameter, or one picks none; the text names it.
+    """
+
+    def __init__(self, params: Any, *pairs: tuple[Any, Any], max_grad_norm: float | None = None, writeback: str = "inplace") -> None:
+        owner = type(self).__name__
+        if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise TypeError(f"{owner}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
+        transforms = {number: definition for number, (_, definition) in enumerate(pairs)} | {_NOBODY: optax.set_to_zero}
+        selectors = [selector for selector, _ in pairs]
+        super().__init__(params, transforms, selectors, mask=None, max_grad_norm=max_grad_norm, writeback=writeback)
+
+    def _labelled(self, labels: Any, leaves: masks.Leaves) -> list[Any]:
+        picked = [masks.column(selector, leaves, "decay_mask", f"pair {n}") for n, selector in enumerate(labels)]
+        owners = [[n for n, column in enumerate(picked) if column[i].value] for i in range(len(leaves.names))]
+        for name, own in zip(leaves.names, owners, strict=True):
+            if len(own) > 1:
+                rules = " and ".join(f"{labels[n]!r} (pair {n})" for n in own)
+                raise ValueError(
+                    f"{type(self).__name__}: parameter {name!r} has more than one owner: {rules}. Make the selectors disjoint."
+                )
+        rules = [picked[own[0]][i].rule if own else "no pair's selector" for i, own in enumerate(owners)]
+        self._label_rules = dict(zip(leaves.names, rules, strict=True))
+        return [own[0] if own else _NOBODY for own in owners]
+
+    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
+        """As in `OptaxOptimizer`; what no pair picks has no transformation and cannot be trained."""
+        super().set_trainable(selector, trainable, keep_state=keep_state)
+        idle = [leaf.name for leaf in self.leaves if leaf.label is _NOBODY and trainable and leaf.rule.startswith("set_trainable")]
+        if idle:
+            super().set_trainable([(idle, True)], False)
+            raise ValueError(f"{type(self).__name__}: no pair's selector picks {idle[0]!r}, so it cannot be trained. Add a pair for it.")
+
+    def _step_with(self, hyper_params: Sequence[Any], closure: Any, extra_args: dict[str, Any]) -> Any:
+        """`step(closure, hyper_params=[...])`: numbers for this step only, for each pair None, a dict, or a definition's `hyper_params`."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        step = type(self).step
+        try:
+            self._override(hyper_params, before)
+            return getattr(step, "__wrapped__", step)(self, closure, **extra_args)  # torch has run the hooks already
+        finally:
+            for group, key, value in reversed(before):
+                group[key] = value
+
+    def _override(self, hyper_params: Sequence[Any] | None, before: list[tuple[dict[str, Any], str, Any]]) -> None:
+        owner = type(self).__name__
+        if hyper_params is None:
+            return
+        if not isinstance(hyper_params, list | tuple):
+            raise TypeError(f"{owner}: hyper_params is {hyper_params!r}; expected a list with one entry or None for each pair.")
+        if len(hyper_params) != len(self._rules) - 1:
+            pairs = len(self._rules) - 1
+            raise ValueError(f"{owner}: {len(hyper_params)} hyper_params are given, expected one or None for each of {pairs} pairs.")
+        for group in self.param_groups:
+            given = None if group["label"] is _NOBODY else hyper_params[group["label"]]
+            if given is None:
+                continue
+            if not (isinstance(given, Mapping) or hasattr(given, "_fields") or hasattr(given, "__dict__")):
+                raise TypeError(
+                    f"{owner}: hyper_params of pair {group['label']} is {given!r}; expected None, a dict, or an object with attributes."
+                )
+            values = given if isinstance(given, Mapping) else {name: getattr(given, name) for name in _fields(given)}
+            for name, value in values.items():
+                key = "lr" if name == "learning_rate" else name
+                known = self._defaults_of[group["label"]]
+                if key not in group or key not in known:
+                    raise ValueError(f"{owner}: unknown hyper_param {name!r} of pair {group['label']}. {near(name, known)}")
+                before.append((group, key, group[key]))
+                group[key] = value
+            groups.check_group(owner, group, self.rule_of(group), allowed=group)
+
+
+def _pair(given: Any) -> tuple[Any, Mapping[str, Any]]:
+    """(transformation, hyperparams) of one entry of transforms."""
+    if type(given) is tuple and len(given) == 2 and isinstance(given[1], Mapping):
+        return given
+    return given, {}
+
+
+def _fields(given: Any) -> Sequence[str]:
+    return getattr(given, "_fields", None) or list(getattr(given, "__dataclass_fields__", None) or vars(given))
+
+
+def _named_groups(owner: str, params: Any) -> list[dict[str, Any]]:
+    """The groups that torch would make, names apart from parameters."""
+    listed = list(params)
+    given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    result = []
+    for group in given:
+        group = groups.without_duplicates(owner, dict(group))
+        entries = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        if entries and all(isinstance(entry, tuple) for entry in entries):
+            group["param_names"], entries = [name for name, _ in entries], [p for _, p in entries]
+        result.append(group | {"params": entries})
+    return result

@@ -1,0 +1,182 @@
+"""Rows of hyperparams: which numbers each leaf's update reads, and how its transformation sees it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import is_
+from typing import Any
+
+import numpy as np
+
+from bridge import analysis, step
+from bridge.dlpack import dense_order, numpy_dtype
+from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
+from bridge.rules import Rule
+
+from .groups import group_reader
+from .plan import Leaf
+
+_is_none = partial(is_, None)
+
+
+class Rows:
+    """The rows of the leaves that may be trained: one for each group, decay or none, and lr_scale. Each gets its `row` and `spec`.
+
+    Args:
+      owner: class name for errors.
+      leaves: all, in the order of the groups.
+      active: whether a leaf may be trained now; no transformation sees the others.
+      groups: the param groups.
+      rule_of: the rule of a group.
+      extra: the further arguments of the last step.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        leaves: Sequence[Leaf],
+        active: Callable[[Leaf], bool],
+        groups: Sequence[Mapping[str, Any]],
+        rule_of: Callable[[Any], Rule],
+        extra: Extra,
+    ) -> None:
+        self._owner, self._extra = owner, extra
+        self.skeleton = _paths([leaf.name for leaf in leaves])
+        self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
+        rules = [rule_of(group) for group in groups]
+        trained = [(leaf, path) for leaf, path in zip(leaves, self.skeleton, strict=True) if active(leaf) and leaf.param.requires_grad]
+        keys = {key: i for i, key in enumerate(dict.fromkeys(_key(leaf) for leaf, _ in trained))}
+        together: dict[Any, list[tuple[Leaf, Path]]] = {}
+        for leaf in leaves:
+            leaf.spec = None
+        for leaf, path in trained:
+            leaf.row = keys[_key(leaf)]
+            rule = rules[leaf.group]
+            together.setdefault((id(rule), None if rule.ready else leaf.group), []).append((leaf, path))
+        row_of: dict[int, Row] = {}
+        for number, own in enumerate(together.values()):
+            group = own[0][0].group
+            row = self._seen(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
+            row_of |= dict.fromkeys((leaf.group for leaf, _ in own), row)
+        # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
+        self.rows = [(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
+        self.static = tuple(row for _, _, _, row, _ in self.rows)
+        # Values that decide which program runs: (group, name, what of the value does; None: all of it).
+        self.watched = [
+            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if rules[g].scaled else bool)
+            for g, row in row_of.items()
+            for name in rules[g].hyperparams
+            if rules[g].scaled or name in rules[g].structural or name not in dict(row.traced)
+        ]
+
+    def _seen(self, number: int, leaves: list[Leaf], paths: list[Path], rule: Rule, group: Mapping[str, Any]) -> Row:
+        """The row of one transformation; its leaves get the `spec` by which it sees them."""
+        if not rule.scaled:
+            for leaf in leaves:
+                leaf.spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
+            return group_reader(rule, rule.traceable)(group)
+        specs = tuple(
+            Spec(path, tuple(leaf.shape), str(numpy_dtype(leaf.dtype)), _order(leaf)) for leaf, path in zip(leaves, paths, strict=True)
+        )
+        read = lambda names: group_reader(rule, names)(group)  # noqa: E731
+        pruned = _prunes(read(()), specs[0], self.skeleton)
+        read = lambda names: replace(group_reader(rule, names)(group), pruned=pruned)  # noqa: E731
+        layout(Problem(read(()).together(number), specs, self.skeleton))  # raises what `init` raises
+        try:
+            row = read(analysis.traced_names(read, rule.traceable, self.skeleton, specs, self._extra))
+            views = analysis.views(row, self.skeleton, specs, self._extra)
+        except Exception:
+            if self._extra.leaves or not rule.takes_extra:
+                raise
+            row, views = read(rule.traceable), None  # it may need arguments that only `step` has; else the first step says why
+        decays = {bool(leaf.decay.value) for leaf in leaves}
+        if views is None:
+            row = row.together(number)
+            self.units[number] = Problem(row, specs, self.skeleton), {id(leaf): i for i, leaf in enumerate(leaves)}
+        if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
+            raise ValueError(
+                f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "
+                "traced number; this one does not. Give its own mask argument, or use PartitionedOptimizer with a label for the rest."
+            )
+        if group.get("wd_scale", 1.0) != 1.0 and "weight_decay" not in dict(row.traced):
+            raise ValueError(f"{self._owner}: wd_scale needs a weight_decay that the transformation takes as a traced number.")
+        for leaf, spec in zip(leaves, specs if views is None else views, strict=True):
+            leaf.spec = spec
+        return row
+
+    def cut(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:
+        """The numbers of one step, by row."""
+        flat = iter(hyperparams[step.ONES + 1 :].tolist())
+        return [tuple(itertools.islice(flat, row.width)) for row in self.static]
+
+    def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
+        """The state of a leaf: its own, and what all leaves of its transformation share."""
+        unit = self.static[leaf.row].unit
+        if unit is None:
+            return layout(self.problem(leaf)).own[0], ()
+        problem, positions = self.units[unit]
+        plan = layout(problem)
+        return plan.own[positions[id(leaf)]], plan.shared
+
+    def state_fields(self, leaf: Leaf, group: Mapping[str, Any], rule: Rule) -> dict[str, Field] | None:
+        """What the state_dict of a parameter in such a group has, by name; None for a frozen one of a transformation not of ours.
+
+        What all share may be of another size for all than for some (optax.flatten): its `position` is -1, its shape says nothing.
+        """
+        if rule.scaled and leaf.spec is None:
+            return None
+        if not rule.scaled:
+            spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
+            own, shared = layout(Problem(group_reader(rule, ())(group), (spec,))).own[0], ()
+        else:
+            row = self.static[leaf.row]
+            read = replace(group_reader(rule, dict(row.traced))(group), unit=row.unit, pruned=row.pruned)
+            own, shared = self.fields(leaf) if row.unit is not None else (layout(self.problem(leaf)._replace(row=read)).own[0], ())
+        fields = [*own, *(field._replace(position=-1) for field in shared)]
+        return {field.name: field for field in fields if field.name not in rule.hidden}
+
+    def problem(self, leaf: Leaf) -> Problem:
+        """A leaf that is updated by itself."""
+        return Problem(self.static[leaf.row], (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
+
+
+def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
+    """Whether the transformation can begin with a part of the parameters only if the others are not even None."""
+
+    def begins(row: Row) -> bool:
+        try:
+            layout(Problem(row.together(0), (spec,), skeleton))
+        except Exception:  # noqa: BLE001 - whatever it is, it is raised again for all parameters together
+            return False
+        return True
+
+    return not begins(row) and begins(replace(row, pruned=True))
+
+
+def _key(leaf: Leaf) -> tuple[int, bool, float]:
+    return leaf.group, bool(leaf.decay.value), leaf.lr_scale
+
+
+def _order(leaf: Leaf) -> tuple[int, ...] | None:
+    order = dense_order(leaf.param)
+    return None if order is None or order == tuple(range(len(order))) else order
+
+
+def _paths(names: Sequence[str]) -> tuple[Path, ...]:
+    """The names as paths in a nested dict; as keys of a flat one if a name is also the prefix of another, or is there twice.
+
+    Two models may have parameters of one name in one optimizer: the second is then called 'weight#2'.
+    """
+    paths = tuple(tuple(name.split(".")) for name in names)
+    whole = set(paths)
+    nested = all(path[:n] not in whole for path in paths for n in range(1, len(path))) and len(whole) == len(paths)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return paths if nested else tuple((name,) for name in unique)

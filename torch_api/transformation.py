@@ -1,0 +1,183 @@
+"""Whatever a user calls a transformation, as a `Rule`: ready, a factory with hyperparams, or an `OptimizerDef`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+from bridge.masks import near
+from bridge.optim import OptimizerDef
+from bridge.problem import Same
+from bridge.rules import Rule
+from bridge.transforms import unpaired
+
+from .groups import is_number
+
+_FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even where an integer is given
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """A hashable factory: the same transformation or function, with the same fixed arguments, makes equal rows and shares programs."""
+
+    tx: Same
+    fixed: tuple[tuple[str, Same], ...] = ()
+    renames: bool = False  # lr is its learning_rate
+    paired: bool = False  # an optax.lookahead, which wants pairs of fast and slow parameters
+
+    def __call__(self, **hyperparams: Any) -> Any:
+        transformation = self._made(hyperparams)
+        return unpaired(transformation) if self.paired else transformation
+
+    def _made(self, hyperparams: dict[str, Any]) -> Any:
+        tx = self.tx.value
+        if not hyperparams and not self.fixed and _is_ready(tx):
+            return tx
+        if self.renames and "lr" in hyperparams:
+            hyperparams["learning_rate"] = hyperparams.pop("lr")
+        if isinstance(tx, OptimizerDef):
+            return tx.with_hyper_params(**hyperparams)
+        return tx(**{name: same.value for name, same in self.fixed}, **hyperparams)
+
+
+def as_rule(owner: str, tx: Any, hyperparams: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    """The rule of a transformation, and what its param groups begin with.
+
+    Args:
+      owner: class name for errors.
+      tx: a `bridge.rules.Rule`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a
+        function that makes one from keyword arguments.
+      hyperparams: keyword arguments for a factory; `lr` stands for `learning_rate`. Numbers, bools and tuples of numbers
+        go into the groups; all else (schedules, masks, dtypes, keys) stays fixed.
+
+    Raises:
+      TypeError: tx is none of these, or an argument is unknown or missing.
+    """
+    if isinstance(tx, Rule):
+        return tx, {**tx.hyperparams, **hyperparams}
+    if isinstance(tx, OptimizerDef):
+        return _of_definition(owner, tx, hyperparams)
+    if _is_ready(tx):
+        _check_names(owner, hyperparams, {"lr"}, "a ready transformation has its hyperparams inside; `lr` multiplies its update")
+        return _rule(_Factory(Same(tx)), {}, frozenset(), ready=True), {"lr": 1.0, **hyperparams}
+    if callable(tx):
+        return _of_function(owner, tx, hyperparams)
+    raise TypeError(
+        f"{owner}: tx is {tx!r}; expected an optax transformation, a function that makes one (optax.adamw), an OptimizerDef or a Rule."
+    )
+
+
+def _wants_pairs(transformation: Any) -> bool:
+    """Whether it is an `optax.lookahead`: its update reads `params.fast`."""
+
+    def update(params: Any) -> Any:
+        return transformation.update(params, transformation.init(optax.LookaheadParams.init_synced(params)), params)
+
+    try:
+        jax.eval_shape(update, {"x": jax.ShapeDtypeStruct((2, 2), np.float32)})
+    except AttributeError as error:
+        return "'fast'" in str(error)
+    except Exception:  # noqa: BLE001 - a mask for other parameters, say; the real ones will tell
+        return False
+    return False
+
+
+def _is_ready(tx: Any) -> bool:
+    return not isinstance(tx, type) and callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+
+
+def _of_definition(owner: str, tx: OptimizerDef, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    values = {_group_name(name): value for name, value in tx.hyper_param_values().items()}
+    given = {_group_name(name): _as_number(value) for name, value in given.items()}
+    _check_names(owner, given, values.keys() | {"lr"}, f"the hyper_params of {type(tx).__name__}")
+    plain = {name: value for name, value in (values | given).items() if _is_plain(value)}
+    traceable = frozenset(name for name, value in plain.items() if _is_float(value) or (name in _FLOATS and is_number(value)))
+    own = {name: plain[name] for name in plain if name in values}
+    return _rule(_Factory(Same(tx), renames="learning_rate" in tx.hyper_param_values()), own, traceable), {"lr": 1.0} | plain
+
+
+def _of_function(owner: str, function: Any, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    parameters = inspect.signature(function).parameters
+    title = getattr(function, "__name__", type(function).__name__)
+    given = {name: _as_number(value) for name, value in given.items()}
+    if "learning_rate" in parameters and "lr" in given:
+        if "learning_rate" in given:
+            raise TypeError(f"{owner}: both lr and learning_rate are given; expected one of them.")
+        given["learning_rate"] = given.pop("lr")
+    multiplier = {"lr": given.pop("lr")} if "lr" in given and "lr" not in parameters else {}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _check_names(owner, given, parameters.keys() | {"lr"}, f"the arguments of {title}")
+    named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in given]
+    if missing:
+        raise TypeError(f"{owner}: {title} needs {', '.join(map(repr, missing))}; give {'it' if len(missing) == 1 else 'them'} by keyword.")
+    values = {name: p.default for name, p in named.items()} | given
+    plain = {n: v for n, v in values.items() if _is_plain(v) and (v is not None or n in given or _takes_number(named.get(n)))}
+    fixed = tuple((name, Same(value)) for name, value in given.items() if name not in plain)
+    meant_float = lambda name: name in _FLOATS or _defaults_to_float(named.get(name))  # noqa: E731
+    traceable = frozenset(_group_name(n) for n, v in plain.items() if _is_float(v) or (is_number(v) and meant_float(n)))
+    own = {_group_name(name): value for name, value in plain.items()}
+    return _rule(_Factory(Same(function), fixed, renames="learning_rate" in values), own, traceable), {"lr": 1.0} | own | multiplier
+
+
+def _rule(factory: _Factory, values: dict[str, Any], traceable: frozenset[str], ready: bool = False) -> Rule:
+    plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    transformation = factory(**plain)
+    if _is_ready(transformation) and _wants_pairs(transformation):
+        factory = replace(factory, paired=True)
+        transformation = factory(**plain)
+    if isinstance(transformation, optax.GradientTransformation):
+        takes_extra = isinstance(transformation, optax.GradientTransformationExtraArgs)
+    elif _is_ready(transformation):
+        takes_extra = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(transformation.update).parameters.values())
+    else:
+        raise TypeError(f"tx gave {transformation!r}; expected an optax transformation, with init and update.")
+    return Rule(factory, given=values, traceable=traceable, scaled=True, ready=ready, takes_extra=takes_extra)
+
+
+def _group_name(name: str) -> str:
+    return "lr" if name == "learning_rate" else name
+
+
+def _check_names(owner: str, given: Mapping[str, Any], known: Any, what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner}: unknown argument {name!r} ({what}). {near(name, known)} Known: {', '.join(sorted(known))}.")
+
+
+def _as_number(value: Any) -> Any:
+    """A number in an array of jax or numpy as a Python float."""
+    floating = isinstance(value, jax.Array | np.ndarray | np.generic) and value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating)
+    return float(value) if floating else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a param group may hold the value: what a checkpoint can carry without code."""
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(is_number, value))
+    return value is None or isinstance(value, bool | str) or is_number(value)
+
+
+def _is_float(value: Any) -> bool:
+    return (
+        isinstance(value, float)
+        or (isinstance(value, torch.Tensor) and value.is_floating_point())
+        or (isinstance(value, tuple | list) and all(isinstance(v, float) for v in value) and bool(value))
+    )
+
+
+def _takes_number(parameter: inspect.Parameter | None) -> bool:
+    """Whether None stands for a number that is not used."""
+    return parameter is not None and "float" in str(parameter.annotation) and "Callable" not in str(parameter.annotation)
+
+
+def _defaults_to_float(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and isinstance(parameter.default, float)
