@@ -4,25 +4,29 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 
-.PHONY: demo test check bench test-oldest test-wheel clean
+.PHONY: demo test check bench docs test-oldest test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
 
 test: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-local.json
 
+# The table of all transformations, from running them.
+docs: $(VENV)/.installed
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py
+
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
 
 # The built wheel, from an empty directory.
 test-wheel: $(VENV)/.installed

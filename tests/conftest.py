@@ -4,6 +4,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "" if os.environ.get("MASKBRIDGE_TEST_GPU") else "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 
+import jax
 import pytest
 import torch
 
@@ -11,3 +12,10 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def standard_promotion():
+    """As optax's users run: optax itself is not clean under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

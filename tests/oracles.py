@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
+
+from bridge.problem import _literals_keep_their_type
 
 
 class NumpyAdam:
@@ -81,3 +86,26 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
         ours.step()
         theirs.step()
         after()
+
+
+# How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
+# program works out powers of a decay rate in float64 there, which pure JAX does in float32.
+CLOSE = 1e-6 if _literals_keep_their_type() else 3e-5
+
+
+def project_frames(call):
+    """(file, function) of each call into this project's packages that `call()` makes."""
+    root = Path(__file__).parent.parent
+    packages = str(root / "bridge"), str(root / "torch_api")
+    frames = []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(packages):
+            frames.append((Path(frame.f_code.co_filename).name, frame.f_code.co_qualname))
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return frames

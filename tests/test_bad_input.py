@@ -72,7 +72,11 @@ CONSTRUCTION = {
     "differentiable": (build(differentiable=True), ValueError, "differentiable=True is not supported"),
     "a norm of zero": (build(max_grad_norm=0), ValueError, "max_grad_norm is 0; expected a positive number"),
     "an unknown write-back": (build(writeback="fast"), ValueError, "writeback is 'fast'; expected 'inplace' or 'copy'"),
-    "no rule": (lambda: torch_api.OptaxOptimizer([P], "adam"), TypeError, "tx is 'adam'; expected a rule"),
+    "no rule": (
+        lambda: torch_api.OptaxOptimizer([P], "adam"),
+        TypeError,
+        "tx is 'adam'; expected an optax transformation",
+    ),
     "decay_mask without decay": (
         lambda: torch_api.OptaxOptimizer([P], rules.Rule(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
         ValueError,

@@ -10,13 +10,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def run(name, folder, *arguments):
+    """What the example prints, from an empty folder and with warnings as errors; its own assertions hold."""
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
+    # jax's default, as a user has it: optax's own functions are not made for strict promotion.
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_finetune_digits(tmp_path):
     picture = tmp_path / "digits.png"
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "finetune_digits.py"), "--output", str(picture)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = run("finetune_digits", tmp_path, "--output", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000
     for line in (
@@ -25,4 +32,32 @@ def test_finetune_digits(tmp_path):
         "In place: 14 of 14",
         "Resumed from the checkpoint: 20 of 20",
     ):
-        assert line in done.stdout
+        assert line in printed
+
+
+PRINTED = {
+    "gan_two_labels": [
+        "PartitionedOptimizer: 12 of 12 parameters trained",
+        "round 1000: loss",
+        "Generated points near each of the Gaussians",
+    ],
+    "adam_weights_sgd_biases": ["PartitionedOptimizer: 4 of 4 parameters trained", "optax alone ends"],
+    "optimizer_in_ten_lines": ["OptaxOptimizer: 4 of 4 parameters trained", "MultiOptimizer: 4 of 4 parameters trained"],
+    "equinox_filter_mask": ["2 of 2 leaves moved, 4 of the other 4 kept their bits", "MaskedAdamW: 4 of 6 parameters trained"],
+    "muon_transformer": ["PartitionedOptimizer: 29 of 29 parameters trained", "with Muon and AdamW", "\nThe "],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_example(name, tmp_path):
+    if name.startswith("equinox"):
+        pytest.importorskip("equinox")
+    printed = run(name, tmp_path)
+    for text in PRINTED[name]:
+        assert text in printed
+    assert not list(tmp_path.iterdir()), "the example left files behind"
+
+
+def test_every_example_is_run_here():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {"finetune_digits", *PRINTED}

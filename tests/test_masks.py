@@ -582,3 +582,21 @@ class TestEquinox:
     def test_a_module_of_parameters_as_a_mask_names_the_leaf_and_the_dtype(self, params):
         with pytest.raises(ValueError, match=r"'layers\.0\.weight'.*float32.*expected.*bool"):
             bridge.resolve_mask(params, params)
+
+
+def test_an_equinox_module_whose_attributes_have_the_parameters_names_is_a_mask():
+    eqx = pytest.importorskip("equinox")
+
+    class Lin(eqx.Module):
+        weight: bool
+        bias: bool
+
+    class Net(eqx.Module):
+        body: object
+        head: object
+
+    params = {"body": {"weight": 0.0, "bias": 0.0}, "head": {"weight": 0.0, "bias": 0.0}}
+    expected = {"body": {"weight": False, "bias": True}, "head": {"weight": True, "bias": True}}
+    assert bridge.resolve_mask(Net(Lin(False, True), True), params) == expected
+    with pytest.raises(ValueError, match="does not fit the parameters"):
+        bridge.resolve_mask(Lin(False, True), params)

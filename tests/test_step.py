@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 import torch
-from oracles import clones, random_grads, random_params, set_grads
+from oracles import clones, project_frames, random_grads, random_params, set_grads
 
 import bridge
 import torch_api
@@ -168,17 +168,7 @@ def test_a_warm_step_stays_within_four_files_and_ten_frames():
     optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0)
     stepped(optimizer, params, 2)
     set_grads(params, random_grads(params))
-    frames = []
-
-    def watch(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith((str(ROOT / "bridge"), str(ROOT / "torch_api"))):
-            frames.append((Path(frame.f_code.co_filename).name, frame.f_code.co_qualname))
-
-    sys.setprofile(watch)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
+    frames = project_frames(optimizer.step)
     assert len(frames) <= 10, frames
     assert len({file for file, _ in frames}) <= 4, frames
 

@@ -1,0 +1,171 @@
+"""What a step of any transformation costs: compilations, bytes, frames, state."""
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+import torch
+from oracles import project_frames
+
+import bridge
+import torch_api
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+FUSION = pytest.mark.skipif(not bridge.step.request_fusion(), reason="XLA was started without multi-output fusion")
+MODERN = pytest.mark.skipif(
+    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 8), reason="XLA knows no multi-output fusion on the CPU here"
+)
+
+
+def parameters(shapes=((8, 6), (6,), (8, 6), (3, 8)), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    names = ["body.weight", "body.bias", "neck.weight", "head.weight"]
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in zip(names, shapes, strict=True)}
+
+
+def give(params, names=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in params.items():
+        g = torch.randn(p.shape, generator=generator)
+        p.grad = g if names is None or name in names else None
+
+
+MAKERS = {
+    "alone": lambda params: torch_api.OptaxOptimizer(params.items(), optax.adamw, lr=1e-3),
+    "alone, shaped": lambda params: torch_api.OptaxOptimizer(params.items(), optax.lamb, lr=1e-3),
+    "together": lambda params: torch_api.OptaxOptimizer(params.items(), optax.contrib.prodigy, lr=1.0),
+    "ready": lambda params: torch_api.OptaxOptimizer(params.items(), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
+    "partitioned": lambda params: torch_api.PartitionedOptimizer(
+        params.items(), {"a": (optax.adamw, {"lr": 1e-3}), "b": optax.sgd(0.1)}, {"body": "a", "neck": "b", "head": "b"}
+    ),
+    "multi": lambda params: torch_api.MultiOptimizer(
+        params.items(), ("*.weight", bridge.Momentum(lr=0.1)), ("*.bias", bridge.Adam(lr=0.1))
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_one_compilation_for_a_set_of_live_leaves_whatever_the_numbers_are(make):
+    params = parameters()
+    optimizer = make(params)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    subset = {"body.weight", "body.bias", "head.weight"}
+    for names in (None, subset):
+        compiled, traced = bridge.compilations(), bridge.traces()
+        give(params, names)
+        optimizer.step()
+        assert bridge.compilations() - compiled == bridge.traces() - traced <= 1  # 0 where another optimizer had the same before
+    compiled, traced = bridge.compilations(), bridge.traces()
+    for step in range(12):
+        give(params, None if step % 3 else subset, seed=step)
+        for group in optimizer.param_groups:
+            for key in ("b1", "beta", "weight_decay", "beta1"):
+                if key in group:
+                    group[key] = 0.5 + 0.01 * step
+        optimizer.step()
+        schedule.step()
+    assert (bridge.compilations(), bridge.traces()) == (compiled, traced)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_warm_step_stays_within_four_files_and_ten_frames(make):
+    params = parameters()
+    optimizer = make(params)
+    for step in range(3):
+        give(params, seed=step)
+        optimizer.step()
+    give(params)
+    frames = project_frames(optimizer.step)
+    assert len(frames) <= 10, frames
+    assert len({file for file, _ in frames}) <= 4, frames
+
+
+def test_two_optimizers_over_one_transformation_share_its_programs():
+    tx = optax.adam(1e-3)
+    for attempt in range(2):
+        params = parameters(seed=attempt)
+        optimizer = torch_api.OptaxOptimizer(params.items(), tx)
+        give(params)
+        before = bridge.compilations()
+        optimizer.step()
+    assert bridge.compilations() == before
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_frozen_leaf_costs_no_byte(make):
+    small, large = parameters(), parameters(((8, 6), (6,), (8, 6), (3, 8)))
+    large["body.frozen"] = torch.nn.Parameter(torch.randn(300, 400), requires_grad=False)
+    counts = []
+    for params in (small, large):
+        optimizer = make(params)
+        give({name: p for name, p in params.items() if name != "body.frozen"})
+        if "body.frozen" in params:
+            params["body.frozen"].grad = torch.full((300, 400), torch.nan)
+        optimizer.step()
+        counts.append(optimizer.bytes_accessed())
+        assert not optimizer.state.get(params.get("body.frozen"))
+    assert counts[0] == counts[1]
+
+
+def test_a_mask_allocates_no_state_for_what_it_freezes():
+    params = parameters()
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.adamw, lr=1e-3, mask="body.*")
+    before = params["head.weight"].detach().clone()
+    give(params)
+    optimizer.step()
+    elements = params["body.weight"].numel() + params["body.bias"].numel()
+    counts = 2 * 4  # the step count of each
+    assert sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values()) == 2 * 4 * elements + counts
+    assert torch.equal(params["head.weight"], before)
+
+
+@MODERN
+@FUSION
+@pytest.mark.parametrize(
+    ("name", "bytes_each", "hyperparams"),
+    [
+        ("adam", 28, {}),
+        ("adamw", 28, {}),
+        ("nadamw", 28, {}),
+        ("lion", 20, {}),
+        ("rmsprop", 20, {}),
+        ("sgd", 20, {"momentum": 0.9}),
+        ("sgd", 12, {}),
+    ],
+)
+def test_optaxs_own_equations_move_as_few_bytes_as_can_be(name, bytes_each, hyperparams):
+    p = torch.nn.Parameter(torch.randn(1 << 16))
+    optimizer = torch_api.OptaxOptimizer([p], getattr(optax, name), lr=1e-3, **hyperparams)
+    p.grad = torch.randn(1 << 16)
+    optimizer.step()
+    assert optimizer.bytes_accessed() / p.numel() == pytest.approx(bytes_each, rel=0.01)
+
+
+def test_set_to_zero_costs_nothing():
+    """The leaves of that label are live, but neither they nor their gradients are read or written."""
+    p = {"a.w": torch.nn.Parameter(torch.randn(1000)), "b.w": torch.nn.Parameter(torch.randn(50000))}
+    optimizer = torch_api.PartitionedOptimizer(p.items(), {"a": optax.adam(1e-3), "b": optax.set_to_zero()}, {"a": "a", "b": "b"})
+    alone = torch_api.OptaxOptimizer([("a.w", torch.nn.Parameter(torch.randn(1000)))], optax.adam(1e-3))
+    for q in (*p.values(), alone.param_groups[0]["params"][0]):
+        q.grad = torch.randn(q.shape)
+    before = p["b.w"].detach().numpy().tobytes()
+    optimizer.step()
+    alone.step()
+    assert optimizer.bytes_accessed() <= alone.bytes_accessed() + 64
+    assert p["b.w"].detach().numpy().tobytes() == before
+    assert not optimizer.state[p["b.w"]]
+
+
+def test_the_trust_ratio_is_that_of_the_parameter_in_its_own_shape_and_order():
+    """LAMB and Muon look at a parameter as a whole, whatever the order of its memory is."""
+    for tx in (optax.lamb(0.1), optax.contrib.muon(0.1)):
+        plain = torch.nn.Parameter(torch.randn(6, 4))
+        turned = torch.nn.Parameter(plain.detach().t().contiguous().t())
+        for p in (plain, turned):
+            optimizer = torch_api.OptaxOptimizer([p], tx)
+            for step in range(3):
+                p.grad = torch.from_numpy(np.random.default_rng(step).normal(size=(6, 4)).astype(np.float32))
+                optimizer.step()
+        torch.testing.assert_close(turned.contiguous(), plain, rtol=1e-6, atol=1e-6)

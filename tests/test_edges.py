@@ -1,0 +1,327 @@
+"""Transformations and uses that once gave wrong results, crashed, or kept what was deleted."""
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import bridge
+import torch_api
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+
+
+def drawn(shapes):
+    return {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+
+
+def go(optimizer, params, steps=1, value=1.0, **extra):
+    for _ in range(steps):
+        for p in params.values():
+            p.grad = torch.full_like(p, value)
+        optimizer.step(**extra)
+
+
+def simple(update, init=lambda params: optax.EmptyState()):
+    return optax.GradientTransformation(init, update)
+
+
+def reload(optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("again", [reload, lambda optimizer: None], ids=["reloaded", "going on"])
+def test_a_count_that_all_share_never_goes_back(again):
+    params = drawn({"a": (2,), "b": (3,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+    go(optimizer, params, 3)
+    optimizer.set_trainable("a", False)
+    again(optimizer)
+    go(optimizer, params, 5)
+    optimizer.set_trainable("a", True)
+    go(optimizer, params)
+    assert optimizer.state[params["b"]]["count"].item() == optimizer.state[params["a"]]["count"].item() == 9
+
+
+def test_callbacks_that_differ_only_in_what_they_close_over_are_told_apart():
+    def one(path, x):
+        rate = 0.1 if "a" in str(path) else 0.5
+        return jax.pure_callback(lambda y: np.float32(-rate) * np.asarray(y), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    params = drawn({"a": (4,), "b": (4,)})
+    go(torch_api.OptaxOptimizer(params.items(), optax.stateless(lambda g, p: jax.tree_util.tree_map_with_path(one, g))), params)
+    assert (params["a"][0].item(), params["b"][0].item()) == pytest.approx((0.9, 0.5))
+
+
+@pytest.mark.parametrize("options", [{"decay_mask": "w"}, {"decay_mask": "w", "weight_decay": 1}])
+def test_a_decay_that_must_be_known_cannot_be_masked_in_silence(options):
+    def factory(learning_rate=0.1, weight_decay=0.1):
+        decayed = optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity()
+        return optax.chain(decayed, optax.sgd(learning_rate))
+
+    params = drawn({"w": (2,), "b": (2,)})
+    with pytest.raises(ValueError, match=r"decay_mask needs a transformation that .* takes weight_decay as a traced number"):
+        torch_api.OptaxOptimizer(params.items(), factory, **options)
+
+
+def test_hooks_run_once_when_hyper_params_are_given():
+    params = drawn({"a": (2,), "b": (2,)})
+    optimizer = torch_api.MultiOptimizer(params.items(), ("a", bridge.Momentum(learning_rate=0.1)), ("b", bridge.Adam(learning_rate=0.1)))
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    go(optimizer, params, hyper_params=[{"learning_rate": 0.2}, None])
+    assert calls == ["before", "after"]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.1), np.float32(0.1), jnp.float32(0.1)], ids=["torch", "numpy", "jax"])
+def test_an_lr_in_a_tensor_is_the_lr_of_the_group(lr):
+    params = drawn({"w": (2,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.sgd, lr=lr)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    go(optimizer, params)
+    assert params["w"][0].item() == pytest.approx(0.9)
+
+
+def test_shared_state_may_be_edited_through_any_parameter():
+    params = drawn({"a": (2,), "b": (2,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.inject_hyperparams(optax.adam)(0.1))
+    go(optimizer, params)
+    optimizer.state[params["b"]]["learning_rate"] = torch.tensor(0.0)
+    before = params["a"].detach().clone()
+    go(optimizer, params)
+    assert torch.equal(params["a"], before)
+
+
+def test_a_constant_for_each_element_of_a_vector():
+    anchor = {"b": jnp.arange(6.0)}
+    pull = optax.stateless(lambda g, p: jax.tree.map(lambda x, w, a: x + 0.1 * (w - a), g, p, anchor))
+    params = drawn({"b": (6,)})
+    go(torch_api.OptaxOptimizer(params.items(), optax.chain(pull, optax.sgd(0.1))), params)
+    expected = 1 - 0.1 * (1 + 0.1 * (1 - np.arange(6.0)))
+    np.testing.assert_allclose(params["b"].detach().clone().numpy(), expected, rtol=1e-6)
+
+
+def test_a_beginning_that_looks_at_other_leaves():
+    def init(params):
+        return {"m": jax.tree.map(jnp.zeros_like, params), "n": jnp.float32(jax.tree.leaves(params)[1].size)}
+
+    def update(g, state, params=None):
+        total = sum(jnp.sum(x) for x in jax.tree.leaves(g))
+        return jax.tree.map(lambda x: -0.01 * x * total / state["n"], g), state
+
+    params = drawn({"a": (2,), "b": (3,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), simple(update, init))
+    go(optimizer, params, 2)
+    assert params["a"][0].item() == pytest.approx(1 - 2 * 0.01 * 5 / 3)
+    reload(optimizer)
+    go(optimizer, params)
+
+
+@pytest.mark.parametrize("names", ["abc", "ab"])
+def test_parameters_called_as_the_labels_of_a_partition(names):
+    labels = {name: "ab"[i % 2] for i, name in enumerate(names)}
+    inner = {"a": optax.adam(0.1), "b": optax.adam(0.2)}
+    params = drawn(dict.fromkeys(names, (3,)))
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.chain(optax.clip_by_global_norm(1.0), optax.partition(inner, labels)))
+    go(optimizer, params)
+    reload(optimizer)
+    go(optimizer, params)
+    assert params["a"][0].item() == pytest.approx(0.8, abs=1e-4)
+    assert params["b"][0].item() == pytest.approx(0.6, abs=1e-4)
+
+
+class Counted(NamedTuple):
+    count: Any
+    inner: Any
+
+
+def test_a_field_of_each_leaf_and_one_of_all_may_have_one_name():
+    adam = optax.scale_by_adam()
+
+    def update(g, state, params=None):
+        updates, inner = adam.update(g, state.inner, params)
+        return jax.tree.map(lambda u: -0.1 * u, updates), Counted(jax.tree.map(lambda c, x: c + x, state.count, g), inner)
+
+    tx = simple(update, lambda params: Counted(jax.tree.map(jnp.zeros_like, params), adam.init(params)))
+    params = drawn({"a": (4,), "b": (3,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), tx)
+    go(optimizer, params, 2)
+    shapes = sorted(tuple(t.shape) for t in optimizer.state[params["a"]].values())
+    assert shapes == [(), (4,), (4,), (4,)]
+    reload(optimizer)
+    go(optimizer, params)
+    assert all(t.item() == 3 for t in optimizer.state[params["b"]].values() if t.ndim == 0)
+
+
+@pytest.mark.parametrize("freeze", [{"mask": "w"}, {}], ids=["by mask", "by requires_grad"])
+def test_a_frozen_leaf_is_not_put_before_the_transformation(freeze):
+    params = drawn({"w": (4, 4), "b": (4,)})
+    params["b"].requires_grad_(bool(freeze))
+    tx = simple(
+        lambda g, state, params=None: (jax.tree.map(lambda x: -0.1 * x, g), state),
+        lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[1]), params),
+    )
+    optimizer = torch_api.OptaxOptimizer(params.items(), tx, **freeze)
+    go(optimizer, params)
+    assert (params["w"][0, 0].item(), params["b"][0].item()) == (pytest.approx(0.9), 1.0)
+
+
+def test_a_parameter_that_requires_grad_later_is_arranged_then():
+    params = drawn({"w": (4, 4), "b": (4,)})
+    params["b"].requires_grad_(False)
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.adam(0.1))
+    go(optimizer, params)
+    params["b"].requires_grad_(True)
+    go(optimizer, params)
+    assert params["b"][0].item() == pytest.approx(0.9, abs=1e-5)
+    assert optimizer.state[params["b"]]["count"].item() == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: optax.apply_if_finite(tx, 2), lambda tx: tx], ids=["in a cond", "alone"])
+def test_moments_that_are_asked_for_in_half_are_computed_in_half(wrap):
+    tx = wrap(optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    params = drawn({"w": (6, 5)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), tx)
+    tree = {"w": jnp.ones((6, 5))}
+    state = tx.init(tree)
+    for step in range(5):
+        g = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        params["w"].grad = g
+        optimizer.step()
+        updates, state = jax.jit(tx.update)({"w": jnp.asarray(g.numpy())}, state, tree)
+        tree = optax.apply_updates(tree, updates)
+    assert optimizer.state[params["w"]]["mu"].dtype == torch.bfloat16
+    np.testing.assert_allclose(params["w"].detach().clone().numpy(), np.asarray(tree["w"]), atol=1e-5)
+
+
+def first(name, p):
+    return "x"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: torch_api.MultiOptimizer(ps, ("a", bridge.Adam(learning_rate=0.1))),
+        lambda ps: torch_api.PartitionedOptimizer(ps, {"x": (optax.adam, {"learning_rate": 0.1})}, lambda name, p: "x"),
+        lambda ps: torch_api.PartitionedOptimizer(ps, {"x": (optax.adam, {"lr": 0.1})}, first),
+        lambda ps: torch_api.OptaxOptimizer(ps, optax.adamw, lr=0.1),
+    ],
+)
+def test_optimizers_made_of_named_functions_can_be_pickled(make):
+    params = drawn({"a": (3,), "b": (2,)})
+    optimizer = make(params.items())
+    go(optimizer, params)
+    other = pickle.loads(pickle.dumps(optimizer))
+    own = dict(zip(params, [p for group in other.param_groups for p in group["params"]], strict=True))
+    go(optimizer, params)
+    go(other, own)
+    assert all(torch.equal(params[name], own[name]) for name in params)
+
+
+def test_a_checkpoint_with_other_options_loads_as_in_torch():
+    params, fresh = drawn({"a": (3,)}), drawn({"a": (3,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.sgd, lr=0.1, momentum=0.9)
+    go(optimizer, params, 2)
+    other = torch_api.OptaxOptimizer(fresh.items(), optax.sgd, lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["momentum"] == 0.9
+    with torch.no_grad():
+        fresh["a"].copy_(params["a"])
+    go(optimizer, params)
+    go(other, fresh)
+    assert torch.equal(params["a"], fresh["a"])
+
+
+def test_a_checkpoint_with_other_labels_is_refused():
+    make = lambda labels: torch_api.PartitionedOptimizer(  # noqa: E731
+        drawn({"a": (3,), "b": (2,)}).items(), {label: optax.adam(0.1) for label in labels}, dict(zip("ab", labels, strict=True))
+    )
+    with pytest.raises(ValueError, match=r"has the label 'x', expected 'u'"):
+        make("uv").load_state_dict(make("xy").state_dict())
+
+
+def test_an_option_may_be_switched_off_and_on_in_its_group():
+    params = drawn({"a": (3,)})
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.sgd, lr=0.1, momentum=0.9)
+    go(optimizer, params)
+    optimizer.param_groups[0]["momentum"] = None
+    go(optimizer, params)
+    assert params["a"][0].item() == pytest.approx(0.8)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    go(optimizer, params)
+
+
+def test_integer_updates_are_applied():
+    params = drawn({"a": (3,)})
+    signs = optax.stateless(lambda g, p: jax.tree.map(lambda x: -jnp.sign(x).astype(jnp.int32), g))
+    go(torch_api.OptaxOptimizer(params.items(), signs, lr=0.5), params)
+    assert params["a"].tolist() == [0.5, 0.5, 0.5]
+
+
+def test_an_integer_lr_of_a_definition_is_traced():
+    params = drawn({"a": (3,)})
+    optimizer = torch_api.MultiOptimizer(params.items(), ("a", bridge.Momentum(learning_rate=1)))
+    go(optimizer, params)
+    compiled = bridge.compilations()
+    for lr in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        go(optimizer, params)
+    assert bridge.compilations() == compiled
+
+
+def test_closures_compile_nothing_and_are_not_kept():
+    tx = optax.chain(optax.adam(0.1))
+    compiled = None
+    for _ in range(3):
+        params = drawn({"a": (3,)})
+        optimizer = torch_api.OptaxOptimizer(params.items(), tx)
+
+        def closure(p=params["a"]):
+            p.grad = torch.ones(3)
+            return p.sum()
+
+        optimizer.step(closure)
+        assert compiled in (None, bridge.compilations())
+        compiled = bridge.compilations()
+    silent = lambda p=params["a"]: p.sum()  # noqa: E731
+    params["a"].grad = None
+    optimizer.step(silent)
+    kept = [weakref.ref(silent), weakref.ref(params["a"])]
+    del silent, closure, params, optimizer
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+
+
+def test_groups_of_a_factory_have_a_transformation_each():
+    def factory(lr=0.1):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(lr))
+
+    params = drawn({"a": (2,), "b": (2,)})
+    groups = [{"params": [(name, p)]} for name, p in params.items()]
+    go(torch_api.OptaxOptimizer(groups, factory, lr=0.1), params)
+    assert params["a"][0].item() == pytest.approx(1 - 0.1 / 2**0.5)
+    params = drawn({"a": (2,), "b": (2,)})
+    groups = [{"params": [(name, p)]} for name, p in params.items()]
+    go(torch_api.OptaxOptimizer(groups, factory()), params)
+    assert params["a"][0].item() == pytest.approx(1 - 0.1 / 4**0.5)
+
+
+def test_what_an_update_raises_is_raised_at_construction():
+    def update(g, state, params=None):
+        raise RuntimeError("this update is not written yet")
+
+    params = drawn({"a": (2,)})
+    address = params["a"].data_ptr()
+    with pytest.raises(RuntimeError, match="not written yet"):
+        torch_api.OptaxOptimizer(params.items(), simple(update))
+    assert params["a"].data_ptr() == address
