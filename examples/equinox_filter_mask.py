@@ -1,0 +1,74 @@
+"""An Equinox filter, a tree of bools made by `tree_at`, as the mask of a torch optimizer (needs `pip install equinox`).
+
+A torch network learns scikit-learn's digits in two phases: first its last layer alone, then the layer before it as well. The
+filter is the one of Equinox's page on freezing parameters, over the nested dict of the torch module's parameters. The same
+filter then lets `equinox.partition` tell apart what was trained and what kept its bits.
+
+    python examples/equinox_filter_mask.py
+
+https://docs.kidger.site/equinox/examples/frozen_layer/
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import torch_api
+from bridge import module_tree
+
+
+def only(layers: list[str], tree: Any) -> Any:
+    """The filter: True for the layers' weights and biases, False elsewhere."""
+    nothing = jax.tree.map(lambda _: False, tree)
+    return eqx.tree_at(lambda t: [t[layer][name] for layer in layers for name in ("weight", "bias")], nothing, replace_fn=lambda _: True)
+
+
+def snapshot(model: nn.Module) -> Any:
+    return jax.tree.map(lambda x: np.array(x, copy=True), module_tree(model))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, layers: list[str]) -> float:
+    """Ten epochs, after which the filter splits old and new parameters as in Equinox; returns the accuracy on the last 597 images."""
+    digits: Any = load_digits()
+    images, targets = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    before = snapshot(model)
+    for _ in range(10):
+        for batch in torch.randperm(1200).split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch]), targets[batch]).backward()
+            optimizer.step()
+    (old, old_rest), (new, new_rest) = (eqx.partition(tree, only(layers, tree)) for tree in (before, snapshot(model)))
+    moved = [not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)]
+    kept = [a.tobytes() == b.tobytes() for a, b in zip(jax.tree.leaves(old_rest), jax.tree.leaves(new_rest), strict=True)]
+    accuracy = (model(images[1200:]).argmax(1) == targets[1200:]).float().mean().item()
+    print(f"Trained {layers}: {sum(moved)} of {len(moved)} leaves moved, {sum(kept)} of the other {len(kept)} kept their bits.")
+    print(f"Accuracy: {accuracy:.1%}")
+    assert len(moved) == 2 * len(layers)
+    assert all(moved + kept)
+    return accuracy
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(
+        OrderedDict(first=nn.Linear(64, 64), r1=nn.ReLU(), hidden=nn.Linear(64, 64), r2=nn.ReLU(), last=nn.Linear(64, 10))
+    )
+    optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=3e-3, mask=only(["last"], module_tree(model)))
+    alone = train(model, optimizer, ["last"])
+    optimizer.set_trainable(only(["hidden"], module_tree(model)), True)
+    together = train(model, optimizer, ["hidden", "last"])
+    print(optimizer)
+    assert alone > 0.55
+    assert together > alone + 0.1
+
+
+if __name__ == "__main__":
+    main()
