@@ -163,7 +163,8 @@ def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: M
         kept[MASTER] = moved
     if AVERAGE in beside:
         average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
-        share = (1 - decay).astype(jnp.finfo(average.dtype).dtype)
+        with x64():
+            share = (1 - decay).astype(jnp.finfo(average.dtype).dtype)
         kept[AVERAGE] = lower(average + share * (trained - average), beside[AVERAGE].dtype, row)
     return new, kept
 

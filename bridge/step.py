@@ -341,7 +341,11 @@ def _unless(skip: Any, new: Any, old: Any) -> Any:
 
 def _unscaled(grads: Sequence[Any], masks: Sequence[Any], loss_scale: Any, found: Any, skipped: Any) -> tuple[Any, Any, list[Any]]:
     """The factor that undoes the loss scale, whether to skip the update, and the count of skipped ones with this."""
-    finite = [jnp.all(jnp.isfinite(g) if mask is None else jnp.isfinite(g) | ~mask) for g, mask in zip(grads, masks, strict=True)]
+    # 0 * g is 0 where g is finite and else NaN, and the sum is one reading of g: the predicates of `isfinite` would be stored.
+    zeros = [g * jnp.zeros((), g.dtype) for g in grads]
+    finite = [
+        jnp.isfinite(jnp.sum(z if mask is None else jnp.where(mask, z, jnp.zeros_like(z)))) for z, mask in zip(zeros, masks, strict=True)
+    ]
     skip = (found[0] > 0) | ~functools.reduce(jnp.logical_and, finite)
     return 1 / loss_scale[0].astype(jnp.float64), skip, [skipped + skip.astype(skipped.dtype)]
 

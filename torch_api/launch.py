@@ -206,7 +206,8 @@ class Launches:
 
     def _give_state(self, leaves: list[Leaf], hyperparams: np.ndarray) -> None:
         values = self._rows.cut(hyperparams)
-        taken = {memory for leaf in self._active for memory in leaf.state or ()} | {m for s in self._shared.values() for m in s.memories}
+        taken = {memory for leaf in self._active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
+        taken |= {memory for shared in self._shared.values() for memory in shared.memories}
         with torch.inference_mode(False):
             for unit, part in self._units(leaves).items():
                 self._give_unit_state(unit, part, values[part[0].row], taken)

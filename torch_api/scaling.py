@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from bridge.dlpack import operands
@@ -24,7 +25,7 @@ class Scaling:
     @property
     def skipped(self) -> int:
         """How many updates were skipped; reading it waits for the device."""
-        return max((int(count) for count in self._skipped.values()), default=0)
+        return max((int(np.asarray(count)[0]) for count in self._skipped.values()), default=0)
 
     def arrays(self, device: torch.device, grad_scale: Any, found_inf: Any) -> list[Any]:
         """Loss scale, infinities found and updates skipped, as the program takes them."""
