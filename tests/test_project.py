@@ -36,6 +36,7 @@ ORDER = {
         "options",
         "scaling",
         "averages",
+        "grouped",
         "presets",
         "report",
         "transformation",

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.optim.optimizer import Optimizer
 
-from bridge import masks, step, storage, tree
+from bridge import step, storage
 from bridge.dlpack import device_of, operands
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
@@ -20,6 +19,7 @@ from bridge.rules import Rule
 from . import checkpoint, groups, options, report
 from .arguments import Arguments, Closure
 from .averages import swapped
+from .grouped import GroupedOptimizer
 from .launch import Launch, Launches, restore
 from .options import Options
 from .plan import Leaf, bad_gradient, followed, sort_key
@@ -34,7 +34,7 @@ _ALL = "all"  # the key of the only rule
 _ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
 
 
-class OptaxOptimizer(Optimizer):
+class OptaxOptimizer(GroupedOptimizer):
     """A `torch.optim.Optimizer` whose update is one compiled JAX program over the parameters' own memory.
 
     Args:
@@ -138,71 +138,7 @@ class OptaxOptimizer(Optimizer):
         """The rule by which the parameters of a group are updated."""
         return self._rules[group.get("label") if self.by_label else _ALL]
 
-    # ------------------------------------------------------------------ groups and columns
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
-
-        Selectors given to the constructor spoke about the parameters of that time; those that are functions of
-        (name, param) are asked about the new ones too.
-
-        Raises:
-          ValueError, TypeError: as the constructor; the optimizer is then as before.
-        """
-        owner = type(self).__name__
-        if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
-        before = len(self.param_groups)
-        mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
-        super().add_param_group(groups.without_duplicates(owner, param_group))
-        try:
-            leaves = self._new_leaves(self.param_groups[-1])
-            for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
-                leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
-            if self._constructed:
-                self._resolve(leaves, self._selectors)
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-        self._leaves += leaves
-        if self._constructed:
-            self._place()
-
-    def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
-        leaves = []
-        for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
-            groups.check_parameter(type(self).__name__, name, p)
-            leaves.append(Leaf(name, p, len(self.param_groups) - 1))
-            leaves[-1].label = group.get("label")
-        return leaves
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """Each parameter with what was decided of it, in the order of the groups."""
-        return self._leaves
-
-    def names(self) -> list[str]:
-        """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
-        start, names = 0, []
-        for group in self.param_groups:
-            names += groups.names(group, start)
-            start += len(group["params"])
-        return names
-
-    def _described(self, leaves: list[Leaf]) -> masks.Leaves:
-        named = all("param_names" in group for group in self.param_groups)
-        names = [leaf.name for leaf in leaves]
-        return masks.Leaves(names, [leaf.param for leaf in leaves], lambda: tree.nest((x.name, x.param) for x in leaves), named)
-
-    def _resolve(self, leaves: list[Leaf], selectors: Mapping[str, Any]) -> None:
-        described = self._described(leaves)
-        trained = masks.column(selectors["mask"], described, "mask")
-        decays = masks.column(selectors["decay_mask"], described, "decay_mask")
-        scales = masks.column(selectors["lr_scale"], described, "lr_scale")
-        for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
-            leaf.decide(is_trained)
-            leaf.decay, leaf.lr_scale = decay, scale.value
+    # ------------------------------------------------------------------ placement
 
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
@@ -225,9 +161,6 @@ class OptaxOptimizer(Optimizer):
             type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin
         )
 
-    def _is_active(self, leaf: Leaf) -> bool:
-        return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
-
     def _place_leaf(self, leaf: Leaf) -> None:
         with torch.inference_mode(False):  # else the parameter would become an inference tensor
             leaf.place(self._options.writeback)
@@ -237,26 +170,6 @@ class OptaxOptimizer(Optimizer):
                 f"{type(self).__name__}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one "
                 "Parameter object, or give each memory of its own: param.data = param.data.clone()."
             )
-
-    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
-        """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
-
-        Args:
-          selector: any selector of the README but arrays; only parameters that it picks change. A mask of elements is
-            lifted by True.
-          trainable: True to train, False to freeze.
-          keep_state: when freezing, keep the moments and step count for later, or drop them.
-        """
-        picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
-        for leaf, decision in zip(self._leaves, picked, strict=True):
-            if decision.value:
-                leaf.trained, leaf.rule = trainable, decision.rule
-                leaf.elements = None if trainable else leaf.elements
-                if not trainable and not keep_state:
-                    self.state.pop(leaf.param, None)
-        for index, group in enumerate(self.param_groups):
-            group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
-        self._place()
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
