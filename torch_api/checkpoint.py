@@ -13,7 +13,7 @@ from bridge.problem import Field
 from .groups import FLAGS, TRAINABLE_PARAMS, check_group
 from .plan import Leaf, has_state
 
-FROZEN = "frozen"  # what the state of a frozen parameter is, in a state_dict
+FROZEN = "step"  # all that the state of a frozen parameter is, in a state_dict; torch.optim.Adam loads no state without it
 
 
 class _Saved:
@@ -143,7 +143,9 @@ def _checked_state(
 
     `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
     """
-    given = {key: value for key, value in (saved or {}).items() if value is not None and key != FROZEN}
+    given = {key: value for key, value in (saved or {}).items() if value is not None}
+    if given.keys() == {FROZEN} and not has_state((fields or {}).values(), given):
+        given = {}
     if fields is None and given:  # frozen: it is looked at when it is thawed
         return {index: _Saved({key: torch.as_tensor(value).detach().to(param.device, copy=True) for key, value in given.items()})}
     if fields is None or not given or (given.keys() <= fields.keys() and not has_state(fields.values(), given)):

@@ -384,7 +384,7 @@ class OptaxOptimizer(Optimizer):
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with a scalar "frozen" as the state of each frozen parameter that still requires grad.
+        """torch's, with a lone scalar "step" as the state of each frozen parameter that still requires grad.
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
