@@ -202,9 +202,46 @@ def check_zero_resumes_where_it_stopped(_):
     assert_equal_bits(values(again), values(model))
 
 
+# ------------------------------------------------------------------ FSDP2
+
+
+def sharded(net=None):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net() if net is None else net
+    fully_shard(model.body)
+    return fully_shard(model)
+
+
+def check_fsdp(_):
+    start = values(Net())
+    reference = sharded()
+    theirs = torch_adamw(reference)
+    train(reference, theirs)
+    model = sharded()
+    optimizer = masked_adamw(model)
+    losses = train(model, optimizer)
+    assert losses[-2] < 0.9 * losses[0]
+    assert_near(values(model), values(reference), start)
+    assert_same_on_every_rank(values(model))
+    assert_warm_steps_compile_nothing(model, optimizer)
+    for name, p in model.named_parameters():
+        if "fixed" in name:
+            assert p not in optimizer.state
+            continue
+        ours, other = optimizer.state[p], theirs.state[dict(reference.named_parameters())[name]]
+        assert ours.keys() == other.keys()
+        for key, x in ours.items():
+            assert (type(x), x.shape, x.stride(), x.dtype) == (type(other[key]), other[key].shape, other[key].stride(), other[key].dtype)
+            if key != "step":
+                assert (x.device_mesh, x.placements) == (p.device_mesh, p.placements)
+                assert x.to_local().shape == p.to_local().shape
+
+
 FAMILIES = {
     "ddp": (check_ddp, check_an_optimizer_made_before_ddp_wraps_the_model, check_ddp_resumes_where_it_stopped),
     "zero": (check_zero, check_zero_resumes_where_it_stopped),
+    "fsdp": (check_fsdp,),
 }
 
 

@@ -31,6 +31,7 @@ ORDER = {
     ],
     "torch_api": [
         "groups",
+        "shards",
         "plan",
         "presets",
         "report",

@@ -27,7 +27,7 @@ class _Saved:
 def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
     """Undo `prepare` in the loaded state, which is no edit by hand of what the leaves showed before."""
     for leaf in leaves:
-        leaf.fields = leaf.views = ()
+        leaf.fields = leaf.shown = leaf.views = ()
     for key, value in list(state.items()):
         if isinstance(value, _Saved):
             state[key] = value.fields

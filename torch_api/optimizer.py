@@ -18,7 +18,7 @@ from bridge.rules import Rule
 from . import checkpoint, groups, report
 from .arguments import Arguments, Closure
 from .launch import Launch, Launches, restore
-from .plan import Leaf, bad_gradient, followed, sort_key
+from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
 from .rows import Rows
 from .transformation import as_rule
 
@@ -179,6 +179,7 @@ class OptaxOptimizer(Optimizer):
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
+        check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra)
         self._signature = self._group_signature()
         self._active = list(filter(self._is_active, self._leaves))
@@ -201,10 +202,7 @@ class OptaxOptimizer(Optimizer):
             leaf.place(self._writeback)
         twin = next((x for x in self._active if leaf.memory is not None and x.memory is leaf.memory and x is not leaf), None)
         if twin is not None:
-            raise ValueError(
-                f"{type(self).__name__}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one "
-                "Parameter object, or give each memory of its own: param.data = param.data.clone()."
-            )
+            raise ValueError(same_memory(type(self).__name__, twin, leaf))
 
     def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
         """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
@@ -324,12 +322,15 @@ class OptaxOptimizer(Optimizer):
             g = p.grad
             if g is None or not p.requires_grad:
                 continue
-            elsewhere = p.data_ptr() != leaf.address or p.stride() != leaf.strides or p.shape != leaf.shape
+            here = p
+            if leaf.layout is not None:
+                here, g = leaf.layout.local(p), leaf.layout.gradient(g)
+            elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
             if (elsewhere or leaf.spec is None) and self._placed_anew(leaf):
                 return self._live()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
-            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.views)):
+            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.shown)):
                 self._place()  # the state was replaced or cleared by hand: go on from what is there
                 return self._live()
             live.append(i)
