@@ -124,6 +124,8 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
             f"mask: {name!r} got an array of shape {tuple(value.shape)} and dtype {dtype} from {rule}; expected shape "
             f"{shape} and dtype bool. For rows, expand a (rows, 1) mask to the full shape."
         )
+    if hasattr(value, "full_tensor"):  # a DTensor: every process asks for all of it
+        value = value.full_tensor()
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     # All True and all False are plain masks: no array rides along, and False allocates no state.
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array.copy(), rule)

@@ -32,6 +32,7 @@ ORDER = {
     ],
     "torch_api": [
         "groups",
+        "shards",
         "plan",
         "options",
         "scaling",

@@ -14,7 +14,7 @@ from bridge.problem import Field
 from .groups import FLAGS, TRAINABLE_PARAMS, check_group
 from .plan import Leaf, has_state
 
-FROZEN = "frozen"  # what the state of a frozen parameter is, in a state_dict
+FROZEN = "step"  # all that the state of a frozen parameter is, in a state_dict; torch.optim.Adam loads no state without it
 
 
 class _Saved:
@@ -28,7 +28,7 @@ class _Saved:
 def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
     """Undo `prepare` in the loaded state, which is no edit by hand of what the leaves showed before."""
     for leaf in leaves:
-        leaf.fields = leaf.views = ()
+        leaf.fields = leaf.shown = leaf.views = ()
     for key, value in list(state.items()):
         if isinstance(value, _Saved):
             state[key] = value.fields
@@ -145,7 +145,9 @@ def _checked_state(
     `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
     """
     idle = BESIDE - (BESIDE if fields is None else fields.keys())  # kept by the optimizer that was saved, not by this one
-    given = {key: value for key, value in (saved or {}).items() if value is not None and key != FROZEN and key not in idle}
+    given = {key: value for key, value in (saved or {}).items() if value is not None and key not in idle}
+    if given.keys() == {FROZEN} and not has_state((fields or {}).values(), given):
+        given = {}
     if fields is None and given:  # frozen: it is looked at when it is thawed
         return {index: _Saved({key: torch.as_tensor(value).detach().to(param.device, copy=True) for key, value in given.items()})}
     only_scalars = fields is not None and given.keys() <= fields.keys() - BESIDE and not has_state(fields.values(), given)

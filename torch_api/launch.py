@@ -37,9 +37,9 @@ class Launch:
         self.leaves, self.part, self.program, self.shared = leaves, part, program, shared
         self.device = leaves[0].device
         self.inplace = [leaf for leaf in leaves if leaf.memory is not None]
-        self.params = [leaf.param for leaf in self.inplace]
+        self.params = [leaf.param for leaf in leaves if leaf.memory is not None or leaf.layout is not None]
         kept = [leaf for leaf in leaves if leaf.memory is None]
-        self.kept, self.kept_order = [leaf.param for leaf in kept], [leaf.order for leaf in kept]
+        self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
         self.order = [leaf.order for leaf in leaves]
         self.state = [memory for leaf in leaves for memory in leaf.state or ()] + [m for part in shared for m in part.memories]
         self.views = [view for leaf in leaves for view in leaf.views]
@@ -53,7 +53,7 @@ class Launch:
 
     def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that the update may change, and a copy of it, for `restore`."""
-        return [(tensor, tensor.detach().clone()) for tensor in (*self.params, *self.kept, *self.views)]
+        return [(tensor, tensor.detach().clone()) for tensor in (*(leaf.local for leaf in self.leaves), *self.views)]
 
     def salvage(self) -> list[str]:
         """After a call that failed with its donated arguments gone: give all tensors valid memory; the names whose values are lost."""
@@ -176,7 +176,8 @@ class Launches:
 
     def _program(self, leaves: list[Leaf], extra: Extra, scaled: bool) -> step.Program:
         described = tuple(
-            describe(leaf, self._fields(leaf), self._rules[leaf.group].hidden, self._state.get(leaf.param, {})) for leaf in leaves
+            describe(leaf, self._fields(leaf), self._rules[leaf.group].hidden, leaf.held(self._state.get(leaf.param, {})))
+            for leaf in leaves
         )
         units = sorted(self._units(leaves).items())
         shared = tuple(self._shared_signature(unit, part) for unit, part in units)
@@ -219,10 +220,11 @@ class Launches:
         fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self._state.get(leaf.param, {})
         if not has_state(fields, saved) and fresh is None:
             fresh = begin_buffers(self._rows.problem(leaf), values, [param_array(leaf)]).own[0]
-        leaf.state, views = allocate(leaf, fields, hidden, fresh, saved, taken, self._begin)
+        leaf.state, views = allocate(leaf, fields, hidden, fresh, leaf.held(saved), taken, self._begin)
         unit = self._rows.static[leaf.row].unit
         views |= {} if unit is None else self._shared[unit].views
-        leaf.fields, leaf.views = tuple(views), tuple(views.values())
+        leaf.fields, leaf.shown = tuple(views), tuple(views.values())
+        leaf.views = tuple(leaf.held(views).values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
             self._state[leaf.param] = views | {key: value for key, value in saved.items() if key not in views}
@@ -262,7 +264,7 @@ class Launches:
 
 def _shown(leaf: Leaf, names: set[str]) -> list[tuple[str, torch.Tensor]]:
     """The tensors that the leaf's state last showed under these names."""
-    return [(name, view) for name, view in zip(leaf.fields, leaf.views, strict=True) if name in names]
+    return [(name, view) for name, view in zip(leaf.fields, leaf.shown, strict=True) if name in names]
 
 
 def _in_order(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:

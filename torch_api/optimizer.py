@@ -22,7 +22,7 @@ from .averages import swapped
 from .grouped import GroupedOptimizer
 from .launch import Launch, Launches, restore
 from .options import Options
-from .plan import Leaf, bad_gradient, followed, sort_key
+from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
 from .rows import Rows
 from .scaling import Scaling
 from .transformation import as_rule
@@ -143,6 +143,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
+        check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         self.arrangement = Rows(
             type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, self._options.kept
         )
@@ -166,10 +167,7 @@ class OptaxOptimizer(GroupedOptimizer):
             leaf.place(self._options.writeback)
         twin = next((x for x in self._active if leaf.memory is not None and x.memory is leaf.memory and x is not leaf), None)
         if twin is not None:
-            raise ValueError(
-                f"{type(self).__name__}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one "
-                "Parameter object, or give each memory of its own: param.data = param.data.clone()."
-            )
+            raise ValueError(same_memory(type(self).__name__, twin, leaf))
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
@@ -280,12 +278,15 @@ class OptaxOptimizer(GroupedOptimizer):
             g = p.grad
             if g is None or not p.requires_grad:
                 continue
-            elsewhere = p.data_ptr() != leaf.address or p.stride() != leaf.strides or p.shape != leaf.shape
+            here = p
+            if leaf.layout is not None:
+                here, g = leaf.layout.local(p), leaf.layout.gradient(g)
+            elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
             if (elsewhere or leaf.spec is None) and self._placed_anew(leaf):
                 return self._live()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
-            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.views)):
+            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.shown)):
                 self._place()  # the state was replaced or cleared by hand: go on from what is there
                 return self._live()
             live.append(i)
@@ -369,7 +370,7 @@ class OptaxOptimizer(GroupedOptimizer):
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with a scalar "frozen" as the state of each frozen parameter that still requires grad.
+        """torch's, with a lone scalar "step" as the state of each frozen parameter that still requires grad.
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
