@@ -216,7 +216,7 @@ class Launches:
         leaf.fields, leaf.views = tuple(views), tuple(views.values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
-            self._state[leaf.param] = views | {key: value for key, value in saved.items() if key not in views}
+            self._state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""

@@ -388,10 +388,15 @@ class OptaxOptimizer(Optimizer):
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        result = super().state_dict()
+        handle = self.register_state_dict_post_hook(self._mark_frozen, prepend=True)  # the user's hooks may return anything
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _mark_frozen(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         active = set(map(id, self._active))
-        checkpoint.mark_frozen(result, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
-        return result
+        checkpoint.mark_frozen(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
