@@ -17,7 +17,7 @@ from bridge.rules import Rule
 
 from . import checkpoint, groups, report
 from .arguments import Arguments, Closure
-from .launch import Launch, Launches, restore
+from .launch import Launch, Launches, not_traced, restore
 from .plan import Leaf, bad_gradient, followed, sort_key
 from .rows import Rows
 from .transformation import as_rule
@@ -237,6 +237,7 @@ class OptaxOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
 
+    @not_traced
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: Any) -> Any:
         """One update of every trained parameter that has a gradient.
 
@@ -388,15 +389,11 @@ class OptaxOptimizer(Optimizer):
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        handle = self.register_state_dict_post_hook(self._mark_frozen, prepend=True)  # the user's hooks may return anything
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
-
-    def _mark_frozen(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         active = set(map(id, self._active))
-        checkpoint.mark_frozen(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
+        frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
+        mark = lambda _, state_dict: checkpoint.mark_frozen(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+        with checkpoint.hooked(self.register_state_dict_post_hook, mark, prepend=True):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
@@ -407,11 +404,8 @@ class OptaxOptimizer(Optimizer):
         Raises:
           ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
         """
-        handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)
-        try:
+        with checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""
