@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,16 @@ class _Saved:
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.fields = fields
+
+
+@contextmanager
+def hooked(register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> Iterator[None]:
+    """A hook of torch's for the time of one call."""
+    handle = register(hook, **options)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from .rows import Rows
 _address = torch.Tensor.data_ptr
 # Sets of live leaves whose launch is at hand; an older one is put together again from its compiled program.
 _KEPT = 64
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_traced(function: _Function) -> _Function:
+    """A function at which torch.compile breaks its graph: dynamo cannot follow addresses and jax, and failed half-way.
+
+    torch's own decorator waits for the first call, and any optimizer has imported dynamo by then; the public one would
+    import it here, which takes as long as torch itself.
+    """
+    disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    return disable(function)
 
 
 class Launch:
@@ -227,7 +238,7 @@ class Launches:
         leaf.views = tuple(leaf.held(views).values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
-            self._state[leaf.param] = views | {key: value for key, value in saved.items() if key not in views}
+            self._state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""

@@ -20,7 +20,7 @@ from . import checkpoint, groups, options, report
 from .arguments import Arguments, Closure
 from .averages import swapped
 from .grouped import GroupedOptimizer
-from .launch import Launch, Launches, restore
+from .launch import Launch, Launches, not_traced, restore
 from .options import Options
 from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
 from .rows import Rows
@@ -180,6 +180,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     # ------------------------------------------------------------------ the step
 
+    @not_traced
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: Any) -> Any:
         """One update of every trained parameter that has a gradient.
 
@@ -374,10 +375,11 @@ class OptaxOptimizer(GroupedOptimizer):
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        result = super().state_dict()
         active = set(map(id, self._active))
-        checkpoint.mark_frozen(result, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
-        return result
+        frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
+        mark = lambda _, state_dict: checkpoint.mark_frozen(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+        with checkpoint.hooked(self.register_state_dict_post_hook, mark, prepend=True):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
@@ -388,11 +390,8 @@ class OptaxOptimizer(GroupedOptimizer):
         Raises:
           ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
         """
-        handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)
-        try:
+        with checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""
