@@ -104,7 +104,7 @@ def same(one, other, where="state"):
         assert one.dtype == other.dtype, where
         assert torch.equal(one, other), where
     elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
+        assert one.keys() == other.keys(), f"{where}: {sorted(one)}, {sorted(other)}"
         for key, value in one.items():
             same(value, other[key], f"{where}[{key!r}]")
     elif isinstance(one, list | tuple):
