@@ -82,7 +82,7 @@ def check(train, optimizer, folder, frozen="2.weight", still="2.bias", other_see
     same(resumed.state, whole.state)
     kept = {name for name, value in whole.start.items() if torch.equal(value, whole.end[name])}
     assert {frozen, still} <= kept
-    assert len(whole.start) - len(kept) >= 4
+    assert len(whole.start) - len(kept) >= 3
     if optimizer is masked_adamw:
         theirs = run(train, torch_adamw, folder / "torch", False, frozen=frozen, still=still, **options)
         assert movement_error(flat(whole.end), flat(theirs.end), flat(whole.start)) < 1e-5
