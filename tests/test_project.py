@@ -23,6 +23,7 @@ ORDER = {
         "optim",
         "optim_defs",
         "scalars",
+        "precision",
         "problem",
         "evaluate",
         "analysis",
@@ -32,6 +33,9 @@ ORDER = {
     "torch_api": [
         "groups",
         "plan",
+        "options",
+        "scaling",
+        "averages",
         "presets",
         "report",
         "transformation",
