@@ -401,7 +401,9 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         decided = state.pop("_decided", None)
+        defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
+        self.defaults = defaults  # torch adds "differentiable", which would come into the groups of every loaded state
         if decided is not None:
             self._begin()
             params = [p for group in self.param_groups for p in group["params"]]
