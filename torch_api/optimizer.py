@@ -18,7 +18,7 @@ from bridge.rules import Rule
 from . import checkpoint, groups, report
 from .arguments import Arguments, Closure
 from .launch import Launch, Launches, restore
-from .plan import Leaf, bad_gradient, followed, sort_key
+from .plan import Leaf, bad_gradient, check_leaves, followed, sort_key
 from .rows import Rows
 from .transformation import as_rule
 
@@ -175,6 +175,7 @@ class OptaxOptimizer(Optimizer):
         for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
             leaf.decide(is_trained)
             leaf.decay, leaf.lr_scale = decay, scale.value
+        check_leaves(leaves, self.rule_of, self.param_groups)
 
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
@@ -216,6 +217,7 @@ class OptaxOptimizer(Optimizer):
           keep_state: when freezing, keep the moments and step count for later, or drop them.
         """
         picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
+        check_leaves([x for x, d in zip(self._leaves, picked, strict=True) if trainable and d.value], self.rule_of, self.param_groups, True)
         for leaf, decision in zip(self._leaves, picked, strict=True):
             if decision.value:
                 leaf.trained, leaf.rule = trainable, decision.rule

@@ -17,7 +17,7 @@ from bridge.dlpack import dense_order, numpy_dtype
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 
-from .groups import group_reader
+from .groups import check_parameter_fits, group_reader
 from .plan import Leaf
 
 _is_none = partial(is_, None)
@@ -67,7 +67,7 @@ class Rows:
         self.static = tuple(row for _, _, _, row, _ in self.rows)
         # Values that decide which program runs: (group, name, what of the value does; None: all of it).
         self.watched = [
-            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if rules[g].scaled else bool)
+            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if name in rules[g].whole else bool)
             for g, row in row_of.items()
             for name in rules[g].hyperparams
             if rules[g].scaled or name in rules[g].structural or name not in dict(row.traced)
@@ -77,7 +77,8 @@ class Rows:
         """The row of one transformation; its leaves get the `spec` by which it sees them."""
         if not rule.scaled:
             for leaf in leaves:
-                leaf.spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
+                check_parameter_fits(rule, leaf.name, leaf.param)
+                leaf.spec = _spec(rule, leaf)
             return group_reader(rule, rule.traceable)(group)
         specs = tuple(
             Spec(path, tuple(leaf.shape), str(numpy_dtype(leaf.dtype)), _order(leaf)) for leaf, path in zip(leaves, paths, strict=True)
@@ -130,8 +131,7 @@ class Rows:
         if rule.scaled and leaf.spec is None:
             return None
         if not rule.scaled:
-            spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
-            own, shared = layout(Problem(group_reader(rule, ())(group), (spec,))).own[0], ()
+            own, shared = layout(Problem(group_reader(rule, ())(group), (_spec(rule, leaf),))).own[0], ()
         else:
             row = self.static[leaf.row]
             read = replace(group_reader(rule, dict(row.traced))(group), unit=row.unit, pruned=row.pruned)
@@ -155,6 +155,13 @@ def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
         return True
 
     return not begins(row) and begins(replace(row, pruned=True))
+
+
+def _spec(rule: Rule, leaf: Leaf) -> Spec:
+    """A leaf before an equation of ours: flat, unless the equation needs its matrices."""
+    dtype = str(numpy_dtype(leaf.dtype))
+    matrix = rule.shaped and len(leaf.shape) > 1
+    return Spec(None, tuple(leaf.shape), dtype, _order(leaf)) if matrix else Spec(None, leaf.buffer_shape, dtype)
 
 
 def _key(leaf: Leaf) -> tuple[int, bool, float]:
