@@ -158,16 +158,16 @@ def decayed(g: jax.Array, p: jax.Array, weight_decay: Scalar) -> jax.Array:
     return jnp.where(weight_decay == 0, g, g + weight_decay * p)
 
 
-def shrunk(p: jax.Array, factor: Scalar, update: jax.Array) -> jax.Array:
-    """The update that takes p to p * factor + update, rounded as torch rounds it.
+def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
+    """The update that takes p to p * factor and adds `updates` one after the other, rounded as torch rounds it.
 
     torch rounds p * factor before it adds, and the factor, 1 - lr * weight_decay, before that: in float32 1e-5 of the
     movement after 50 steps. p - (1 - c) * p has p * c's own rounding where it contracts to one multiply-add, and
-    p + ((... + update) - p) hands the sum through the optax interface: exactly, as long as one step moves a parameter
+    p + ((... + updates) - p) hands the sum through the optax interface: exactly, as long as one step moves a parameter
     by less than half of itself, and to its last digit else.
     """
     less = p - (1 - caster(p)(factor)) * p
-    return jnp.where(jnp.isfinite(p), (less + update) - p, update)
+    return jnp.where(jnp.isfinite(p), sum(updates, less) - p, sum(updates[1:], updates[0]))
 
 
 def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:

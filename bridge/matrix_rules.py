@@ -28,12 +28,12 @@ def newton_schulz(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
     https://kellerjordan.github.io/posts/muon/.
     """
-    sums = jnp.promote_types(dtype, jnp.float32)
     info = jnp.finfo(dtype)
+    sums = jnp.float64 if info.bits == 64 else jnp.float32
 
     def stored(x: jax.Array) -> jax.Array:
-        # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision).
-        return jax.lax.reduce_precision(x.astype(jnp.promote_types(x.dtype, sums)), info.nexp, info.nmant).astype(sums)
+        # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision); before any cast, to round once.
+        return x.astype(sums) if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(sums)
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jax.lax.dot(x.astype(dtype), y.astype(dtype), precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)

@@ -257,9 +257,8 @@ def nadam(
         denominator = jnp.sqrt(v / cast(bias_correction(betas[1], step))) + cast(eps)
         share_g = wide(lr) * (1 - mu) / (1 - wide(product))
         share_m = wide(lr) * mu_next / (1 - wide(product) * mu_next)
-        update = -(cast(share_g) * g + cast(share_m) * m) / denominator
-        if decoupled_weight_decay:
-            update = shrunk(p, 1 - wide(lr) * wide(weight_decay), update)
+        factor = 1 - wide(lr) * wide(weight_decay) if decoupled_weight_decay else 1.0
+        update = shrunk(p, factor, -cast(share_g) * g / denominator, -cast(share_m) * m / denominator)  # two roundings, as in torch
         return update, {"step": step, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
 
     return per_leaf(begin, leaf)

@@ -191,8 +191,9 @@ class OptaxOptimizer(Optimizer):
             if leaf.param.requires_grad:
                 self._place_leaf(leaf)
         self._active.sort(key=sort_key)
-        rules = {index: self.rule_of(group) for index, group in enumerate(self.param_groups)}
+        rules = list(map(self.rule_of, self.param_groups))
         self._launches = Launches(type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm)
+        self._launches.begin(self._hyperparams)
 
     def _is_active(self, leaf: Leaf) -> bool:
         return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
@@ -211,8 +212,7 @@ class OptaxOptimizer(Optimizer):
         """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
 
         Args:
-          selector: any selector of the README but arrays; only parameters that it picks change. A mask of elements is
-            lifted by True.
+          selector: any selector of the README but arrays; only what it picks changes. True lifts a mask of elements.
           trainable: True to train, False to freeze.
           keep_state: when freezing, keep the moments and step count for later, or drop them.
         """
