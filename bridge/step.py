@@ -322,7 +322,7 @@ def _unit_update(
 
 def _kept_in(mask: Any, x: Any, problem: Problem) -> Any:
     """The array with 0 where the mask is False, if the transformation may look from one element to another."""
-    return x if mask is None or problem.specs[0].path is None else jnp.where(mask, x, jnp.zeros_like(x))
+    return x if mask is None or (problem.specs[0].path is None and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
 
 
 def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:

@@ -157,10 +157,11 @@ class OptaxOptimizer(GroupedOptimizer):
             if leaf.param.requires_grad:
                 self._place_leaf(leaf)
         self._active.sort(key=sort_key)
-        rules = {index: self.rule_of(group) for index, group in enumerate(self.param_groups)}
+        rules = list(map(self.rule_of, self.param_groups))
         self._launches = Launches(
             type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin
         )
+        self._launches.begin(self._hyperparams)
 
     def _place_leaf(self, leaf: Leaf) -> None:
         with torch.inference_mode(False):  # else the parameter would become an inference tensor
