@@ -153,6 +153,7 @@ class OptaxOptimizer(Optimizer):
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
+            groups.take_lr_scale(param_group)
         before = len(self.param_groups)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         super().add_param_group(groups.without_duplicates(owner, param_group))
@@ -405,7 +406,7 @@ class OptaxOptimizer(Optimizer):
         values.append(self.max_grad_norm or 0.0)
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
-                scale = scale * group.get("lr_scale", 1.0)
+                scale = scale * group.get("lr_scale", 1.0) * group.get(groups.TAKEN_LR_SCALE, 1.0)  # groups.lr_scale, without the call
                 for name, length in row.traced:
                     value = group[name]
                     if name == "lr" and not row.scaled:
@@ -462,6 +463,7 @@ class OptaxOptimizer(Optimizer):
         """
         result = super().state_dict()
         active = set(map(id, self._active))
+        checkpoint.put_back_lr_scale(result)
         checkpoint.mark_frozen(result, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
         return result
 
