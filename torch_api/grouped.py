@@ -42,6 +42,7 @@ class GroupedOptimizer(Optimizer):
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
+            groups.take_lr_scale(param_group)
         before = len(self.param_groups)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         super().add_param_group(groups.without_duplicates(owner, param_group))

@@ -15,7 +15,9 @@ from bridge.masks import near, required_arguments
 from bridge.rules import Rule
 from bridge.step import Row
 
-FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale"})
+# A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not.
+TAKEN_LR_SCALE = "initial_lr_scale"
+FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale", TAKEN_LR_SCALE})
 # Options of torch.optim that say how torch computes: kept, so that checkpoints look the same, and otherwise ignored.
 TORCH_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # Written into groups by torch.optim.lr_scheduler and swa_utils, and `name` by Lightning's monitor.
@@ -30,6 +32,7 @@ _NON_NEGATIVE = {
     "momentum": "momentum value",
     "weight_decay": "weight_decay value",
     "lr_scale": "lr_scale",
+    TAKEN_LR_SCALE: TAKEN_LR_SCALE,
     "wd_scale": "wd_scale",
 }
 
@@ -137,6 +140,18 @@ def _length(value: Any) -> int:
 def asks_each(selector: Any) -> bool:
     """Whether a selector is a function of (name, param), and so has an answer for parameters added later."""
     return isinstance(selector, FunctionType | partial | MethodType) and required_arguments(selector) == 2
+
+
+def take_lr_scale(group: dict[str, Any]) -> None:
+    """Take the lr_scale that a group is given with, and leave it a 1 there, so that it acts once under any scheduler."""
+    if "lr_scale" in group:
+        group[TAKEN_LR_SCALE] = group.get(TAKEN_LR_SCALE, 1.0) * group["lr_scale"]
+        group["lr_scale"] = 1.0
+
+
+def lr_scale(group: Mapping[str, Any]) -> float:
+    """What the group multiplies the lr by: the scale taken from it, and what was written into it since."""
+    return group.get("lr_scale", 1.0) * group.get(TAKEN_LR_SCALE, 1.0)
 
 
 def listed(owner: str, params: Any) -> Any:

@@ -321,7 +321,7 @@ class OptaxOptimizer(GroupedOptimizer):
         values.append(self.max_grad_norm or 0.0)
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
-                scale = scale * group.get("lr_scale", 1.0)
+                scale = scale * group.get("lr_scale", 1.0) * group.get(groups.TAKEN_LR_SCALE, 1.0)  # groups.lr_scale, without the call
                 for name, length in row.traced:
                     value = group[name]
                     if name == "lr" and not row.scaled:
@@ -378,8 +378,8 @@ class OptaxOptimizer(GroupedOptimizer):
         """
         active = set(map(id, self._active))
         frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
-        mark = lambda _, state_dict: checkpoint.mark_frozen(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
-        with checkpoint.hooked(self.register_state_dict_post_hook, mark, prepend=True):
+        complete = lambda _, state_dict: checkpoint.complete(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+        with checkpoint.hooked(self.register_state_dict_post_hook, complete, prepend=True):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
