@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from .dlpack import x64
+from .precision import AVERAGE, KEY, MASTER, stochastic_round
 from .problem import GRADIENTS, Field, Layout, Problem, Row, buffer_shape, flatten, layout, lift, lower, times, unflatten
 
 
@@ -24,12 +25,13 @@ class Arrays(NamedTuple):
 
 
 def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arrays:
-    """The state of shaped leaves as the transformation begins, in the layout's types; the leaves themselves are left out."""
+    """The state of shaped leaves as the transformation begins, in the layout's types; the leaves themselves, and what is kept
+    beside that state, are left out."""
     row, plan = problem.row, layout(problem)
     with problem.types():
         leaves = [lift(p, row) for p in params]
         state = jax.tree.leaves(row.transformation(values).init(problem.tree(leaves)))
-        own, shared = _taken_out(problem, plan, state, None)
+        own, shared = _taken_out(problem, plan, state, None, [{} for _ in params])
     return Arrays([], [], own, shared)
 
 
@@ -71,13 +73,18 @@ def evaluate(
     """
     row, plan = problem.row, layout(problem)
     with problem.types():
-        params = [times(lift(p, row), factor) for p in arrays.params]
+        beside = [
+            {field.name: x for field, x in zip(fields, own, strict=True) if field.position is None}
+            for fields, own in zip(plan.own, arrays.own, strict=True)
+        ]
+        params = [times(_wide(p, kept, row), factor) for p, kept in zip(arrays.params, beside, strict=True)]
         grads = [times(times(lift(g, row), factor), scale) for g in arrays.grads]
         state: list[Any] = [None] * plan.structure.num_leaves
         for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
             for field, x in zip(fields, leaf_state, strict=True):
-                wide = x.astype(field.arithmetic) if row.scaled and field.key is None else lift(x, row)
-                state[field.position] = times(wide, factor) if field.key is None else jax.random.wrap_key_data(x, impl=field.key)
+                if field.position is not None:
+                    wide = times(lift(x, row).astype(field.arithmetic), factor) if field.key is None else None
+                    state[field.position] = wide if field.key is None else jax.random.wrap_key_data(x, impl=field.key)
         extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
         transformation = row.transformation(problem.scalars(values))
         if extra and isinstance(transformation, optax.GradientTransformation):
@@ -87,9 +94,9 @@ def evaluate(
         if structure != plan.structure:
             raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
         moves = _moves(problem, updates, params)
-        new_params = [_moved(row, *each) for each in zip(arrays.params, params, moves, multipliers, strict=True)]
-        own, shared = _taken_out(problem, plan, new_state, arrays)
-    return Arrays(new_params, [], own, shared)
+        results = [_settled(row, *each, row.decay(values)) for each in zip(arrays.params, params, moves, multipliers, beside, strict=True)]
+        own, shared = _taken_out(problem, plan, new_state, arrays, [kept for _, kept in results])
+    return Arrays([p for p, _ in results], [], own, shared)
 
 
 def evaluate_buffers(
@@ -127,36 +134,63 @@ def _moves(problem: Problem, updates: Any, params: Sequence[Any]) -> list[Any]:
     return moves
 
 
-def _moved(row: Row, old: Any, p: Any, update: Any, multiplier: Any) -> Any:
-    """p + multiplier * update in the type of `old`, and `old` itself where the multiplier is 0, whatever the update is."""
-    if not row.scaled:
-        return lower(p + update, old.dtype, row)
-    update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
-    factor = multiplier.astype(jnp.finfo(update.dtype).dtype)
-    # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
-    move = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
-    return jnp.where(factor == 0, old, lower(p + move, old.dtype, row))
+def _wide(p: Any, beside: Mapping[str, Any], row: Row) -> Any:
+    """The parameter in the type of the arithmetic: its master, but where the parameter was written to since, its own value."""
+    if MASTER not in beside:
+        return lift(p, row)
+    return jnp.where(beside[MASTER].astype(p.dtype) == p, beside[MASTER], lift(p, row))
 
 
-def _taken_out(problem: Problem, plan: Layout, state: Sequence[Any], like: Arrays | None) -> tuple[list[list[Any]], list[Any]]:
-    """The leaves of a state by owner, in the types that `like` has, else in the layout's."""
+def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: Mapping[str, Any], decay: Any) -> tuple[Any, dict[str, Any]]:
+    """p + multiplier * update in the type of `old`, and `old` itself where the multiplier is 0, whatever the update is; and what
+    is kept beside it."""
+    kept: dict[str, Any] = {}
+    factor = None
+    if row.scaled:
+        update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
+        factor = multiplier.astype(jnp.finfo(update.dtype).dtype)
+        # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
+        update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
+    moved = p + update
+    if KEY in beside:
+        now, following = jax.random.split(jax.random.wrap_key_data(beside[KEY], impl="threefry2x32"))
+        new, kept[KEY] = stochastic_round(moved, old.dtype, now), jax.random.key_data(following)
+    else:
+        new = lower(moved, old.dtype, row)
+    if factor is not None:
+        new, moved = jnp.where(factor == 0, old, new), jnp.where(factor == 0, p, moved)
+    if MASTER in beside:
+        kept[MASTER] = moved
+    if AVERAGE in beside:
+        average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
+        with x64():
+            share = (1 - decay).astype(jnp.finfo(average.dtype).dtype)
+        kept[AVERAGE] = lower(average + share * (trained - average), beside[AVERAGE].dtype, row)
+    return new, kept
+
+
+def _taken_out(
+    problem: Problem, plan: Layout, state: Sequence[Any], like: Arrays | None, beside: Sequence[Mapping[str, Any]]
+) -> tuple[list[list[Any]], list[Any]]:
+    """The leaves of a state by owner, in the types that `like` has, else in the layout's; then what is `beside` it."""
 
     def stored(field: Field, old: Any) -> Any:
-        x = state[field.position]
+        x: Any = state[field.position] if field.position is not None else None
         return jax.random.key_data(x) if field.key is not None else lower(jnp.asarray(x), getattr(old, "dtype", field.dtype), problem.row)
 
+    columns = (*plan.own, plan.shared)
+    before = columns if like is None else (*like.own, like.shared)
     *own, shared = [
-        [stored(f, old) for f, old in zip(fields, before, strict=True)]
-        for fields, before in zip(
-            (*plan.own, plan.shared), (*plan.own, plan.shared) if like is None else (*like.own, like.shared), strict=True
-        )
+        [stored(f, old) for f, old in zip(fields, olds, strict=True) if f.position is not None]
+        + [extra[f.name] for f in fields if f.position is None and f.name in extra]
+        for fields, olds, extra in zip(columns, before, (*beside, {}), strict=True)
     ]
     return own, shared
 
 
 def _buffered(problem: Problem, plan: Layout, state: Arrays) -> Arrays:
     own = [
-        [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=True)]
+        [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=False)]
         for fields, leaf, spec in zip(plan.own, state.own, problem.specs, strict=True)
     ]
     return Arrays([], [], own, [x.reshape(buffer_shape(f)) for f, x in zip(plan.shared, state.shared, strict=True)])

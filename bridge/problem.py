@@ -22,6 +22,7 @@ import numpy as np
 
 from .dlpack import x64
 from .masks import path_name
+from .precision import BESIDE, NOTHING, Kept
 from .scalars import Scalar
 
 Path = tuple[str, ...]
@@ -54,6 +55,8 @@ class Row:
     `scaled`: an optax transformation, whose update is multiplied by one more traced number, the row's last. Rows with
     one `unit` are evaluated together, as one transformation over all their leaves; with None each leaf is by itself.
     `pruned`: the transformation cannot have None where a leaf takes no part (GaLore); the tree then has no such place.
+    `kept`: what is kept beside the transformation's state; with an average, its decay is a traced number after all others
+    but the multiplier.
     """
 
     factory: Callable[..., Any]
@@ -62,10 +65,15 @@ class Row:
     scaled: bool = False
     unit: int | None = None
     pruned: bool = False
+    kept: Kept = NOTHING
 
     @property
     def width(self) -> int:
-        return sum(max(length, 1) for _, length in self.traced) + self.scaled
+        return sum(max(length, 1) for _, length in self.traced) + self.kept.average + self.scaled
+
+    def decay(self, values: Any) -> Any:
+        """The decay of the average, among the row's numbers."""
+        return values[self.width - 1 - self.scaled] if self.kept.average else None
 
     def together(self, unit: int | None) -> Row:
         return replace(self, unit=unit)
@@ -100,15 +108,17 @@ class Field(NamedTuple):
     """One array of the state: `shape` None where it is the leaf's own; `key` the kind of random key that its bits are.
 
     `dtype` is the type that it is kept in, `arithmetic` that in which the transformation computes with it: of half
-    parameters float32, but bfloat16 where the transformation asked for that.
+    parameters float32, but bfloat16 where the transformation asked for that. `position` is its place among the leaves of
+    the transformation's state; None where it is kept beside that. `asked`: the user has asked for this dtype.
     """
 
     name: str
     shape: tuple[int, ...] | None
     dtype: str
-    position: int
+    position: int | None
     key: Any = None
     arithmetic: str = ""
+    asked: bool = False
 
 
 class Layout(NamedTuple):
@@ -261,13 +271,17 @@ def layout(problem: Problem) -> Layout:
         owner, name = owner_of(path)
         alike = owner is not None and leaf.shape == wide[owner].shape
         dtype = specs[owner].dtype if owner is not None and alike and not row.scaled else str(stored.dtype)
-        field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype))
+        asked = alike and row.kept.state_dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        dtype = str(row.kept.state_dtype) if asked else dtype
+        field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)
         (shared if owner is None else own[owner]).append(field)
     tails = {tail for fields in own for field in fields for tail in _tails(field.name)}
-    shared = _short_names(shared, tails)
-    own = [_short_names(fields, {field.name for field in shared}) for fields in own]
+    shared = _short_names(shared, tails | BESIDE)
+    own = [_short_names(fields, {field.name for field in shared} | BESIDE) for fields in own]
     if row.unit is None:
         own, shared = [sorted(own[0] + shared, key=attrgetter("position"))], []
+    for fields, spec in zip(own, specs, strict=True):
+        fields += [Field(name, shape, dtype, None, arithmetic=dtype) for name, shape, dtype in row.kept.fields(spec.dtype)]
     return Layout(structure, tuple(map(tuple, own)), tuple(shared))
 
 

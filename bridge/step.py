@@ -25,7 +25,7 @@ import numpy as np
 from .analysis import calls_back
 from .dlpack import wait_for, x64
 from .evaluate import Arrays, evaluate_buffers
-from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real
+from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real, times
 from .storage import Memory, settle
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
@@ -91,7 +91,8 @@ class Leaf:
 class Plan:
     """All that is static about one update, and so the key of its program.
 
-    `shared` has the state that belongs to no leaf, for each unit of the rows in ascending order.
+    `shared` has the state that belongs to no leaf, for each unit of the rows in ascending order. `scaled`: the gradients
+    are those of a scaled loss, and the update is skipped where one is not finite.
     """
 
     rows: tuple[Row, ...]
@@ -101,6 +102,7 @@ class Plan:
     skeleton: tuple[Path, ...] = ()
     shared: tuple[tuple[Signature, ...], ...] = ()
     extra: Extra = NO_EXTRA
+    scaled: bool = False
 
     def problem(self, leaf: Leaf) -> Problem:
         """A leaf that is updated by itself."""
@@ -145,7 +147,8 @@ class Program:
         masks: list[Any],
         hyperparams: np.ndarray,
         extra: Sequence[Any] = (),
-    ) -> tuple[list[jax.Array], bool]:
+        scaling: Sequence[Any] = (),
+    ) -> tuple[list[jax.Array], bool, list[jax.Array]]:
         """Run the update and wait for it, so that torch may write to the gradients again.
 
         Args:
@@ -156,9 +159,12 @@ class Program:
           masks: a boolean array per leaf with `elements`.
           hyperparams: float64 (ONES + 1 + sum of row widths): ONES times 1.0, the norm bound, then the rows.
           extra: the arrays among the further arguments, in the order of the plan's `extra`.
+          scaling: of a `scaled` plan the loss scale and the count of infinities found, float32, and the count of skipped
+            updates, int32; all of shape (1,).
 
         Returns:
-          New values for `kept`, in memory of their own, and whether a memory came to lie elsewhere (`storage.settle`).
+          New values for `kept`, in memory of their own, whether a memory came to lie elsewhere (`storage.settle`), and of a
+          `scaled` plan the new count of skipped updates.
         """
         if _forked:
             raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
@@ -174,7 +180,9 @@ class Program:
         try:
             with x64(), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
                 arrays = list(map(_array, params)), kept, list(map(_array, state))
-                new_params, new_state, new_kept, token = self._compiled(*arrays, grads, masks, hyperparams, list(extra))
+                new_params, new_state, new_kept, skipped, token = self._compiled(
+                    *arrays, grads, masks, hyperparams, list(extra), list(scaling)
+                )
             moved = settle(itertools.chain(params, state), itertools.chain(new_params, new_state))
             # All results of one execution become ready together. Without this wait the call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
@@ -184,7 +192,7 @@ class Program:
                 signal.signal(number, handler)
         for handler, number, frame in arrived:
             handler(number, frame)
-        return new_kept, moved
+        return new_kept, moved, skipped
 
     @property
     def bytes_accessed(self) -> float:
@@ -217,8 +225,16 @@ def compilations() -> int:
 
 
 def _update(
-    plan: Plan, params: list[Any], kept: list[Any], state: list[Any], grads: list[Any], masks: list[Any], hyperparams: Any, extra: list[Any]
-) -> tuple[list[Any], list[Any], list[Any], Any]:
+    plan: Plan,
+    params: list[Any],
+    kept: list[Any],
+    state: list[Any],
+    grads: list[Any],
+    masks: list[Any],
+    hyperparams: Any,
+    extra: list[Any],
+    scaling: list[Any],
+) -> tuple[list[Any], list[Any], list[Any], list[Any], Any]:
     global _traces
     _traces += 1
     ones, rows = hyperparams[:ONES], _split(hyperparams, plan.rows)
@@ -226,14 +242,15 @@ def _update(
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
     own = [[next(states) for _ in leaf.state] for leaf in plan.leaves]
-    scale = _clip_scale(grads, leaf_masks, hyperparams[ONES]) if plan.clip else None
+    scale, skip, skipped = _unscaled(grads, leaf_masks, *scaling) if plan.scaled else (None, None, [])
+    scale = _clip_scale(grads, leaf_masks, hyperparams[ONES], scale) if plan.clip else scale
     results: list[Any] = [None] * len(plan.leaves)
     for position, leaf in enumerate(plan.leaves):
         if plan.rows[leaf.row].unit is None:
             problem = plan.problem(leaf)
             update = _leaf_update(problem, _passes(problem, leaf.elements, plan.clip, plan.extra, plan.device), plan.extra)
             arrays = old_params[position], own[position], grads[position], leaf_masks[position]
-            results[position] = update(*arrays, rows[leaf.row], ones, scale, extra)
+            results[position] = update(*arrays, rows[leaf.row], ones, scale, skip, extra)
     new_shared: list[Any] = []
     for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
         shared = [next(states) for _ in signatures]
@@ -241,14 +258,14 @@ def _update(
         p, state_of, g, m = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks))
         further = plan.extra.restored(extra)
         new = _unit_update(problem, p, state_of, g, m, shared, rows[plan.leaves[at[0]].row], multipliers, scale, further)
-        new_shared += new.shared
+        new_shared += _unless(skip, new.shared, shared)
         for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
-            results[i] = result
+            results[i] = _unless(skip, result, (old_params[i], own[i]))
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
-    return new_params, [x for _, fields in results for x in fields] + new_shared, new_kept, ones[0].astype(jnp.float32)
+    return new_params, [x for _, fields in results for x in fields] + new_shared, new_kept, skipped, ones[0].astype(jnp.float32)
 
 
 @functools.lru_cache(4 * _PROGRAMS_KEPT)
@@ -256,7 +273,9 @@ def _leaf_update(problem: Problem, passes: int, extra: Extra) -> Callable[..., A
     """The update of one leaf, traced once for all leaves of equal signature."""
     fields = layout(problem).own[0]
 
-    def leaf(p: Any, state: list[Any], g: Any, mask: Any, values: Any, ones: Any, scale: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+    def leaf(
+        p: Any, state: list[Any], g: Any, mask: Any, values: Any, ones: Any, scale: Any, skip: Any, arrays: list[Any]
+    ) -> tuple[Any, list[Any]]:
         def result(factor: Any) -> tuple[Any, list[Any]]:
             before = Arrays([_kept_in(mask, p, problem)], [_kept_in(mask, g, problem)], [state], [])
             new = evaluate_buffers(problem, before, values, [values[-1]], scale, factor, extra.restored(arrays))
@@ -271,7 +290,8 @@ def _leaf_update(problem: Problem, passes: int, extra: Extra) -> Callable[..., A
         for nth, position in enumerate(i for i, field in enumerate(fields) if field.shape is None):
             if 1 <= nth <= passes - 2:
                 new_state[position] = result(ones[nth])[1][position]
-        return (new_p, new_state) if mask is None else _masked(mask, fields, (p, state), (new_p, new_state))
+        new = (new_p, new_state) if mask is None else _masked(mask, fields, (p, state), (new_p, new_state))
+        return _unless(skip, new, (p, state))
 
     return jax.jit(leaf)
 
@@ -314,17 +334,34 @@ def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple
     return jnp.where(mask, new[0], old[0]), state
 
 
-def _clip_scale(grads: Sequence[Any], masks: Sequence[Any], bound: Any) -> Any:
-    """The factor that brings the global norm of the trained gradients down to the bound, as torch's clip_grad_norm_.
+def _unless(skip: Any, new: Any, old: Any) -> Any:
+    """The new values, or all old ones where the update is skipped."""
+    return new if skip is None else jax.tree.map(lambda after, before: jnp.where(skip, before, after), new, old)
+
+
+def _unscaled(grads: Sequence[Any], masks: Sequence[Any], loss_scale: Any, found: Any, skipped: Any) -> tuple[Any, Any, list[Any]]:
+    """The factor that undoes the loss scale, whether to skip the update, and the count of skipped ones with this."""
+    # 0 * g is 0 where g is finite and else NaN, and the sum is one reading of g: the predicates of `isfinite` would be stored.
+    zeros = [g * jnp.zeros((), g.dtype) for g in grads]
+    finite = [
+        jnp.isfinite(jnp.sum(z if mask is None else jnp.where(mask, z, jnp.zeros_like(z)))) for z, mask in zip(zeros, masks, strict=True)
+    ]
+    skip = (found[0] > 0) | ~functools.reduce(jnp.logical_and, finite)
+    return 1 / loss_scale[0].astype(jnp.float64), skip, [skipped + skip.astype(skipped.dtype)]
+
+
+def _clip_scale(grads: Sequence[Any], masks: Sequence[Any], bound: Any, scale: Any) -> Any:
+    """The factor that brings the global norm of the trained gradients, times `scale`, down to the bound, as torch's clip_grad_norm_.
 
     One scalar, so that no clipped gradient is ever stored; a norm of NaN or infinity gives what torch's gives.
     """
     squares = []
     for g, mask in zip(grads, masks, strict=True):
-        wide = real(g) if mask is None else real(jnp.where(mask, g, jnp.zeros_like(g)))
+        wide = times(real(g) if mask is None else real(jnp.where(mask, g, jnp.zeros_like(g))), scale)
         squares.append(jnp.sum(wide * wide).astype(jnp.float64))
     norm = jnp.sqrt(functools.reduce(jnp.add, squares))
-    return jnp.minimum(bound / (norm + 1e-6), 1.0)
+    factor = jnp.minimum(bound / (norm + 1e-6), 1.0)
+    return factor if scale is None else factor * scale
 
 
 def _split(hyperparams: Any, rows: Sequence[Row]) -> list[Any]:
@@ -345,7 +382,8 @@ def _abstract(plan: Plan) -> tuple[Any, ...]:
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
     width = ONES + 1 + sum(row.width for row in plan.rows)
     extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, Same)]
-    return params, kept, state, grads, masks, jax.ShapeDtypeStruct((width,), np.float64), extra
+    scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
+    return params, kept, state, grads, masks, jax.ShapeDtypeStruct((width,), np.float64), extra, scaling
 
 
 _chosen_passes: dict[Any, int] = {}
@@ -383,7 +421,7 @@ def _probe(problem: Problem, elements: bool, clip: bool, device: Any, passes: in
     values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (problem.row.width, ONES))
     scale = jax.ShapeDtypeStruct((), np.float64) if clip else None
     function = jax.jit(_leaf_update(problem, passes, NO_EXTRA), donate_argnums=(0, 1))
-    return function.lower(p, state, p, mask, values, ones, scale, []).compile()
+    return function.lower(p, state, p, mask, values, ones, scale, None, []).compile()
 
 
 def _bytes_accessed(compiled: Any) -> float:

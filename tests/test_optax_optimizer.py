@@ -539,6 +539,14 @@ def test_a_checkpoint_of_another_transformation_is_refused():
             make(draw(), tx).load_state_dict(adam.state_dict())
 
 
+def test_loading_and_copying_add_no_key_to_the_groups():
+    opt = make(draw(), optax.lion, lr=0.05)
+    saved = opt.state_dict()
+    for _ in range(2):
+        opt.load_state_dict(saved)
+        assert opt.state_dict() == copy.deepcopy(opt).state_dict() == saved
+
+
 def test_deepcopy_has_a_life_of_its_own():
     module = torch.nn.Linear(3, 2)
     opt = torch_api.OptaxOptimizer(module.named_parameters(), optax.adam(0.05))

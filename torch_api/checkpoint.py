@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bridge.masks import near
+from bridge.precision import BESIDE
 from bridge.problem import Field
 
 from .groups import FLAGS, TRAINABLE_PARAMS, check_group
@@ -22,6 +24,16 @@ class _Saved:
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.fields = fields
+
+
+@contextmanager
+def hooked(register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> Iterator[None]:
+    """A hook of torch's for the time of one call."""
+    handle = register(hook, **options)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
@@ -143,31 +155,40 @@ def _checked_state(
 
     `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
     """
-    given = {key: value for key, value in (saved or {}).items() if value is not None}
+    idle = BESIDE - (BESIDE if fields is None else fields.keys())  # kept by the optimizer that was saved, not by this one
+    given = {key: value for key, value in (saved or {}).items() if value is not None and key not in idle}
     if given.keys() == {FROZEN} and not has_state((fields or {}).values(), given):
         given = {}
     if fields is None and given:  # frozen: it is looked at when it is thawed
         return {index: _Saved({key: torch.as_tensor(value).detach().to(param.device, copy=True) for key, value in given.items()})}
-    if fields is None or not given or (given.keys() <= fields.keys() and not has_state(fields.values(), given)):
+    only_scalars = fields is not None and given.keys() <= fields.keys() - BESIDE and not has_state(fields.values(), given)
+    if fields is None or not given or only_scalars:
         return {}
-    if not fields.keys() <= given.keys() or (strict and given.keys() - fields.keys()):
+    needed = {key for key, field in fields.items() if field.position is not None}
+    if not needed <= given.keys() or (strict and given.keys() - fields.keys()):
         raise ValueError(
             f"load_state_dict: state of {name!r} has the fields {sorted(given)}, expected {sorted(fields)}. It was saved by another "
             "optimizer, or with another option such as amsgrad or momentum."
         )
-    for key, field in fields.items():
+    for key in fields.keys() & given.keys():
+        field = fields[key]
         shape = tuple(given[key].shape) if torch.is_tensor(given[key]) else ()
         expected = tuple(param.shape if field.shape is None else field.shape)
-        if expected and shape != expected and field.position >= 0:
+        if expected and shape != expected and field.position != -1:
             raise ValueError(f"load_state_dict: state {key!r} of {name!r} has shape {shape}, expected {expected}.")
     return {index: _Saved({key: _copied(value, param, fields[key]) if key in fields else value for key, value in given.items()})}
 
 
 def _copied(value: Any, param: torch.Tensor, field: Field) -> torch.Tensor:
-    """The value on the parameter's device; like the parameter in its own type, or in float32 if saved so; else in the field's."""
+    """The value on the parameter's device in the field's type, or in float32 if it was saved so and no type is asked for."""
     tensor = torch.as_tensor(value).detach()
     dtype = getattr(torch, field.dtype)
-    if field.shape is None and tensor.dtype == _wide(dtype) and torch.promote_types(tensor.dtype, dtype) == tensor.dtype:
+    if (
+        field.shape is None
+        and not field.asked
+        and tensor.dtype == _wide(dtype)
+        and torch.promote_types(tensor.dtype, dtype) == tensor.dtype
+    ):
         dtype = tensor.dtype
     return tensor.to(device=param.device, dtype=dtype, copy=True)
 

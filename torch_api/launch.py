@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,17 +23,30 @@ from .rows import Rows
 _address = torch.Tensor.data_ptr
 # Sets of live leaves whose launch is at hand; an older one is put together again from its compiled program.
 _KEPT = 64
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_traced(function: _Function) -> _Function:
+    """A function at which torch.compile breaks its graph: dynamo cannot follow addresses and jax, and failed half-way.
+
+    torch's own decorator waits for the first call, and any optimizer has imported dynamo by then; the public one would
+    import it here, which takes as long as torch itself.
+    """
+    disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    return disable(function)
 
 
 class Launch:
     """The compiled update of one set of live leaves on one device."""
 
     __slots__ = (
-        "inplace", "kept", "kept_order", "leaves", "masks", "order", "params", "part", "program", "seen", "shared", "state", "views",
+        "device", "inplace", "kept", "kept_order", "leaves", "masks", "order", "params", "part", "program", "seen", "shared", "state",
+        "views",
     )  # fmt: skip
 
     def __init__(self, leaves: Sequence[Leaf], part: slice, program: step.Program, shared: Sequence[Shared]) -> None:
         self.leaves, self.part, self.program, self.shared = leaves, part, program, shared
+        self.device = leaves[0].device
         self.inplace = [leaf for leaf in leaves if leaf.memory is not None]
         self.params = [leaf.param for leaf in leaves if leaf.memory is not None or leaf.layout is not None]
         kept = [leaf for leaf in leaves if leaf.memory is None]
@@ -97,6 +110,7 @@ class Launches:
       rules: the rule of each leaf.
       state: the optimizer's own.
       max_grad_norm: None for no clipping.
+      begin: what a field begins with that is kept beside the transformation's state.
     """
 
     def __init__(
@@ -107,9 +121,10 @@ class Launches:
         rules: Mapping[int, Rule],
         state: MutableMapping[Any, Any],
         max_grad_norm: float | None,
+        begin: Callable[[Leaf, Field], torch.Tensor],
     ) -> None:
         self._owner, self._active, self._rows, self._rules = owner, active, rows, rules
-        self._state, self._max_grad_norm = state, max_grad_norm
+        self._state, self._max_grad_norm, self._begin = state, max_grad_norm, begin
         self.known: dict[Any, list[Launch]] = {}
         self._shared: dict[int, Shared] = {}
 
@@ -117,12 +132,15 @@ class Launches:
     def latest(self) -> list[Launch]:
         return next(reversed(self.known.values()), [])
 
-    def build(self, live: tuple[int, ...], extra: Extra, hyperparams: np.ndarray) -> list[Launch]:
-        """Launches for a set of live leaves, with state for leaves that have none yet, begun with these numbers."""
+    def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[Launch]:
+        """Launches for a set of live leaves, with state for leaves that have none yet, begun with these numbers.
+
+        `scaled`: the gradients are those of a scaled loss.
+        """
         leaves = [self._active[i] for i in live]
         on_device = [list(part) for _, part in itertools.groupby(leaves, key=attrgetter("device"))]
         self._check_devices(on_device)
-        programs = [self._program(part, extra) for part in on_device]
+        programs = [self._program(part, extra, scaled) for part in on_device]
         storage.return_freed()
         for part in on_device:
             self._give_state(part, hyperparams)
@@ -133,7 +151,7 @@ class Launches:
         ]
         if len(self.known) == _KEPT:
             del self.known[next(iter(self.known))]
-        self.known[live, extra] = launches
+        self.known[live, extra, scaled] = launches
         return launches
 
     def _check_devices(self, on_device: list[list[Leaf]]) -> None:
@@ -167,7 +185,7 @@ class Launches:
     def _fields(self, leaf: Leaf) -> tuple[Field, ...]:
         return self._rows.fields(leaf)[0]
 
-    def _program(self, leaves: list[Leaf], extra: Extra) -> step.Program:
+    def _program(self, leaves: list[Leaf], extra: Extra, scaled: bool) -> step.Program:
         described = tuple(
             describe(leaf, self._fields(leaf), self._rules[leaf.group].hidden, leaf.held(self._state.get(leaf.param, {})))
             for leaf in leaves
@@ -175,7 +193,8 @@ class Launches:
         units = sorted(self._units(leaves).items())
         shared = tuple(self._shared_signature(unit, part) for unit, part in units)
         skeleton = self._rows.skeleton if any(leaf.spec.path is not None for leaf in leaves) else ()
-        plan = step.Plan(self._rows.static, described, self._max_grad_norm is not None, device_of(leaves[0].param), skeleton, shared, extra)
+        device = device_of(leaves[0].param)
+        plan = step.Plan(self._rows.static, described, self._max_grad_norm is not None, device, skeleton, shared, extra, scaled)
         try:
             return step.program(plan)
         except TypeError as error:
@@ -199,7 +218,8 @@ class Launches:
 
     def _give_state(self, leaves: list[Leaf], hyperparams: np.ndarray) -> None:
         values = self._rows.cut(hyperparams)
-        taken = {memory for leaf in self._active for memory in leaf.state or ()} | {m for s in self._shared.values() for m in s.memories}
+        taken = {memory for leaf in self._active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
+        taken |= {memory for shared in self._shared.values() for memory in shared.memories}
         with torch.inference_mode(False):
             for unit, part in self._units(leaves).items():
                 self._give_unit_state(unit, part, values[part[0].row], taken)
@@ -211,14 +231,14 @@ class Launches:
         fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self._state.get(leaf.param, {})
         if not has_state(fields, saved) and fresh is None:
             fresh = begin_buffers(self._rows.problem(leaf), values, [param_array(leaf)]).own[0]
-        leaf.state, views = allocate(leaf, fields, hidden, fresh, leaf.held(saved), taken)
+        leaf.state, views = allocate(leaf, fields, hidden, fresh, leaf.held(saved), taken, self._begin)
         unit = self._rows.static[leaf.row].unit
         views |= {} if unit is None else self._shared[unit].views
         leaf.fields, leaf.shown = tuple(views), tuple(views.values())
         leaf.views = tuple(leaf.held(views).values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
-            self._state[leaf.param] = views | {key: value for key, value in saved.items() if key not in views}
+            self._state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
@@ -248,7 +268,7 @@ class Launches:
                     f"{self._owner}: state {field.name!r}, which all parameters share, has shape {shape}, expected {field.shape}. It was "
                     "saved with other parameters, or others have a gradient now."
                 )
-        self._shared[unit] = Shared(*allocate(leaves[0], fields, {}, None if source else fresh, source, taken))
+        self._shared[unit] = Shared(*allocate(leaves[0], fields, {}, None if source else fresh, source, taken, self._begin))
         for leaf in saved:
             self._state[leaf.param].update(self._shared[unit].views)
 

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.optim.optimizer import Optimizer
 
-from bridge import masks, step, storage, tree
+from bridge import step, storage
 from bridge.dlpack import device_of, operands
+from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
 from bridge.rules import Rule
 
-from . import checkpoint, groups, report
+from . import checkpoint, groups, options, report
 from .arguments import Arguments, Closure
-from .launch import Launch, Launches, restore
+from .averages import swapped
+from .grouped import GroupedOptimizer
+from .launch import Launch, Launches, not_traced, restore
+from .options import Options
 from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
 from .rows import Rows
+from .scaling import Scaling
 from .transformation import as_rule
 
 _memory = attrgetter("memory")
 _address = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
 _ALL = "all"  # the key of the only rule
-_ENGINE = frozenset({"mask", "decay_mask", "lr_scale", "max_grad_norm", "writeback"})
+_ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
 
 
-class OptaxOptimizer(Optimizer):
+class OptaxOptimizer(GroupedOptimizer):
     """A `torch.optim.Optimizer` whose update is one compiled JAX program over the parameters' own memory.
 
     Args:
@@ -45,6 +50,14 @@ class OptaxOptimizer(Optimizer):
         bound. As `torch.nn.utils.clip_grad_norm_` before the step, but the gradients are not written to.
       writeback: "inplace" moves each parameter that owns its storage into jax-owned memory, once; "copy" leaves all
         where they are and copies results into them. Both keep the tensors' identity; `report()` shows which and why.
+      state_dtype: the floating torch.dtype in which state of a parameter's shape is kept; None as the transformation has it,
+        which for torch's own optimizers is the parameter's. The arithmetic runs in float32 or wider all the same.
+      master_weights: update a float32 copy of each float16 and bfloat16 parameter, `state[p]["master_param"]`, and round it
+        into the parameter. A parameter that is written to by hand is gone on from, element by element.
+      stochastic_rounding: round results to float16 and bfloat16 parameters up or down at random, without bias, from the
+        `rounding_seed` and the parameter's name; `state[p]["rounding_key"]` carries it on.
+      ema_decay: keep `state[p]["ema_param"]`, an average of the trained weights: ema += (1 - ema_decay) * (p - ema) after
+        each update of p, from the weights before the first; float32 for half types. `ema_params()` swaps it in.
       **hyperparams: of a factory or definition; each number lives in `param_groups` and may change at any step at no
         cost. `lr` is the factory's `learning_rate`; where it has none, where that is a schedule, and for a ready
         transformation, `lr` multiplies the update (default 1.0; 0 changes nothing).
@@ -61,7 +74,7 @@ class OptaxOptimizer(Optimizer):
 
     _step_with: Callable[..., Any] | None = None  # a step with other hyper_params, where a class has that
     by_label = False  # whether groups have a rule by their label
-    _carried = ("_rules", "_writeback", "max_grad_norm")  # what copies and pickles have beside torch's own
+    _carried = ("_rules", "_options", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
 
     def __init__(
         self,
@@ -73,26 +86,30 @@ class OptaxOptimizer(Optimizer):
         lr_scale: Any = None,
         max_grad_norm: float | None = None,
         writeback: str = "inplace",
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+        ema_decay: float | None = None,
         **hyperparams: Any,
     ) -> None:
         owner = type(self).__name__
+        engine = {"max_grad_norm": max_grad_norm, "writeback": writeback, "state_dtype": state_dtype, "master_weights": master_weights}
+        engine |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed, "ema_decay": ema_decay}
         torch_options = {name: hyperparams.pop(name) for name in groups.TORCH_OPTIONS & hyperparams.keys()}
         rule, defaults = as_rule(owner, tx, hyperparams)
         if not rule.scaled:
             groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | groups.TORCH_OPTIONS | _ENGINE)
         selectors = {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale}
-        self._build(groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, max_grad_norm, writeback)
+        self._build(groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, engine)
 
     def _build(
-        self, params: Any, rules: dict[Any, Rule], defaults: dict[str, Any], selectors: dict[str, Any], max_grad_norm: Any, writeback: str
+        self, params: Any, rules: dict[Any, Rule], defaults: dict[str, Any], selectors: dict[str, Any], engine: dict[str, Any]
     ) -> None:
         """Construct with one rule for all groups, or one for each label."""
         owner = type(self).__name__
-        if writeback not in ("inplace", "copy"):
-            raise ValueError(f"{owner}: writeback is {writeback!r}; expected 'inplace' or 'copy'.")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"{owner}: max_grad_norm is {max_grad_norm}; expected a positive number, or None for no bound.")
-        self._rules, self._writeback, self.max_grad_norm = rules, writeback, max_grad_norm
+        self._rules, self._options = rules, Options.of(owner, engine)
+        self.max_grad_norm, self.ema_decay = self._options.max_grad_norm, self._options.ema_decay
         if not self.by_label:
             groups.check_group(owner, defaults, rules[_ALL])
         if selectors["decay_mask"] is not None and not any("weight_decay" in rule.hyperparams for rule in rules.values()):
@@ -100,87 +117,36 @@ class OptaxOptimizer(Optimizer):
         self._selectors = {name: s if groups.asks_each(s) else None for name, s in selectors.items()}
         self._leaves: list[Leaf] = []
         self._constructed = False
-        self._extra, self._argument_names = NO_EXTRA, ()
+        self._begin()
         super().__init__(params, defaults)
         self._resolve(self._leaves, selectors)
         self._constructed = True
         self._place()
+        self._follow_fused()
+
+    def _follow_fused(self) -> None:
+        """As torch's optimizers: GradScaler leaves unscaling and skipping to one with fused=True, without asking the device."""
+        if any(group.get("fused") for group in self.param_groups):
+            self._step_supports_amp_scaling = True
+
+    def _begin(self) -> None:
+        """What no copy or pickle carries."""
+        self._extra, self._argument_names = NO_EXTRA, ()
+        self._scaling, self._averaged = Scaling(), False
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
         return self._rules[group.get("label") if self.by_label else _ALL]
 
-    # ------------------------------------------------------------------ groups and columns
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
-
-        Selectors given to the constructor spoke about the parameters of that time; those that are functions of
-        (name, param) are asked about the new ones too.
-
-        Raises:
-          ValueError, TypeError: as the constructor; the optimizer is then as before.
-        """
-        owner = type(self).__name__
-        if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
-        before = len(self.param_groups)
-        mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
-        super().add_param_group(groups.without_duplicates(owner, param_group))
-        try:
-            leaves = self._new_leaves(self.param_groups[-1])
-            for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
-                leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
-            if self._constructed:
-                self._resolve(leaves, self._selectors)
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-        self._leaves += leaves
-        if self._constructed:
-            self._place()
-
-    def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
-        leaves = []
-        for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
-            groups.check_parameter(type(self).__name__, name, p)
-            leaves.append(Leaf(name, p, len(self.param_groups) - 1))
-            leaves[-1].label = group.get("label")
-        return leaves
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """Each parameter with what was decided of it, in the order of the groups."""
-        return self._leaves
-
-    def names(self) -> list[str]:
-        """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
-        start, names = 0, []
-        for group in self.param_groups:
-            names += groups.names(group, start)
-            start += len(group["params"])
-        return names
-
-    def _described(self, leaves: list[Leaf]) -> masks.Leaves:
-        named = all("param_names" in group for group in self.param_groups)
-        names = [leaf.name for leaf in leaves]
-        return masks.Leaves(names, [leaf.param for leaf in leaves], lambda: tree.nest((x.name, x.param) for x in leaves), named)
-
-    def _resolve(self, leaves: list[Leaf], selectors: Mapping[str, Any]) -> None:
-        described = self._described(leaves)
-        trained = masks.column(selectors["mask"], described, "mask")
-        decays = masks.column(selectors["decay_mask"], described, "decay_mask")
-        scales = masks.column(selectors["lr_scale"], described, "lr_scale")
-        for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
-            leaf.decide(is_trained)
-            leaf.decay, leaf.lr_scale = decay, scale.value
+    # ------------------------------------------------------------------ placement
 
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
-        self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra)
+        self.arrangement = Rows(
+            type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, self._options.kept
+        )
         self._signature = self._group_signature()
         self._active = list(filter(self._is_active, self._leaves))
         for leaf in self._leaves:
@@ -192,37 +158,16 @@ class OptaxOptimizer(Optimizer):
                 self._place_leaf(leaf)
         self._active.sort(key=sort_key)
         rules = {index: self.rule_of(group) for index, group in enumerate(self.param_groups)}
-        self._launches = Launches(type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm)
-
-    def _is_active(self, leaf: Leaf) -> bool:
-        return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
+        self._launches = Launches(
+            type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin
+        )
 
     def _place_leaf(self, leaf: Leaf) -> None:
         with torch.inference_mode(False):  # else the parameter would become an inference tensor
-            leaf.place(self._writeback)
+            leaf.place(self._options.writeback)
         twin = next((x for x in self._active if leaf.memory is not None and x.memory is leaf.memory and x is not leaf), None)
         if twin is not None:
             raise ValueError(same_memory(type(self).__name__, twin, leaf))
-
-    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
-        """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
-
-        Args:
-          selector: any selector of the README but arrays; only parameters that it picks change. A mask of elements is
-            lifted by True.
-          trainable: True to train, False to freeze.
-          keep_state: when freezing, keep the moments and step count for later, or drop them.
-        """
-        picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
-        for leaf, decision in zip(self._leaves, picked, strict=True):
-            if decision.value:
-                leaf.trained, leaf.rule = trainable, decision.rule
-                leaf.elements = None if trainable else leaf.elements
-                if not trainable and not keep_state:
-                    self.state.pop(leaf.param, None)
-        for index, group in enumerate(self.param_groups):
-            group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
-        self._place()
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
@@ -235,6 +180,7 @@ class OptaxOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
 
+    @not_traced
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: Any) -> Any:
         """One update of every trained parameter that has a gradient.
 
@@ -254,6 +200,10 @@ class OptaxOptimizer(Optimizer):
         """
         if self._step_with is not None and "hyper_params" in extra_args:
             return self._step_with(extra_args.pop("hyper_params"), closure, extra_args)
+        if self._averaged:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: inside ema_params() the parameters hold their average. Leave it before training on."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -270,24 +220,31 @@ class OptaxOptimizer(Optimizer):
             return loss
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
-        launches = self._launches.known.get((live, extra))
+        given = self.__dict__  # GradScaler sets and deletes these two
+        scaled = "found_inf" in given or given.get("grad_scale") is not None
+        launches = self._launches.known.get((live, extra, scaled))
         for launch in launches or ():
             if list(map(_address, launch.views)) != launch.seen:
                 self._place()  # the data of a state tensor was replaced by hand: go on from what is there
                 launches = None
                 break
         if launches is None:
-            launches = self._launches.build(live, extra, hyperparams)
+            launches = self._launches.build(live, extra, scaled, hyperparams)
         before = [pair for launch in launches if launch.program.calls_back for pair in launch.copied()]
         for launch in launches:
             params = list(map(_memory, launch.inplace))
             kept = operands(launch.kept, launch.kept_order) if launch.kept else []
             gradients = operands(grads[launch.part], launch.order)
+            scaling = self._scaling.arrays(launch.device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
             try:
-                copies, moved = launch.program.apply(params, launch.state, kept, gradients, launch.masks, hyperparams, further)
+                copies, moved, skipped = launch.program.apply(
+                    params, launch.state, kept, gradients, launch.masks, hyperparams, further, scaling
+                )
             except BaseException as error:
                 self._salvage(launch, error, before)
                 raise
+            if scaled:
+                self._scaling.keep(launch.device, skipped)
             if moved:
                 launch.follow()
                 self._launches.known.clear()
@@ -374,6 +331,8 @@ class OptaxOptimizer(Optimizer):
                         values.extend(map(float, value))
                     else:
                         values.append(float(value))
+                if row.kept.average:
+                    values.append(float(cast(float, self.ema_decay)))
                 if row.scaled:
                     values.append(scale if has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError):
@@ -382,6 +341,33 @@ class OptaxOptimizer(Optimizer):
             raise
         return np.array(values)
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped inside the program for a gradient that was not finite; reading it waits for the device."""
+        return self._scaling.skipped
+
+    @contextmanager
+    def ema_params(self) -> Iterator[None]:
+        """The averages of the trained weights in the parameters, for as long as the context is open; `ema_decay` must be given.
+
+        In place, rounded to the parameter's dtype; the trained bits come back on leaving, also by an exception. Parameters
+        that were never updated, frozen ones among them, stay as they are.
+
+        Raises:
+          RuntimeError: there is no average, or the context is open already; nothing is changed then.
+        """
+        if self.ema_decay is None or self._averaged:
+            given = "ema_params() is open already" if self._averaged else "ema_decay is None, so there is no average"
+            raise RuntimeError(
+                f"{type(self).__name__}.ema_params: {given}. Expected an optimizer with ema_decay=0.999, say, and one context."
+            )
+        with swapped((p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state):
+            self._averaged = True
+            try:
+                yield
+            finally:
+                self._averaged = False
+
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,10 +375,11 @@ class OptaxOptimizer(Optimizer):
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        result = super().state_dict()
         active = set(map(id, self._active))
-        checkpoint.mark_frozen(result, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
-        return result
+        frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
+        mark = lambda _, state_dict: checkpoint.mark_frozen(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+        with checkpoint.hooked(self.register_state_dict_post_hook, mark, prepend=True):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
@@ -403,11 +390,8 @@ class OptaxOptimizer(Optimizer):
         Raises:
           ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
         """
-        handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)
-        try:
+        with checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""
@@ -417,9 +401,11 @@ class OptaxOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         decided = state.pop("_decided", None)
+        defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
+        self.defaults = defaults  # torch adds "differentiable", which would come into the groups of every loaded state
         if decided is not None:
-            self._extra, self._argument_names = NO_EXTRA, ()
+            self._begin()
             params = [p for group in self.param_groups for p in group["params"]]
             self._leaves = [Leaf.restored(name, p, group, columns) for p, (name, group, columns) in zip(params, decided, strict=True)]
             self._constructed = True
@@ -432,6 +418,7 @@ class OptaxOptimizer(Optimizer):
                 for leaf, trained in zip(mine, group[groups.TRAINABLE_PARAMS], strict=True):
                     leaf.trained = trained
         self._place()
+        self._follow_fused()
 
     def state_fields(self, leaf: Leaf, group: Mapping[str, Any]) -> dict[str, Field] | None:
         """The state fields of a parameter in such a group, by name; None where the parameter is frozen and nothing knows them."""

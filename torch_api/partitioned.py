@@ -29,7 +29,8 @@ class PartitionedOptimizer(OptaxOptimizer):
       transforms: label -> transformation, or label -> (factory, dict of its hyperparams), or label -> factory. Each
         transformation sees the nested dict of all parameters, None where another label's are.
       labels: any selector of the README that gives each parameter a label.
-      mask, decay_mask, lr_scale, max_grad_norm, writeback: as in `OptaxOptimizer`.
+      mask, decay_mask, lr_scale: as in `OptaxOptimizer`.
+      **engine: max_grad_norm, writeback, state_dtype, master_weights, stochastic_rounding, rounding_seed, ema_decay, likewise.
 
     A key of a given group (`lr`, say) goes to the parts that know it. The learning rates of ready transformations are
     inside them; `lr` in their groups multiplies the update.
@@ -51,8 +52,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         mask: Any = None,
         decay_mask: Any = None,
         lr_scale: Any = None,
-        max_grad_norm: float | None = None,
-        writeback: str = "inplace",
+        **engine: Any,
     ) -> None:
         owner = type(self).__name__
         if not isinstance(transforms, Mapping) or not transforms:
@@ -64,7 +64,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         split = [part for group, own in zip(given, assigned, strict=True) for part in self._split(group, own)]
         selectors = {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale}
         self._labels = labels if groups.asks_each(labels) else None
-        self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, max_grad_norm, writeback)
+        self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, engine)
         for leaf in self.leaves:
             leaf.rule = self._label_rules.get(leaf.name, leaf.rule) if leaf.rule == "mask=None" else leaf.rule
 
@@ -151,13 +151,13 @@ class MultiOptimizer(PartitionedOptimizer):
       ValueError: two selectors pick one parameter, or one picks none; the text names it.
     """
 
-    def __init__(self, params: Any, *pairs: tuple[Any, Any], max_grad_norm: float | None = None, writeback: str = "inplace") -> None:
+    def __init__(self, params: Any, *pairs: tuple[Any, Any], **engine: Any) -> None:
         owner = type(self).__name__
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError(f"{owner}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
         transforms = {number: definition for number, (_, definition) in enumerate(pairs)} | {_NOBODY: optax.set_to_zero}
         selectors = [selector for selector, _ in pairs]
-        super().__init__(params, transforms, selectors, mask=None, max_grad_norm=max_grad_norm, writeback=writeback)
+        super().__init__(params, transforms, selectors, mask=None, **engine)
 
     def _labelled(self, labels: Any, leaves: masks.Leaves) -> list[Any]:
         picked = [masks.column(selector, leaves, "decay_mask", f"pair {n}") for n, selector in enumerate(labels)]

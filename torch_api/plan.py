@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,8 +178,9 @@ def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
 
 def has_state(fields: Iterable[Field], saved: Mapping[str, Any]) -> bool:
     """Whether there is state to go on from; a lone scalar beside moments is not (a checkpoint may hold one for a frozen parameter)."""
-    moments = [field.name for field in fields if field.shape != ()]
-    return any(name in saved for name in moments) if moments else any(field.name in saved for field in fields)
+    own = [field for field in fields if field.position is not None]
+    moments = [field.name for field in own if field.shape != ()]
+    return any(name in saved for name in moments or [field.name for field in own])
 
 
 def describe(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> step.Leaf:
@@ -194,7 +195,7 @@ def describe(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], s
         given = has_state(fields, saved)
         if given:
             _check_saved(leaf, fields, hidden, saved)
-        wider = lambda field: given and field.shape is None and field.name not in hidden  # noqa: E731
+        wider = lambda field: field.name in saved and given and field.shape is None and field.name not in hidden  # noqa: E731
         state = tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
     return step.Leaf(leaf.row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
 
@@ -202,9 +203,9 @@ def describe(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], s
 def _check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
     for field in fields:
-        if field.name not in hidden and field.name not in saved:
+        if field.name not in hidden and field.name not in saved and field.position is not None:
             raise ValueError(f"the state of parameter {leaf.name!r} has no {field.name!r}, only {sorted(saved)}. {remedy}")
-        if field.name in hidden:
+        if field.name in hidden or field.name not in saved:
             continue
         shape, expected = tuple(np.shape(saved[field.name])), tuple(leaf.shape if field.shape is None else field.shape)
         if shape != expected and field.shape != ():
@@ -219,10 +220,12 @@ def allocate(
     fresh: Sequence[Any] | None,
     saved: Mapping[str, Any],
     taken: set[storage.Memory],
+    begin: Callable[[Leaf, Field], torch.Tensor],
 ) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
     """Memories for fields of state, begun from `fresh` buffers or from saved tensors, and the torch view of each.
 
-    `taken` are the memories that others have: nothing may be donated twice.
+    `taken` are the memories that others have: nothing may be donated twice. `begin` has what `fresh` has not: the fields
+    that are kept beside the transformation's state.
 
     Returns:
       The memories, and field name to tensor over its memory, with the parameter's shape and strides where the field has its shape.
@@ -230,12 +233,12 @@ def allocate(
     memories, views = [], {}
     for position, field in enumerate(fields):
         like = leaf.local.detach() if field.shape is None else None
-        if fresh is not None:
+        if fresh is not None and field.position is not None:
             memory = storage.register(fresh[position])
         elif field.name in hidden:
             memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
-            tensor = torch.as_tensor(saved[field.name], device=leaf.device)
+            tensor = torch.as_tensor(saved[field.name] if field.name in saved else begin(leaf, field), device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
             memory = storage.memory_of(tensor) if like is None or tensor.stride() == leaf.strides else None
             if memory is None or memory in taken:

@@ -14,6 +14,7 @@ import numpy as np
 
 from bridge import analysis, step
 from bridge.dlpack import dense_order, numpy_dtype
+from bridge.precision import Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 
@@ -34,6 +35,7 @@ class Rows:
       groups: the param groups.
       rule_of: the rule of a group.
       extra: the further arguments of the last step.
+      kept: what is kept beside the state of every transformation.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Rows:
         groups: Sequence[Mapping[str, Any]],
         rule_of: Callable[[Any], Rule],
         extra: Extra,
+        kept: Kept,
     ) -> None:
-        self._owner, self._extra = owner, extra
+        self._owner, self._extra, self._kept = owner, extra, kept
         self.skeleton = _paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
         rules = [rule_of(group) for group in groups]
@@ -62,7 +65,7 @@ class Rows:
         for number, own in enumerate(together.values()):
             group = own[0][0].group
             row = self._seen(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
-            row_of |= dict.fromkeys((leaf.group for leaf, _ in own), row)
+            row_of |= dict.fromkeys((leaf.group for leaf, _ in own), replace(row, kept=kept))
         # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
         self.rows = [(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
         self.static = tuple(row for _, _, _, row, _ in self.rows)
@@ -96,7 +99,10 @@ class Rows:
         decays = {bool(leaf.decay.value) for leaf in leaves}
         if views is None:
             row = row.together(number)
-            self.units[number] = Problem(row, specs, self.skeleton), {id(leaf): i for i, leaf in enumerate(leaves)}
+            self.units[number] = (
+                Problem(replace(row, kept=self._kept), specs, self.skeleton),
+                {id(leaf): i for i, leaf in enumerate(leaves)},
+            )
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
             raise ValueError(
                 f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "
@@ -143,10 +149,10 @@ class Rows:
             return None
         if not rule.scaled:
             spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
-            own, shared = layout(Problem(group_reader(rule, ())(group), (spec,))).own[0], ()
+            own, shared = layout(Problem(replace(group_reader(rule, ())(group), kept=self._kept), (spec,))).own[0], ()
         else:
             row = self.static[leaf.row]
-            read = replace(group_reader(rule, dict(row.traced))(group), unit=row.unit, pruned=row.pruned)
+            read = replace(group_reader(rule, dict(row.traced))(group), unit=row.unit, pruned=row.pruned, kept=self._kept)
             own, shared = self.fields(leaf) if row.unit is not None else (layout(self.problem(leaf)._replace(row=read)).own[0], ())
         fields = [*own, *(field._replace(position=-1) for field in shared)]
         return {field.name: field for field in fields if field.name not in rule.hidden}

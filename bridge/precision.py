@@ -1,0 +1,67 @@
+"""What is kept of a parameter beside its transformation's state, and how results become a half type.
+
+Each is an array field of the parameter's state, by the name given here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MASTER = "master_param"  # float32, of a half parameter: what the update is added to
+AVERAGE = "ema_param"  # exponential moving average of the trained weights
+KEY = "rounding_key"  # of the next stochastic rounding
+BESIDE = frozenset({MASTER, AVERAGE, KEY})
+
+HALF = frozenset({"float16", "bfloat16"})
+
+
+class Kept(NamedTuple):
+    """What a row keeps beside the state of its transformation.
+
+    `state_dtype`: the type of floating state of the parameter's shape, None as the transformation has it.
+    """
+
+    state_dtype: str | None = None
+    master_weights: bool = False
+    stochastic_rounding: bool = False
+    average: bool = False
+
+    def fields(self, dtype: str) -> list[tuple[str, tuple[int, ...] | None, str]]:
+        """Name, shape (None: the parameter's) and dtype of each array kept beside a parameter of this dtype."""
+        half = dtype in HALF
+        wide = "float32" if half else dtype
+        fields: list[tuple[str, tuple[int, ...] | None, str]] = []
+        if self.master_weights and half:
+            fields.append((MASTER, None, wide))
+        if self.stochastic_rounding and half:
+            fields.append((KEY, (2,), "uint32"))
+        if self.average:
+            fields.append((AVERAGE, None, wide))
+        return fields
+
+
+NOTHING = Kept()
+
+
+def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """x, float32, as one of the two nearest numbers of a half type, each as likely as x is near to it: right on average.
+
+    A number of that type stays what it is, and one beyond the largest rounds as ever. Subnormal numbers count as any
+    other. Unlike adding random bits below the last and cutting off, this serves float16 too, whose exponents are fewer.
+
+    Source: Croci et al., Stochastic rounding: implementation, error analysis and applications, R. Soc. Open Sci. 9 (2022)
+    211631, https://doi.org/10.1098/rsos.211631 (mode 1).
+    """
+    near, one = x.astype(dtype), jnp.asarray(1, jnp.uint16)
+    bits = jax.lax.bitcast_convert_type(near, jnp.uint16)
+    error = x - near.astype(x.dtype)
+    # The numbers of one sign follow each other as their bits do; next to either zero is the first one on the side of x.
+    beside_zero = jnp.where(x < 0, jnp.asarray(0x8001, jnp.uint16), one)
+    stepped = jnp.where(near == 0, beside_zero, jnp.where((error > 0) == (x > 0), bits + one, bits - one))
+    neighbour = jax.lax.bitcast_convert_type(stepped, jnp.dtype(dtype))
+    gap = jnp.abs(neighbour.astype(x.dtype) - near.astype(x.dtype))
+    step = jax.random.uniform(key, x.shape, x.dtype) * gap < jnp.abs(error)
+    return jnp.where(step & jnp.isfinite(neighbour), neighbour, near)

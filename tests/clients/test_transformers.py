@@ -1,0 +1,73 @@
+"""Hugging Face's Trainer on tiny random models: `optimizers=`, `optimizer_cls_and_kwargs=`, `resume_from_checkpoint=`."""
+
+import pytest
+import torch
+from contract import LR, SAVED, STEPS, check, lion, masked_adamw
+
+import torch_api
+
+transformers = pytest.importorskip("transformers")
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=16, n_positions=12, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=12
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def language():
+    """Counting modulo 16."""
+    rows = [(torch.arange(8) + first) % 16 for first in range(16)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trainer(model, data, folder, **how):
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=STEPS, save_steps=SAVED, logging_steps=1, per_device_train_batch_size=4, learning_rate=LR, weight_decay=0.1,
+        lr_scheduler_type="cosine", use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    return transformers.Trainer(model, arguments, train_dataset=data, **how)
+
+
+def fit(client, folder, resume):
+    client.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
+    return client.optimizer.optimizer, [entry["loss"] for entry in client.state.log_history if "loss" in entry]
+
+
+def with_optimizers(data):
+    def train(model, make, folder, resume):
+        optimizer = make(model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
+        return fit(trainer(model, data, folder, optimizers=(optimizer, scheduler)), folder, resume)
+
+    return train
+
+
+def with_class(model, make, folder, resume):
+    """The Trainer makes the groups and the scheduler, as it does for `optim=`; its groups have no names."""
+    frozen = model.get_parameter(GPT2["frozen"])
+    kwargs = {"lr": LR, "mask": lambda name, p: p is not frozen, "max_grad_norm": 1.0}
+    return fit(trainer(model, language(), folder, optimizer_cls_and_kwargs=(torch_api.MaskedAdamW, kwargs)), folder, resume)
+
+
+GPT2 = {"frozen": "transformer.h.0.attn.c_attn.weight", "still": "transformer.wpe.weight"}
+BERT = {"frozen": "bert.encoder.layer.0.attention.self.query.weight", "still": "bert.embeddings.position_embeddings.weight"}
+
+
+@pytest.mark.parametrize("optimizer", [masked_adamw, lion])
+def test_gpt2_with_optimizers(optimizer, tmp_path):
+    check(with_optimizers(language()), optimizer, tmp_path, model=gpt2, **GPT2)
+
+
+def test_gpt2_with_a_class_and_its_arguments(tmp_path):
+    check(with_class, None, tmp_path, model=gpt2, **GPT2)
+
+
+def test_bert_with_optimizers(tmp_path):
+    check(with_optimizers(language()), masked_adamw, tmp_path, model=bert, **BERT)

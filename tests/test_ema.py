@@ -1,0 +1,140 @@
+"""`ema_decay`: an average of the trained weights from inside the update."""
+
+import io
+
+import optax
+import pytest
+import torch
+from oracles import clones, movement_error, random_grads, random_params, set_grads
+
+import bridge
+import torch_api
+
+MAKERS = {
+    "adam": lambda params, **kw: torch_api.MaskedAdam(params, lr=1e-2, **kw),
+    "factory": lambda params, **kw: torch_api.OptaxOptimizer(params, optax.adamw, lr=1e-2, **kw),
+    "together": lambda params, **kw: torch_api.OptaxOptimizer(
+        params, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), **kw
+    ),
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def train(optimizer, params, steps, after=lambda: None):
+    for _ in range(steps):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+        after()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_average_is_that_of_the_weights_after_each_step(make, dtype):
+    params = random_params(dtype)
+    optimizer = make(params, ema_decay=0.9)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    start = [p.detach().to(wide).clone() for p in params]
+    average = [x.clone() for x in start]
+
+    def follow():
+        for a, p in zip(average, params, strict=True):
+            a.mul_(0.9).add_(p.detach().to(wide), alpha=0.1)
+
+    train(optimizer, params, 20, follow)
+    bound = 1e-12 if dtype is torch.float64 else 1e-5
+    for p, a, s in zip(params, average, start, strict=True):
+        kept = optimizer.state[p]["ema_param"]
+        assert kept.dtype == (torch.float32 if dtype is torch.bfloat16 else dtype)
+        assert movement_error(kept, a, s) < bound
+        assert movement_error(kept, p, s) > 1e-2  # it is not simply the parameter
+
+
+def test_the_context_swaps_in_place_and_gives_back_every_bit():
+    params = random_params(torch.bfloat16)
+    optimizer = torch_api.MaskedAdam([{"params": params[:4]}, {"params": params[4:], "trainable": False}], lr=1e-2, ema_decay=0.8)
+    train(optimizer, params, 5)
+    before, addresses = clones(params), [p.data_ptr() for p in params]
+    averages = [optimizer.state[p]["ema_param"].to(p.dtype) for p in params[:4]]
+
+    def check():
+        assert same(params[:4], averages)
+        assert same(params[4:], before[4:])
+        assert [p.data_ptr() for p in params] == addresses
+
+    with optimizer.ema_params():
+        check()
+        with pytest.raises(RuntimeError, match=r"step: inside ema_params\(\) the parameters hold their average"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="is open already"), optimizer.ema_params():
+            pass
+        check()
+    assert same(params, before)
+    with pytest.raises(KeyError, match="mine"), optimizer.ema_params():
+        raise KeyError("mine")
+    assert same(params, before)
+    assert not same(params[:4], averages)
+    train(optimizer, params, 1)
+
+
+def test_without_ema_decay_the_context_says_what_to_do():
+    optimizer = torch_api.MaskedAdam(random_params())
+    with (
+        pytest.raises(RuntimeError, match=r"ema_decay is None, so there is no average\. Expected an optimizer with ema_decay"),
+        optimizer.ema_params(),
+    ):
+        pass
+
+
+def test_it_is_saved_and_resumed_and_a_checkpoint_without_it_begins_one():
+    params = random_params()
+    optimizer = torch_api.MaskedAdam(params, lr=1e-2, ema_decay=0.9)
+    train(optimizer, params, 4)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    copies = clones(params)
+    resumed = torch_api.MaskedAdam(copies, lr=1e-2, ema_decay=0.9)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for _ in range(4):
+        grads = random_grads(params)
+        set_grads(params, grads), set_grads(copies, grads)
+        optimizer.step(), resumed.step()
+    assert same([optimizer.state[p]["ema_param"] for p in params], [resumed.state[p]["ema_param"] for p in copies])
+    theirs = clones(params)
+    torch.optim.Adam(theirs).load_state_dict(optimizer.state_dict())  # torch reads a checkpoint that has it
+    plain = torch_api.MaskedAdam(clones(params))
+    plain.load_state_dict(optimizer.state_dict())
+    fresh = clones(params)
+    begun = torch_api.MaskedAdam(fresh, lr=1e-2, ema_decay=0.9)
+    begun.load_state_dict(plain.state_dict())
+    train(begun, fresh, 1)
+    for p, s in zip(fresh, params, strict=True):
+        expected = s.detach() + 0.1 * (p.detach() - s.detach())
+        torch.testing.assert_close(begun.state[p]["ema_param"], expected)
+
+
+def test_the_decay_may_change_at_any_step_and_compiles_nothing():
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch_api.MaskedSGD([p], lr=1.0, ema_decay=0.5)
+    for step, decay in enumerate((0.5, 0.0, 0.75)):
+        optimizer.ema_decay = decay
+        compiled = bridge.compilations()
+        p.grad = -torch.ones(3)
+        optimizer.step()
+        assert not step or bridge.compilations() == compiled
+    assert optimizer.state[p]["ema_param"].tolist() == [2.25] * 3  # 0.5, then 2, then 2 + (3 - 2) / 4
+
+
+def test_it_costs_its_own_bytes_only():
+    p = torch.nn.Parameter(torch.zeros(4096))
+    counts = {}
+    for decay in (None, 0.9):
+        optimizer = torch_api.MaskedSGD([p], lr=0.1, ema_decay=decay)
+        p.grad = torch.ones(4096)
+        optimizer.step()
+        counts[decay] = optimizer.bytes_accessed()
+    assert counts[0.9] - counts[None] <= 8.1 * 4096

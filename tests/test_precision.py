@@ -1,0 +1,323 @@
+"""Half precision: the type of the state, master weights, stochastic rounding."""
+
+import copy
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+import torch
+from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
+
+import torch_api
+from bridge.precision import stochastic_round
+
+HALF = [torch.bfloat16, torch.float16]
+DRAWS = 4096
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def named(params):
+    return [(f"p{i}", p) for i, p in enumerate(params)]
+
+
+# ------------------------------------------------------------------ stochastic_round
+
+
+def numbers(dtype):
+    """float32 numbers in the gaps of a half type: ordinary, subnormal, next to powers of two, zeros, exact ones, the largest."""
+    rng = np.random.default_rng(0)
+    largest, tiny = (float(getattr(torch.finfo(dtype), name)) for name in ("max", "smallest_normal"))
+    special = [0.0, -0.0, 1.0, -2.0, 1.9999, 2.0001, -0.99999, 1e-3, largest, -largest]
+    if dtype is torch.float16:  # XLA's CPU code flushes float32's own subnormals, which bfloat16's are
+        special += [tiny / 3, -tiny / 5, 2.0**-24 / 3, -(2.0**-24) / 7]
+    return np.concatenate([special, rng.normal(size=64), 10.0 ** rng.uniform(-4, 4, 32)]).astype(np.float32)
+
+
+def drawn(dtype, round_):
+    x = numbers(dtype)
+    name = str(dtype).removeprefix("torch.")
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    return x, np.asarray(jax.vmap(lambda key: round_(jnp.asarray(x), jnp.dtype(name), key))(keys).astype(jnp.float32))
+
+
+def bias(x, results, dtype):
+    """The distance of the mean from x, in standard errors of a rounding to one of its two neighbours."""
+    near = torch.from_numpy(x).to(dtype)
+    towards = torch.where(near.float() > torch.from_numpy(x), -torch.inf, torch.inf).to(dtype)
+    gap = (torch.nextafter(near, towards).double() - near.double()).abs().nan_to_num(posinf=0.0).numpy()
+    share = np.abs(x - near.double().numpy()) / np.where(gap > 0, gap, 1)
+    error = gap * (np.sqrt(share * (1 - share) / DRAWS) + 1e-4)
+    return np.abs(results.astype(np.float64).mean(0) - x) / np.where(error > 0, error, 1)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_stochastic_rounding_is_right_on_average_and_hits_only_the_two_neighbours(dtype):
+    x, results = drawn(dtype, stochastic_round)
+    assert bias(x, results, dtype).max() < 5
+    near = torch.from_numpy(x).to(dtype)
+    for column, number, nearest in zip(results.T, x, near, strict=True):
+        found = np.unique(column)
+        assert len(found) <= 2
+        assert float(nearest) in found.tolist() or DRAWS * abs(number - float(nearest)) < 50 * abs(float(nearest))
+        if len(found) == 2:
+            middle = torch.nextafter(torch.tensor(found[0]).to(dtype), torch.tensor(torch.inf, dtype=dtype))
+            assert found[0] < number < found[1] == float(middle)
+        else:
+            assert number == float(nearest)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_the_statistic_catches_rounding_to_nearest_and_rounding_up(dtype):
+    for broken in (
+        lambda x, kind, key: x.astype(kind),
+        lambda x, kind, key: stochastic_round(x + jnp.abs(x) * 1e-3, kind, key),
+    ):
+        x, results = drawn(dtype, broken)
+        assert np.median(bias(x, results, dtype)) > 5
+
+
+def test_numbers_beyond_the_largest_and_no_numbers_round_as_ever():
+    x = jnp.asarray([65519.0, 65520.0, 1e30, -1e30, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    results = stochastic_round(x, jnp.dtype("float16"), jax.random.key(1))
+    np.testing.assert_array_equal(np.asarray(results), np.asarray(x.astype(jnp.float16)))
+
+
+# ------------------------------------------------------------------ stochastic_rounding=True
+
+
+def creep(dtype, steps=400, **options):
+    """Steps that are each a hundredth of the parameter's precision, and how far they led."""
+    p = torch.nn.Parameter(torch.ones(2000, dtype=dtype))
+    size = float(torch.finfo(dtype).eps) / 100
+    optimizer = torch_api.MaskedSGD([("p", p)], lr=size, **options)
+    for _ in range(steps):
+        p.grad = -torch.ones_like(p)
+        optimizer.step()
+    return float(p.detach().double().mean() - 1) / (steps * size), p.detach()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_steps_below_the_precision_add_up_on_average(dtype):
+    way, p = creep(dtype, stochastic_rounding=True)
+    assert abs(way - 1) < 0.05  # 2000 elements, each the sum of 400 draws
+    assert len(p.unique()) > 5
+    stalled, _ = creep(dtype)
+    assert stalled == 0
+    exact, _ = creep(dtype, master_weights=True)
+    assert abs(exact - 1) < 0.3  # rounded to nearest at the end, from all the way
+
+
+def test_the_seed_decides_and_parameters_round_independently():
+    def run(seed):
+        params = [torch.nn.Parameter(torch.ones(500, dtype=torch.bfloat16)) for _ in range(2)]
+        optimizer = torch_api.MaskedSGD(named(params), lr=1e-4, stochastic_rounding=True, rounding_seed=seed)
+        for _ in range(5):
+            set_grads(params, [torch.ones_like(p) for p in params])
+            optimizer.step()
+        return [p.detach().clone() for p in params]
+
+    first = run(1)
+    assert same(first, run(1))
+    assert not same(first, run(2))
+    assert not torch.equal(*first)
+    assert all(2 < int((p != 1).sum()) < 498 for p in first)
+
+
+def test_float32_parameters_are_not_rounded():
+    params = random_params()
+    plain = clones(params)
+    ours = torch_api.MaskedAdam(params, stochastic_rounding=True, master_weights=False)
+    run_pair(ours, params, torch_api.MaskedAdam(plain), plain, 5)
+    assert same(params, plain)
+    assert "rounding_key" not in ours.state[params[0]]
+
+
+# ------------------------------------------------------------------ master_weights=True
+
+MAKERS = {
+    "adam": lambda params, **kw: torch_api.MaskedAdam(named(params), lr=1e-4, **kw),
+    "sgd": lambda params, **kw: torch_api.MaskedSGD(named(params), lr=1e-4, **kw),
+    "factory": lambda params, **kw: torch_api.OptaxOptimizer(named(params), optax.lion, lr=1e-5, **kw),
+    "shaped": lambda params, **kw: torch_api.OptaxOptimizer(named(params), optax.lamb, lr=1e-4, **kw),
+    "together": lambda params, **kw: torch_api.OptaxOptimizer(
+        named(params), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4)), **kw
+    ),
+    "partitioned": lambda params, **kw: torch_api.PartitionedOptimizer(
+        named(params), {"a": (optax.adamw, {"lr": 1e-4}), "b": optax.sgd(1e-4)}, [("p0", "a"), ("*", "b")], **kw
+    ),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_the_master_is_trained_as_a_float32_parameter_is_and_the_parameter_is_its_rounding(make, dtype):
+    params = random_params(dtype, scale=1.0)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    start = clones(wide)
+    ours, theirs = make(params, master_weights=True, state_dtype=torch.float32), make(wide)
+    for _ in range(20):
+        grads = [g.to(dtype) for g in random_grads(wide)]
+        set_grads(params, grads)
+        set_grads(wide, [g.float() for g in grads])
+        ours.step(), theirs.step()
+    for p, w, s in zip(params, wide, start, strict=True):
+        master = ours.state[p]["master_param"]
+        assert master.dtype == torch.float32
+        assert movement_error(master, w, s) < 1e-5
+        assert torch.equal(p.detach(), master.to(dtype))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_saved_and_resumed_it_goes_on_bit_for_bit(make, options):
+    params = random_params(torch.bfloat16)
+    grads = [random_grads(params) for _ in range(8)]
+    optimizer = make(params, **options)
+    for given in grads[:4]:
+        set_grads(params, given)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    copies = clones(params)
+    resumed = make(copies, **options)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    copied = copy.deepcopy(optimizer)
+    copied_params = [p for group in copied.param_groups for p in group["params"]]
+    for given in grads[4:]:
+        for opt, own in ((optimizer, params), (resumed, copies)):
+            set_grads(own, given)
+            opt.step()
+        order = {id(p): g for p, g in zip(params, given, strict=True)}
+        inner = [p for group in optimizer.param_groups for p in group["params"]]
+        set_grads(copied_params, [order[id(p)] for p in inner])
+        copied.step()
+    assert same(params, copies)
+    assert same([p for group in optimizer.param_groups for p in group["params"]], copied_params)
+    field = "master_param" if "master_weights" in options else "rounding_key"
+    assert same([optimizer.state[p][field] for p in params], [resumed.state[p][field] for p in copies])
+
+
+def test_a_parameter_written_by_hand_is_gone_on_from():
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch_api.MaskedSGD([p], lr=1e-3, master_weights=True)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    with torch.no_grad():
+        p[:2] = 5.0
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["master_param"].tolist() == pytest.approx([4.999, 4.999, 0.997, 0.997], abs=1e-6)
+
+
+def test_state_without_a_master_begins_one_at_the_parameter():
+    params = random_params(torch.bfloat16)
+    plain = torch_api.MaskedAdam(named(params))
+    set_grads(params, random_grads(params))
+    plain.step()
+    copies = clones(params)
+    optimizer = torch_api.MaskedAdam(named(copies), lr=0.0, master_weights=True)
+    optimizer.load_state_dict(plain.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    set_grads(copies, random_grads(copies))
+    optimizer.step()
+    assert same([optimizer.state[p]["master_param"] for p in copies], [p.detach().float() for p in params])
+    back = torch_api.MaskedAdam(named(clones(params)))
+    back.load_state_dict(optimizer.state_dict())  # and one that keeps none leaves it out
+    assert all("master_param" not in state for state in back.state.values())
+
+
+def test_what_is_frozen_or_of_a_mask_keeps_nothing_beside():
+    params = random_params(torch.bfloat16)
+    rows = torch.zeros(7, 5, dtype=torch.bool)
+    rows[2] = True
+    start = clones(params)
+    optimizer = torch_api.MaskedAdam(named(params), master_weights=True, ema_decay=0.9, mask={"p0": rows, "p1": True})
+    for _ in range(3):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    assert [bool(optimizer.state.get(p)) for p in params] == [True, True, False, False, False, False]
+    assert same(params[2:], start[2:])
+    for value in (params[0].detach(), optimizer.state[params[0]]["master_param"], optimizer.state[params[0]]["ema_param"]):
+        assert torch.equal(value[~rows], start[0].detach()[~rows].to(value.dtype))
+        assert not torch.equal(value[rows], start[0].detach()[rows].to(value.dtype))
+
+
+# ------------------------------------------------------------------ state_dtype
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("make", [MAKERS["adam"], MAKERS["factory"], MAKERS["together"]], ids=["adam", "factory", "together"])
+@pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_moments_are_kept_in_the_type_asked_for(make, dtype, state):
+    params = random_params(dtype)
+    optimizer = make(params, state_dtype=state)
+    for _ in range(3):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    moments = [(p, t) for p in params for t in optimizer.state[p].values() if t.shape == p.shape and t.is_floating_point() and p.ndim]
+    assert moments
+    assert all(t.dtype == state for _, t in moments)
+    again = make(clones(params))
+    again.load_state_dict(optimizer.state_dict())
+    resumed = make(clones(params), state_dtype=state)
+    resumed.load_state_dict(again.state_dict())  # saved in another type, perhaps
+    assert all(t.dtype == state for s in resumed.state.values() for t in s.values() if t.ndim and t.is_floating_point())
+
+
+def test_wide_moments_of_half_parameters_follow_the_float32_run_more_closely():
+    errors = {}
+    for state in (None, torch.float32):
+        torch.manual_seed(3)
+        params = random_params(torch.bfloat16, scale=0.0)
+        wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+        ours = torch_api.MaskedAdam(params, lr=1e-3, betas=(0.9, 0.999), state_dtype=state, master_weights=True)
+        theirs = torch.optim.Adam(wide, lr=1e-3)
+        for _ in range(60):
+            grads = [g.to(torch.bfloat16) for g in random_grads(wide)]
+            set_grads(params, grads), set_grads(wide, [g.float() for g in grads])
+            ours.step(), theirs.step()
+        masters = [ours.state[p]["master_param"] for p in params]
+        errors[state] = max(movement_error(m, w, torch.zeros_like(w)) for m, w in zip(masters, wide, strict=True))
+    assert errors[torch.float32] < 1e-5
+    assert errors[None] > 1e-3  # bfloat16 loses (1 - beta2) * g * g beside a moment that is 256 times as large
+
+
+@pytest.mark.parametrize("name", ["MaskedAdam", "MaskedAdamW", "MaskedSGD"])
+def test_float16_with_a_zero_gradient_stays_finite(name):
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = getattr(torch_api, name)([p], lr=1e-3)
+    for _ in range(3):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert torch.isfinite(p).all()
+
+
+# ------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"state_dtype": torch.int32}, r"MaskedAdam: state_dtype is torch.int32; expected a floating torch.dtype, or None"),
+        ({"state_dtype": "float32"}, r"state_dtype is 'float32'; expected a floating torch.dtype"),
+        ({"master_weights": 1}, r"master_weights is 1; expected True or False"),
+        ({"rounding_seed": -1}, r"rounding_seed is -1; expected an integer, 0 or more"),
+        ({"ema_decay": 1.0}, r"ema_decay is 1.0; expected a number from 0 to below 1, or None"),
+        ({"master_weights": True, "stochastic_rounding": True}, r"both asked for.*expected one of them"),
+        ({"max_grad_norm": 0}, r"max_grad_norm is 0; expected a positive number"),
+    ],
+)
+def test_options_that_cannot_be_are_errors(options, text):
+    with pytest.raises(ValueError, match=text):
+        torch_api.MaskedAdam(random_params(), **options)

@@ -1,0 +1,184 @@
+"""`torch.amp.GradScaler` where the optimizer unscales, checks and skips by itself."""
+
+import optax
+import pytest
+import torch
+from oracles import clones, movement_error, random_params, set_grads
+
+import bridge
+import torch_api
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+MAKERS = {
+    "adamw": lambda params, **kw: torch_api.MaskedAdamW(params, lr=1e-2, fused=True, **kw),
+    "sgd": lambda params, **kw: torch_api.MaskedSGD(params, lr=1e-2, momentum=0.9, dampening=0.1, fused=True, **kw),
+    "factory": lambda params, **kw: torch_api.OptaxOptimizer(params, optax.adam, lr=1e-2, fused=True, **kw),
+    "together": lambda params, **kw: torch_api.OptaxOptimizer(
+        params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), fused=True, **kw
+    ),
+}
+
+
+def loss(params, seed):
+    x = torch.Generator().manual_seed(seed)
+    return sum((p * torch.randn(p.shape, generator=x)).square().mean() + p.sin().mean() for p in params)
+
+
+def train(optimizer, params, steps, scaler, spoil=(), before=lambda: None):
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(loss(params, step)).backward()
+        if step in spoil:
+            params[1].grad[0] = torch.inf
+        before()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scaler(**kw):
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, **kw)
+
+
+def snapshot(optimizer, params):
+    return [p.detach().clone() for p in params], [{k: t.clone() for k, t in optimizer.state[p].items()} for p in params]
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_on_the_device_as_on_the_host(make):
+    params = random_params()
+    start, other = clones(params), clones(params)
+    ours, theirs = make(params), make(other)
+    assert ours._step_supports_amp_scaling
+    theirs._step_supports_amp_scaling = False  # torch's host path: unscale_, look at the device, leave the step out
+    train(ours, params, 20, scaler(), spoil={4, 11})
+    train(theirs, other, 20, scaler(), spoil={4, 11})
+    assert (ours.skipped_steps, theirs.skipped_steps) == (2, 0)
+    for p, q, s in zip(params, other, start, strict=True):
+        assert movement_error(p, q, s) < 1e-5
+    for p, q in zip(params, other, strict=True):
+        assert all(torch.equal(t, theirs.state[q][name]) for name, t in ours.state[p].items() if t.ndim == 0 and p.ndim)
+
+
+def test_as_torchs_fused_adamw():
+    params = random_params()
+    start, other = clones(params), clones(params)
+    ours, theirs = MAKERS["adamw"](params), torch.optim.AdamW(other, lr=1e-2, fused=True)
+    one, two = scaler(), scaler()
+    train(ours, params, 20, one, spoil={0, 7})
+    train(theirs, other, 20, two, spoil={0, 7})
+    assert one.get_scale() == two.get_scale()
+    for p, q, s in zip(params, other, start, strict=True):
+        assert movement_error(p, q, s) < 1e-5
+        assert torch.equal(ours.state[p]["step"], theirs.state[q]["step"])
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "ema_decay": 0.9}], ids=["plain", "clip and average"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_skipped_step_changes_nothing_and_the_next_goes_on(make, options):
+    params = random_params()
+    optimizer, scale = make(params, **options), scaler()
+    train(optimizer, params, 3, scale)
+    values, states = snapshot(optimizer, params)
+    compiled = bridge.compilations()
+    train(optimizer, params, 1, scale, spoil={0})
+    assert all(map(torch.equal, params, values))
+    assert all(torch.equal(optimizer.state[p][k], t) for p, state in zip(params, states, strict=True) for k, t in state.items())
+    assert optimizer.skipped_steps == 1
+    train(optimizer, params, 1, scale)
+    assert not any(map(torch.equal, params, values))
+    assert bridge.compilations() == compiled
+
+
+def test_nothing_is_read_on_the_host(monkeypatch):
+    params = random_params()
+    optimizer, scale = MAKERS["adamw"](params), scaler()
+    train(optimizer, params, 2, scale)
+    reads = []
+    for name in ("item", "__bool__", "__float__", "__int__", "tolist", "cpu"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, name=name, original=original: reads.append(name) or original(self, *a))
+    set_grads(params, [torch.ones_like(p) for p in params])
+    scale.scale(torch.ones(()))
+    scale.step(optimizer)
+    assert reads == []
+    assert optimizer.skipped_steps == 0
+
+
+def test_gradients_unscaled_and_clipped_by_hand_before():
+    params = random_params()
+    start, other = clones(params), clones(params)
+    ours, theirs = MAKERS["adamw"](params), torch.optim.AdamW(other, lr=1e-2, fused=True)
+    for optimizer, own in ((ours, params), (theirs, other)):
+        scale = scaler()
+
+        def clip(optimizer=optimizer, own=own, scale=scale):
+            scale.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(own, 0.1)
+
+        train(optimizer, own, 6, scale, spoil={2}, before=clip)
+    assert ours.skipped_steps == 1
+    for p, q, s in zip(params, other, start, strict=True):
+        assert movement_error(p, q, s) < 1e-5
+
+
+def test_its_own_check_looks_at_what_is_trained_only():
+    params = random_params()
+    rows = torch.zeros(7, 5, dtype=torch.bool)
+    rows[1] = True
+    names = [(f"p{i}", p) for i, p in enumerate(params)]
+    optimizer = torch_api.MaskedSGD(names, lr=1.0, mask={"p0": rows, "p1": True}, fused=True)
+    start = clones(params)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    set_grads(params, [torch.full_like(p, 4.0) for p in params])
+    params[0].grad[0, 0], params[3].grad[0] = torch.inf, torch.nan
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    torch.testing.assert_close(params[0].detach(), start[0].detach() - rows.float())
+    torch.testing.assert_close(params[1].detach(), start[1].detach() - 1)
+    params[1].grad[2] = torch.nan  # found by the program itself: found_inf says nothing of it
+    before = clones(params)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert all(map(torch.equal, params, before))
+    params[1].grad[2], optimizer.found_inf = 4.0, torch.tensor(1.0)  # as another process may have found
+    optimizer.step()
+    assert optimizer.skipped_steps == 2
+    assert all(map(torch.equal, params, before))
+
+
+def test_the_norm_is_that_of_the_unscaled_gradients():
+    params, other = random_params(), None
+    other = clones(params)
+    ours, theirs = MAKERS["sgd"](params, max_grad_norm=0.3), MAKERS["sgd"](other, max_grad_norm=0.3)
+    ours.grad_scale, ours.found_inf = torch.tensor(2.0**20), torch.tensor(0.0)
+    for step in range(3):
+        torch.manual_seed(step)
+        grads = [torch.randn_like(p) for p in params]
+        set_grads(other, grads), set_grads(params, [g * 2.0**20 for g in grads])
+        ours.step(), theirs.step()
+    for p, q in zip(params, other, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+def test_only_fused_true_asks_for_it():
+    """As in torch: trainers clip between unscale_ and step, and count skipped steps, unless told otherwise."""
+    params = random_params()
+    assert not getattr(torch_api.MaskedAdamW(params), "_step_supports_amp_scaling", False)
+    assert not getattr(torch.optim.AdamW(clones(params)), "_step_supports_amp_scaling", False)
+    optimizer = torch_api.MaskedAdamW(params)
+    train(optimizer, params, 3, scaler(), spoil={1})
+    assert optimizer.skipped_steps == 0
+    assert float(optimizer.state[params[0]]["step"]) == 2
+
+
+def test_the_check_costs_one_reading_of_the_gradients():
+    p = torch.nn.Parameter(torch.zeros(65536))
+    counts = []
+    for scale in (None, torch.tensor(1.0)):
+        optimizer = torch_api.MaskedAdam([p], fused=True)
+        if scale is not None:
+            optimizer.grad_scale = scale
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        counts.append(optimizer.bytes_accessed())
+    assert counts[1] - counts[0] < 4.1 * p.numel()

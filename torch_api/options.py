@@ -1,0 +1,74 @@
+"""What the engine is asked for beside masks and hyperparams, checked."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge import precision
+from bridge.dlpack import numpy_dtype
+from bridge.problem import Field
+
+from .groups import check_keywords, is_number
+from .plan import Leaf
+
+
+@dataclass(frozen=True)
+class Options:
+    """Keyword arguments of every optimizer; `OptaxOptimizer` says what they mean."""
+
+    max_grad_norm: float | None = None
+    writeback: str = "inplace"
+    state_dtype: torch.dtype | None = None
+    master_weights: bool = False
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
+    ema_decay: float | None = None
+
+    @classmethod
+    def of(cls, owner: str, given: Mapping[str, Any]) -> Options:
+        """The options by name, or the error that says what is wrong with one."""
+        check_keywords(owner, given, NAMES)
+        options = cls(**given)
+        for name, fits, expected in _CHECKS:
+            value = getattr(options, name)
+            if not fits(value):
+                raise ValueError(f"{owner}: {name} is {value!r}; expected {expected}.")
+        if options.master_weights and options.stochastic_rounding:
+            raise ValueError(
+                f"{owner}: master_weights and stochastic_rounding are both asked for. With a float32 master nothing is lost in rounding: "
+                "expected one of them."
+            )
+        return options
+
+    @property
+    def kept(self) -> precision.Kept:
+        """What the rows keep beside the state of their transformations."""
+        dtype = None if self.state_dtype is None else str(numpy_dtype(self.state_dtype))
+        return precision.Kept(dtype, self.master_weights, self.stochastic_rounding, self.ema_decay is not None)
+
+    def begin(self, leaf: Leaf, field: Field) -> torch.Tensor:
+        """What a field kept beside the transformation's state begins with."""
+        if field.name != precision.KEY:
+            return leaf.local.detach().to(getattr(torch, field.dtype))
+        # Parameters round independently of each other, and the same in every process that gives them the same names.
+        words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)
+        return torch.from_numpy(words).to(leaf.device)
+
+
+NAMES = frozenset(field.name for field in fields(Options))
+_is_flag = lambda value: isinstance(value, bool)  # noqa: E731
+_CHECKS: tuple[tuple[str, Any, str], ...] = (
+    ("max_grad_norm", lambda v: v is None or (is_number(v) and v > 0), "a positive number, or None for no bound"),
+    ("writeback", lambda v: v in ("inplace", "copy"), "'inplace' or 'copy'"),
+    ("state_dtype", lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a floating torch.dtype, or None"),
+    ("master_weights", _is_flag, "True or False"),
+    ("stochastic_rounding", _is_flag, "True or False"),
+    ("rounding_seed", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer, 0 or more"),
+    ("ema_decay", lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 to below 1, or None for no average"),
+)

@@ -1,0 +1,46 @@
+"""A scaled loss: what `torch.amp.GradScaler` hands to an optimizer that unscales by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from bridge.dlpack import operands
+
+
+class Scaling:
+    """The loss scale of one step, and the count of the updates that were skipped on each device.
+
+    GradScaler leaves the scale and its count of infinities as tensors in `optimizer.grad_scale` (None: the gradients are
+    unscaled already) and `optimizer.found_inf`. They go into the program as they are; nothing is read on the host.
+    """
+
+    def __init__(self) -> None:
+        self._skipped: dict[torch.device, Any] = {}
+
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped; reading it waits for the device."""
+        return max((int(np.asarray(count)[0]) for count in self._skipped.values()), default=0)
+
+    def arrays(self, device: torch.device, grad_scale: Any, found_inf: Any) -> list[Any]:
+        """Loss scale, infinities found and updates skipped, as the program takes them."""
+        count = self._skipped.get(device)
+        if count is None:
+            count = operands([torch.zeros((), dtype=torch.int32, device=device)], [None])[0]
+        given = [_scalar(x, default, device) for x, default in ((grad_scale, 1.0), (found_inf, 0.0))]
+        return [*operands(given, [None, None]), count]
+
+    def keep(self, device: torch.device, counts: Sequence[jax.Array]) -> None:
+        """Take the new count of a program."""
+        if counts:
+            self._skipped[device] = counts[0]
+
+
+def _scalar(value: Any, default: float, device: torch.device) -> torch.Tensor:
+    value = default if value is None else value
+    return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())
