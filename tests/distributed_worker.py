@@ -206,6 +206,59 @@ def check_zero_resumes_where_it_stopped(_):
     assert_equal_bits(values(again), values(model))
 
 
+# ------------------------------------------------------------------ DTensors made by hand
+
+
+def check_sharded_dtensors_with_gradients_by_hand(_):
+    """Rows, columns, an uneven share, none at all: the numbers of the whole parameter, and the same state."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    plain = {"rows": torch.randn(7, 5), "columns": torch.randn(3, 4), "one": torch.randn(1), "bias": torch.randn(6), "0-d": torch.randn(())}
+    placements = {"columns": [Shard(1)], "0-d": [Replicate()]}
+    plain = {name: torch.nn.Parameter(x) for name, x in plain.items()}
+    lying = {
+        name: torch.nn.Parameter(distribute_tensor(x.detach().clone(), mesh, placements.get(name, [Shard(0)]))) for name, x in plain.items()
+    }
+    mask = {"": True, "rows": torch.randn(7, 5) > 0, "bias": False}
+    for make in (torch_api.MaskedAdamW, torch_api.MaskedSGD):
+        pair = [make(params.items(), lr=0.1, weight_decay=0.1, mask=mask) for params in (plain, lying)]
+        for step in range(4):
+            for name, p in plain.items():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+                # As it may come: to be brought to where the parameter lies.
+                like = [Replicate()] if step % 2 else lying[name].placements
+                lying[name].grad = distribute_tensor(p.grad.clone(), mesh, like)
+            for optimizer in pair:
+                optimizer.step()
+        for name, p in lying.items():
+            torch.testing.assert_close(p.full_tensor(), plain[name], rtol=1e-6, atol=1e-6)
+            assert pair[1].state.get(p, {}).keys() == pair[0].state.get(plain[name], {}).keys()
+            for key, x in pair[1].state.get(p, {}).items():
+                torch.testing.assert_close(whole(x), pair[0].state[plain[name]][key], rtol=1e-6, atol=1e-6)
+
+
+def check_whole_dtensors_are_like_any_parameter(_):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    plain = torch.nn.Parameter(torch.randn(4, 5))
+    p = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Replicate()]))
+    pair = [torch_api.OptaxOptimizer([q], optax.lamb(1e-2), max_grad_norm=0.5) for q in (plain, p)]
+    for step in range(3):
+        plain.grad = torch.full((4, 5), float(step + 1))
+        # As tensor parallelism leaves it for a parameter that is whole: to be summed.
+        p.grad = type(p.data).from_local(plain.grad / WORLD, mesh, [Partial()])
+        for optimizer in pair:
+            optimizer.step()
+    assert torch.equal(p.full_tensor(), plain)
+    assert optimizer.state[p]["mu"].placements == (Replicate(),)
+
+
 # ------------------------------------------------------------------ FSDP2
 
 
@@ -334,25 +387,6 @@ def check_elementwise_transformations_of_optax(_):
                 torch.testing.assert_close(whole(x), alone.state[q][key], rtol=1e-6, atol=1e-6)
 
 
-def check_whole_dtensors_are_like_any_parameter(_):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (WORLD,))
-    torch.manual_seed(0)
-    plain = torch.nn.Parameter(torch.randn(4, 5))
-    p = torch.nn.Parameter(distribute_tensor(plain.detach().clone(), mesh, [Replicate()]))
-    pair = [torch_api.OptaxOptimizer([q], optax.lamb(1e-2), max_grad_norm=0.5) for q in (plain, p)]
-    for step in range(3):
-        plain.grad = torch.full((4, 5), float(step + 1))
-        # As tensor parallelism leaves it for a parameter that is whole: to be summed.
-        p.grad = type(p.data).from_local(plain.grad / WORLD, mesh, [Partial()])
-        for optimizer in pair:
-            optimizer.step()
-    assert torch.equal(p.full_tensor(), plain)
-    assert optimizer.state[p]["mu"].placements == (Replicate(),)
-
-
 def check_element_masks_are_of_the_whole_parameter(_):
     generator = torch.Generator().manual_seed(1)
     start = values(Net())
@@ -413,18 +447,111 @@ def check_a_whole_checkpoint_is_cut_for_the_shards(_):
         assert torch.equal(again, saved[0]["state"][index]["exp_avg"])
 
 
+# ------------------------------------------------------------------ torch.distributed.checkpoint
+
+
+def check_making_state_for_a_checkpoint_touches_no_weight(_):
+    """torch makes the state by a step with zero gradients and lr=0."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, reference = sharded(), sharded()
+    optimizer, theirs = masked_adamw(model), torch_adamw(reference)
+    before = values(model)
+    ours, others = get_optimizer_state_dict(model, optimizer), get_optimizer_state_dict(reference, theirs)
+    assert_equal_bits(values(model), before)
+    assert ours["state"].keys() == others["state"].keys() | {"fixed.weight"}
+    assert [group["lr"] for group in optimizer.param_groups] == [LR]
+    for name, state in others["state"].items():
+        assert ours["state"][name].keys() == state.keys()
+        for key, x in state.items():
+            assert torch.equal(whole(ours["state"][name][key]), whole(x)), (name, key)
+    assert ours["param_groups"][0].keys() - {"params", "param_names"} >= others["param_groups"][0].keys() - {"params", "param_names"}
+    ready = torch_api.OptaxOptimizer(model.named_parameters(), optax.adamw(1e-2), mask=MASK)  # its own lr is inside
+    get_optimizer_state_dict(model, ready)
+    assert_equal_bits(values(model), before)
+
+
+def check_saved_and_resumed(directory):
+    """Into other shards, into a model that is whole, and from one: equal to the run that never stopped, bit for bit."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = sharded()
+    optimizer = masked_adamw(model)
+    train(model, optimizer, 3)
+    parts = get_state_dict(model, optimizer)
+    dcp.save({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=f"{directory}/sharded")
+    train(model, optimizer, STEPS, 3)
+
+    def resumed(net):
+        opt = masked_adamw(net)
+        parts = get_state_dict(net, opt)
+        saved = {"model": parts[0], "optimizer": parts[1]}
+        dcp.load(saved, checkpoint_id=f"{directory}/sharded")
+        incompatible = set_state_dict(net, opt, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        assert not any(incompatible)
+        return opt
+
+    again = sharded()
+    with torch.no_grad():
+        for p in again.parameters():
+            p.add_(1.0)
+    optimizer_again = resumed(again)
+    assert all(float(optimizer_again.state[p]["step"]) == 3 for p in trained(again).values())
+    train(again, optimizer_again, STEPS, 3)
+    assert_equal_bits(values(again), values(model))
+
+    other = Net()
+    optimizer_other = resumed(other)
+    train(DistributedDataParallel(other), optimizer_other, STEPS, 3)  # the same mean of gradients, maybe summed in another order
+    for name, x in values(model).items():
+        torch.testing.assert_close(values(other)[name], x, rtol=1e-5, atol=1e-6)
+
+
+def check_state_dicts_that_are_whole(_):
+    """full_state_dict, on the CPU, and given to one process that hands it to the others."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_optimizer_state_dict
+
+    whole_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = sharded()
+    optimizer = masked_adamw(model)
+    train(model, optimizer, 3)
+    # A copy: what one rank holds alone is not copied by torch when it is on the CPU already.
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=whole_options))
+    if dist.get_rank() == 0:
+        assert not any(hasattr(x, "full_tensor") for fields in state["state"].values() for x in fields.values())
+        assert state["state"]["body.weight"]["exp_avg"].shape == (7, 6)
+    else:
+        assert not weights
+    train(model, optimizer, STEPS, 3)
+    again = sharded()
+    resumed = masked_adamw(again)
+    set_model_state_dict(again, weights, options=from_first)
+    set_optimizer_state_dict(again, resumed, state, options=from_first)
+    for p in trained(again).values():
+        assert resumed.state[p]["exp_avg"].placements == p.placements
+    train(again, resumed, STEPS, 3)
+    assert_equal_bits(values(again), values(model))
+
+
 FAMILIES = {
     "ddp": (check_ddp, check_an_optimizer_made_before_ddp_wraps_the_model, check_ddp_resumes_where_it_stopped),
     "zero": (check_zero, check_zero_resumes_where_it_stopped),
+    "dtensor": (check_sharded_dtensors_with_gradients_by_hand, check_whole_dtensors_are_like_any_parameter),
     "fsdp": (
         check_fsdp,
         check_other_ways_to_shard,
         check_what_needs_the_whole_parameter_is_refused,
         check_elementwise_transformations_of_optax,
-        check_whole_dtensors_are_like_any_parameter,
         check_element_masks_are_of_the_whole_parameter,
         check_what_is_done_by_hand_is_followed,
         check_a_whole_checkpoint_is_cut_for_the_shards,
+    ),
+    "checkpoint": (
+        check_making_state_for_a_checkpoint_touches_no_weight,
+        check_saved_and_resumed,
+        check_state_dicts_that_are_whole,
     ),
 }
 
