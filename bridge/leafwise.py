@@ -75,6 +75,22 @@ class Rule(NamedTuple):
         named = [p for p in parameters if not (self.typed and p.name == "dtype")]
         return {p.name: 0.0 if p.name in self.structural and p.default is None else p.default for p in named}
 
+    def __reduce__(self) -> Any:
+        """An equation of ours is pickled by its name, whose module knows the conditions; any other rule as a tuple is."""
+        return (_known, (self.factory,)) if _rules.get(self.factory) is self else (Rule, tuple(self))
+
+
+_rules: dict[Any, Rule] = {}
+
+
+def known(rule: Rule) -> Rule:
+    """The rule, which pickles find by its factory from now on."""
+    return _rules.setdefault(rule.factory, rule)
+
+
+def _known(factory: Any) -> Rule:
+    return _rules[factory]
+
 
 def not_negative(**texts: str) -> tuple[Check, ...]:
     """A check for each hyperparam that it is at least 0, with the text of its error."""
