@@ -177,8 +177,8 @@ MUON = known(
         leaf_checks=(
             Check(
                 lambda p: p.ndim == 2,
-                "Muon only supports 2D parameters whereas we found a parameter with size: {size} ({name!r}). Freeze it by the mask, or give "
-                "it another update: PartitionedOptimizer with labels=torch_api.muon_labels.",
+                "Muon only supports 2D parameters whereas we found a parameter with size: {size} ({name!r}). Freeze it by the mask, or "
+                "give it another update: PartitionedOptimizer with labels=torch_api.muon_labels.",
             ),
             _real("Muon"),
         ),
