@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+CLIENTS := .venv-clients
 
-.PHONY: demo test check bench docs test-oldest test-wheel clean
+.PHONY: demo test check bench docs test-oldest test-clients test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -28,6 +29,10 @@ docs: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
 
+# The optimizers inside trainers that others wrote.
+test-clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest -n 2 --dist loadfile tests/clients
+
 # The built wheel, from an empty directory.
 test-wheel: $(VENV)/.installed
 	rm -rf build dist .venv-wheel && $(BIN)/python -m pip wheel -q --no-deps -w dist .
@@ -48,5 +53,13 @@ $(OLDEST)/.installed: pyproject.toml requirements/oldest.txt
 	$(OLDEST)/bin/python -m pip install -q -e ".[examples]" --group test -c requirements/oldest.txt
 	touch $@
 
+# timm by itself: it asks for torchvision, which its groups and schedulers do not use and which must fit the build of torch.
+$(CLIENTS)/.installed: pyproject.toml requirements/constraints.txt requirements/clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(CLIENTS)/bin/python -m pip install -q -e ".[clients]" --group test -c requirements/constraints.txt -c requirements/clients.txt
+	$(CLIENTS)/bin/python -m pip install -q --no-deps timm -c requirements/clients.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) .venv-wheel build dist *.egg-info

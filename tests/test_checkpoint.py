@@ -165,7 +165,7 @@ def test_set_trainable_and_group_flags_survive():
     assert [row["status"] for row in plain.report().rows] == ["trained", "frozen", "trained"]
     from_torch = torch.optim.Adam([{"params": twins[:2]}, {"params": twins[2:]}], lr=0.2)
     plain.load_state_dict(from_torch.state_dict())
-    assert plain.param_groups[0]["lr_scale"] == 0.5
+    assert plain.report().rows[0]["lr"] == 0.1
 
 
 def test_set_trainable_travels_by_name_and_survives_a_checkpoint_without_it():

@@ -59,6 +59,48 @@ def test_scales_of_a_group_hold_under_a_scheduler():
     assert movement(own, expected) <= 1e-5 * movement(expected, [p.detach() for p in model().parameters()])
 
 
+def test_a_scheduler_that_multiplies_by_the_groups_lr_scale_does_not_make_it_act_twice():
+    """As timm's schedulers do, and many scripts after BEiT and MAE."""
+    ends, scales = [], [0.25, 0.5, 1.0]
+    for make in (torch_api.MaskedAdamW, torch.optim.AdamW):
+        module = model()
+        optimizer = make([{"params": layer.parameters(), "lr_scale": s} for layer, s in zip(module, scales, strict=True)], lr=1e-2)
+
+        class Scheduler:
+            def step(self, groups=optimizer.param_groups):
+                for group in groups:
+                    group["lr"] = 1e-2 * group["lr_scale"]
+
+        Scheduler().step()
+        ends.append(run(module, optimizer, Scheduler()))
+    assert movement(*ends) <= 1e-5 * movement(ends[1], [p.detach() for p in model().parameters()])
+
+
+def scaled(make, lr, scale):
+    module = model()
+    optimizer = make([{"params": module.parameters(), "lr_scale": scale}], lr=lr)
+    run(module, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), 1)
+    return optimizer
+
+
+def test_the_lr_scale_of_a_group_travels_in_both_directions():
+    ours, theirs = scaled(torch_api.MaskedAdamW, 0.1, 0.3), scaled(torch.optim.AdamW, 0.2, 0.3)
+    assert ours.state_dict()["param_groups"][0]["lr_scale"] == 0.3
+    ours.param_groups[0]["lr_scale"] = 0.5
+    again = scaled(torch_api.MaskedAdamW, 0.4, 0.3)
+    again.load_state_dict(ours.state_dict())
+    assert again.report().rows[0]["lr"] == ours.report().rows[0]["lr"] == pytest.approx(0.1 * 0.3 * 0.5)
+    again.load_state_dict(theirs.state_dict())
+    assert again.report().rows[0]["lr"] == pytest.approx(0.2 * 0.3)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.param_groups[0]["lr_scale"] == pytest.approx(0.3 * 0.5)
+
+
+def test_the_report_shows_the_lr_of_each_parameter():
+    optimizer = torch_api.MaskedAdamW([{"params": list(model().named_parameters()), "lr_scale": 0.5}], lr=1e-2, lr_scale={"0": 0.1})
+    assert [row["lr"] for row in optimizer.report().rows] == pytest.approx([5e-4] * 2 + [5e-3] * 4)
+
+
 def test_values_that_are_no_scale_are_refused():
     for value in (-1.0, "x", True, float("nan")):
         with pytest.raises(ValueError, match=r"lr_scale: '0.weight' got .* expected a number that is not negative"):

@@ -12,7 +12,7 @@ from bridge.masks import near
 from bridge.precision import BESIDE
 from bridge.problem import Field
 
-from .groups import FLAGS, TRAINABLE_PARAMS, check_group
+from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale
 from .plan import Leaf, has_state
 from .shards import laid
 
@@ -60,6 +60,7 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     names = iter(optimizer.names())
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
+        _take_lr_scale(own, group)
         for key in (own.keys() & (FLAGS | {TRAINABLE_PARAMS}) | optimizer.defaults.keys()) - group.keys():
             group[key] = own.get(key, optimizer.defaults.get(key))
         if group.get("label") != own.get("label") and optimizer.by_label:
@@ -86,6 +87,26 @@ def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> 
             rest = list(zip(theirs, saved, strict=True))
             return [rest.pop(next(i for i, (name, _) in enumerate(rest) if name == wanted))[1] for wanted in mine]
     return saved
+
+
+def complete(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
+    """Make torch's state_dict of the optimizer what a user expects of it: an entry for frozen parameters, `lr_scale` in its place."""
+    mark_frozen(state_dict, frozen)
+    _put_back_lr_scale(state_dict)
+
+
+def _put_back_lr_scale(state_dict: dict[str, Any]) -> None:
+    """Save the lr_scale that was taken from a group where torch's optimizers have it."""
+    for group in state_dict["param_groups"]:
+        if TAKEN_LR_SCALE in group:
+            group["lr_scale"] = lr_scale(group)
+
+
+def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
+    """Undo `_put_back_lr_scale`; a group of torch's has the lr_scale that was taken from the own one."""
+    taken = saved.get(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE, 1.0))
+    if taken and "lr_scale" in saved:
+        saved["lr_scale"] = saved["lr_scale"] / taken
 
 
 def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:

@@ -11,7 +11,7 @@ from bridge import masks, tree
 from bridge.rules import Rule
 
 from . import groups
-from .plan import Leaf
+from .plan import Leaf, check_leaves
 
 
 class GroupedOptimizer(Optimizer):
@@ -42,6 +42,7 @@ class GroupedOptimizer(Optimizer):
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
+            groups.take_lr_scale(param_group)
         before = len(self.param_groups)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         super().add_param_group(groups.without_duplicates(owner, param_group))
@@ -92,6 +93,7 @@ class GroupedOptimizer(Optimizer):
         for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
             leaf.decide(is_trained)
             leaf.decay, leaf.lr_scale = decay, scale.value
+        check_leaves(leaves, self.rule_of, self.param_groups)
 
     def _is_active(self, leaf: Leaf) -> bool:
         return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
@@ -100,12 +102,12 @@ class GroupedOptimizer(Optimizer):
         """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
 
         Args:
-          selector: any selector of the README but arrays; only parameters that it picks change. A mask of elements is
-            lifted by True.
+          selector: any selector of the README but arrays; only what it picks changes. True lifts a mask of elements.
           trainable: True to train, False to freeze.
           keep_state: when freezing, keep the moments and step count for later, or drop them.
         """
         picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
+        check_leaves([x for x, d in zip(self._leaves, picked, strict=True) if trainable and d.value], self.rule_of, self.param_groups, True)
         for leaf, decision in zip(self._leaves, picked, strict=True):
             if decision.value:
                 leaf.trained, leaf.rule = trainable, decision.rule

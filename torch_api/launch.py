@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -107,7 +107,7 @@ class Launches:
       owner: class name for errors.
       active: the leaves that may be trained, in the order that live sets count.
       rows: their hyperparams.
-      rules: the rule of each leaf.
+      rules: the rule of each group.
       state: the optimizer's own.
       max_grad_norm: None for no clipping.
       begin: what a field begins with that is kept beside the transformation's state.
@@ -118,7 +118,7 @@ class Launches:
         owner: str,
         active: Sequence[Leaf],
         rows: Rows,
-        rules: Mapping[int, Rule],
+        rules: Sequence[Rule],
         state: MutableMapping[Any, Any],
         max_grad_norm: float | None,
         begin: Callable[[Leaf, Field], torch.Tensor],
@@ -131,6 +131,12 @@ class Launches:
     @property
     def latest(self) -> list[Launch]:
         return next(reversed(self.known.values()), [])
+
+    def begin(self, hyperparams: Callable[[], np.ndarray]) -> None:
+        """Give state to the leaves that have it from construction on."""
+        leaves = [leaf for leaf in self._active if leaf.spec is not None and self._rules[leaf.group].eager]
+        if leaves:
+            self._give_state(leaves, hyperparams())
 
     def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[Launch]:
         """Launches for a set of live leaves, with state for leaves that have none yet, begun with these numbers.

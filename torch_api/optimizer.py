@@ -160,10 +160,11 @@ class OptaxOptimizer(GroupedOptimizer):
             if leaf.param.requires_grad:
                 self._place_leaf(leaf)
         self._active.sort(key=sort_key)
-        rules = {index: self.rule_of(group) for index, group in enumerate(self.param_groups)}
+        rules = list(map(self.rule_of, self.param_groups))
         self._launches = Launches(
             type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin
         )
+        self._launches.begin(self._hyperparams)
 
     def _place_leaf(self, leaf: Leaf) -> None:
         with torch.inference_mode(False):  # else the parameter would become an inference tensor
@@ -323,7 +324,7 @@ class OptaxOptimizer(GroupedOptimizer):
         values.append(self.max_grad_norm or 0.0)
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
-                scale = scale * group.get("lr_scale", 1.0)
+                scale = scale * group.get("lr_scale", 1.0) * group.get(groups.TAKEN_LR_SCALE, 1.0)  # groups.lr_scale, without the call
                 for name, length in row.traced:
                     value = group[name]
                     if name == "lr" and not row.scaled:
@@ -380,8 +381,8 @@ class OptaxOptimizer(GroupedOptimizer):
         """
         active = set(map(id, self._active))
         frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
-        mark = lambda _, state_dict: checkpoint.mark_frozen(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
-        with checkpoint.hooked(self.register_state_dict_post_hook, mark, prepend=True):
+        complete = lambda _, state_dict: checkpoint.complete(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+        with checkpoint.hooked(self.register_state_dict_post_hook, complete, prepend=True):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

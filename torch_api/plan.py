@@ -11,9 +11,10 @@ import torch
 from bridge import masks, step, storage
 from bridge.dlpack import numpy_dtype
 from bridge.problem import Field, buffer_shape
+from bridge.rules import Rule
 
 from . import shards
-from .groups import check_parameter
+from .groups import check_parameter, check_parameter_fits
 
 
 class Leaf:
@@ -118,6 +119,15 @@ class Leaf:
     @property
     def buffer_shape(self) -> tuple[int]:
         return (self.shape.numel(),)
+
+
+def check_leaves(
+    leaves: Iterable[Leaf], rule_of: Callable[[Any], Rule], param_groups: Sequence[Mapping[str, Any]], thawed: bool = False
+) -> None:
+    """Raise for a leaf that is trained, or is to be `thawed`, and that its rule's equation does not take."""
+    for leaf in leaves:
+        if (leaf.trained or thawed) and leaf.param.requires_grad:
+            check_parameter_fits(rule_of(param_groups[leaf.group]), leaf.name, leaf.param)
 
 
 def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:

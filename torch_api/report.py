@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .groups import lr_scale
 from .plan import Leaf
 
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
@@ -60,7 +61,7 @@ def _row(leaf: Leaf, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict
         "label": leaf.label,
         "status": status,
         "decided by": rule,
-        "lr": None if frozen else float(group["lr"]) * group.get("lr_scale", 1.0),
+        "lr": None if frozen else float(group["lr"]) * lr_scale(group) * leaf.lr_scale,
         "decay": None if frozen else decay,
         "state bytes": sum(t.numel() * t.element_size() for t in leaf.held(state).values() if isinstance(t, torch.Tensor)),
         "write-back": "none" if frozen else "inplace" if leaf.memory is not None else f"copy: {leaf.why}",

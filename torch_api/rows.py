@@ -18,7 +18,7 @@ from bridge.precision import Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 
-from .groups import group_reader
+from .groups import check_parameter_fits, group_reader
 from .plan import Leaf
 from .shards import described
 
@@ -71,7 +71,7 @@ class Rows:
         self.static = tuple(row for _, _, _, row, _ in self.rows)
         # Values that decide which program runs: (group, name, what of the value does; None: all of it).
         self.watched = [
-            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if rules[g].scaled else bool)
+            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if name in rules[g].whole else bool)
             for g, row in row_of.items()
             for name in rules[g].hyperparams
             if rules[g].scaled or name in rules[g].structural or name not in dict(row.traced)
@@ -82,7 +82,8 @@ class Rows:
         if not rule.scaled:
             row = group_reader(rule, rule.traceable)(group)
             for leaf in leaves:
-                leaf.spec = self._local(leaf, Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype))), row)
+                check_parameter_fits(rule, leaf.name, leaf.param)
+                leaf.spec = self._local(leaf, _spec(rule, leaf), row)
             return row
         specs = tuple(_whole(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
         read = lambda names: group_reader(rule, names)(group)  # noqa: E731
@@ -148,8 +149,8 @@ class Rows:
         if rule.scaled and leaf.spec is None:
             return None
         if not rule.scaled:
-            spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
-            own, shared = layout(Problem(replace(group_reader(rule, ())(group), kept=self._kept), (spec,))).own[0], ()
+            row = replace(group_reader(rule, ())(group), kept=self._kept)
+            own, shared = layout(Problem(row, (_spec(rule, leaf),))).own[0], ()
         else:
             row = self.static[leaf.row]
             read = replace(group_reader(rule, dict(row.traced))(group), unit=row.unit, pruned=row.pruned, kept=self._kept)
@@ -173,6 +174,13 @@ def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
         return True
 
     return not begins(row) and begins(replace(row, pruned=True))
+
+
+def _spec(rule: Rule, leaf: Leaf) -> Spec:
+    """A leaf before an equation of ours: flat, unless the equation needs its matrices."""
+    dtype = str(numpy_dtype(leaf.dtype))
+    matrix = rule.shaped and len(leaf.shape) > 1
+    return Spec(None, tuple(leaf.shape), dtype, _order(leaf)) if matrix else Spec(None, leaf.buffer_shape, dtype)
 
 
 def _key(leaf: Leaf) -> tuple[int, bool, float]:

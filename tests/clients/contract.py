@@ -71,8 +71,9 @@ def run(train, optimizer, folder, resume, model=network, frozen="2.weight", stil
     return Run(start, bits(module.state_dict()), made.state_dict(), losses)
 
 
-def check(train, optimizer, folder, frozen="2.weight", still="2.bias", other_seed=1, **options):
-    """A whole run, one resumed from its checkpoint, and for AdamW the client with torch's own optimizer."""
+def check(train, optimizer, folder, frozen="2.weight", still="2.bias", other_seed=1, reference=None, **options):
+    """A whole run, one resumed from its checkpoint, and one with torch's own optimizer if there is a `reference`."""
+    reference = torch_adamw if optimizer is masked_adamw else reference
     whole = run(train, optimizer, folder / "run", False, frozen=frozen, still=still, **options)
     resumed = run(train, optimizer, folder / "run", True, frozen=frozen, still=still, seed=other_seed, **options)
     assert len(whole.losses) == STEPS
@@ -83,8 +84,8 @@ def check(train, optimizer, folder, frozen="2.weight", still="2.bias", other_see
     kept = {name for name, value in whole.start.items() if torch.equal(value, whole.end[name])}
     assert {frozen, still} <= kept
     assert len(whole.start) - len(kept) >= 3
-    if optimizer is masked_adamw:
-        theirs = run(train, torch_adamw, folder / "torch", False, frozen=frozen, still=still, **options)
+    if reference is not None:
+        theirs = run(train, reference, folder / "torch", False, frozen=frozen, still=still, **options)
         assert movement_error(flat(whole.end), flat(theirs.end), flat(whole.start)) < 1e-5
 
 

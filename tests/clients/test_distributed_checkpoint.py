@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import torch_api
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")]
 
 
 def train(model, make, folder, resume):
@@ -25,7 +25,7 @@ def train(model, make, folder, resume):
     same(bits(model.state_dict()), before)
     if resume:
         tree = {"model": weights, "optimizer": state, "schedule": schedule.state_dict()}
-        dcp.load(tree, checkpoint_id=folder, no_dist=True)
+        dcp.load(tree, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"])
         schedule.load_state_dict(tree["schedule"])
     losses = []
@@ -38,7 +38,7 @@ def train(model, make, folder, resume):
         losses.append(loss.item())
         if len(losses) == SAVED and not resume:
             weights, state = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": state, "schedule": schedule.state_dict()}, checkpoint_id=folder, no_dist=True)
+            dcp.save({"model": weights, "optimizer": state, "schedule": schedule.state_dict()}, checkpoint_id=folder)
         if len(losses) == STEPS - SAVED and resume:
             break
     return optimizer, losses
