@@ -4,6 +4,7 @@ import copy
 import datetime
 import io
 import time
+import warnings
 
 import jax
 import optax
@@ -73,23 +74,27 @@ def values(model):
     return {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
 
 
+def bits(x):
+    return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def assert_equal_bits(left, right):
     assert left.keys() == right.keys()
     for name, x in left.items():
-        assert x.numpy().tobytes() == right[name].numpy().tobytes(), name
+        assert bits(x) == bits(right[name]), name
 
 
 def assert_same_on_every_rank(tensors):
     for name, x in tensors.items():
         others = [torch.empty_like(x) for _ in range(WORLD)]
         dist.all_gather(others, x)
-        assert all(x.numpy().tobytes() == other.numpy().tobytes() for other in others), name
+        assert all(bits(x) == bits(other) for other in others), name
 
 
 def assert_near(ours, theirs, start):
     for name, x in theirs.items():
         if "fixed" in name:
-            assert ours[name].numpy().tobytes() == x.numpy().tobytes() == start[name].numpy().tobytes(), name
+            assert bits(ours[name]) == bits(x) == bits(start[name]), name
         else:
             assert movement_error(ours[name], x, start[name]) < 1e-5, name
 
@@ -104,6 +109,14 @@ def through_bytes(state_dict):
     buffer = io.BytesIO()
     torch.save(state_dict, buffer)
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def raised(kind, action):
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind}")
 
 
 # ------------------------------------------------------------------ DistributedDataParallel
@@ -223,21 +236,23 @@ def check_sharded_dtensors_with_gradients_by_hand(_):
         name: torch.nn.Parameter(distribute_tensor(x.detach().clone(), mesh, placements.get(name, [Shard(0)]))) for name, x in plain.items()
     }
     mask = {"": True, "rows": torch.randn(7, 5) > 0, "bias": False}
-    for make in (torch_api.MaskedAdamW, torch_api.MaskedSGD):
-        pair = [make(params.items(), lr=0.1, weight_decay=0.1, mask=mask) for params in (plain, lying)]
-        for step in range(4):
-            for name, p in plain.items():
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-                # As it may come: to be brought to where the parameter lies.
-                like = [Replicate()] if step % 2 else lying[name].placements
-                lying[name].grad = distribute_tensor(p.grad.clone(), mesh, like)
-            for optimizer in pair:
-                optimizer.step()
-        for name, p in lying.items():
-            torch.testing.assert_close(p.full_tensor(), plain[name], rtol=1e-6, atol=1e-6)
-            assert pair[1].state.get(p, {}).keys() == pair[0].state.get(plain[name], {}).keys()
-            for key, x in pair[1].state.get(p, {}).items():
-                torch.testing.assert_close(whole(x), pair[0].state[plain[name]][key], rtol=1e-6, atol=1e-6)
+    pair = [torch_api.MaskedAdamW(params.items(), lr=0.1, weight_decay=0.1, mask=mask) for params in (plain, lying)]
+    for step in range(4):
+        for name, p in plain.items():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            # As it may come: to be brought to where the parameter lies.
+            like = [Replicate()] if step % 2 else lying[name].placements
+            lying[name].grad = distribute_tensor(p.grad.clone(), mesh, like)
+        for optimizer in pair:
+            optimizer.step()
+    lying["columns"].grad = torch.ones(3, 4)
+    text = raised(ValueError, pair[1].step)
+    assert "has shape (3, 4), dtype torch.float32 on cpu; the parameter has shape (3, 2) here, a part of (3, 4): expected a D" in text
+    for name, p in lying.items():
+        torch.testing.assert_close(p.full_tensor(), plain[name], rtol=1e-6, atol=1e-6)
+        assert pair[1].state.get(p, {}).keys() == pair[0].state.get(plain[name], {}).keys()
+        for key, x in pair[1].state.get(p, {}).items():
+            torch.testing.assert_close(whole(x), pair[0].state[plain[name]][key], rtol=1e-6, atol=1e-6)
 
 
 def check_whole_dtensors_are_like_any_parameter(_):
@@ -266,7 +281,8 @@ def sharded(net=None):
     from torch.distributed.fsdp import fully_shard
 
     model = Net() if net is None else net
-    fully_shard(model.body)
+    if net is None:
+        fully_shard(model.body)
     return fully_shard(model)
 
 
@@ -320,14 +336,6 @@ def check_other_ways_to_shard(_):
         assert_same_on_every_rank(values(model))
 
 
-def raised(kind, action):
-    try:
-        action()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"expected {kind}")
-
-
 def check_what_needs_the_whole_parameter_is_refused(_):
     model = sharded()
     before = values(model)
@@ -364,7 +372,6 @@ def check_elementwise_transformations_of_optax(_):
     """The same gradients to a whole copy in one process."""
     made = {
         "adamw": (optax.adamw, {"lr": LR, "weight_decay": 0.1}),
-        "lion": (optax.lion, {"lr": 1e-2}),
         "chain": (optax.chain(optax.clip(0.1), optax.trace(0.9), optax.scale(-1e-2)), {}),
     }
     for name, (tx, options) in made.items():
@@ -445,6 +452,62 @@ def check_a_whole_checkpoint_is_cut_for_the_shards(_):
         assert float(state["step"]) == 4
         again = whole(optimizer.state_dict()["state"][index]["exp_avg"])
         assert torch.equal(again, saved[0]["state"][index]["exp_avg"])
+
+
+def check_half_parameters_with_a_master_an_average_and_random_rounding(_):
+    """Against a whole copy that gets the same gradients; the average swapped in and out."""
+    options = {"master_weights": True, "state_dtype": torch.float32, "ema_decay": 0.5}
+    model, copied = sharded(Net().bfloat16()), Net().bfloat16()
+    optimizer, alone = masked_adamw(model, **options), masked_adamw(copied, **options)
+    for _ in range(3):
+        for p, q in zip(model.parameters(), copied.parameters(), strict=True):
+            q.grad = torch.randn(q.shape).bfloat16()
+            dist.broadcast(q.grad, src=0)
+            p.grad = distributed_like(p, q.grad)
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(values(model), values(copied))
+    before = values(model)
+    with optimizer.ema_params(), alone.ema_params():
+        torch.testing.assert_close(values(model), values(copied))
+        assert not torch.equal(values(model)["body.weight"], before["body.weight"])
+    assert_equal_bits(values(model), before)
+    for p, q in zip(model.parameters(), copied.parameters(), strict=True):
+        assert optimizer.state.get(p, {}).keys() == alone.state.get(q, {}).keys()
+    model = sharded(torch.nn.Linear(2, 2, bias=True).bfloat16())  # the bias has the shape of a rounding key
+    optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=1e-4, momentum=0.9, stochastic_rounding=True)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(state["rounding_key"].shape == (2,) for state in optimizer.state.values())
+
+
+def distributed_like(p, tensor):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, p.device_mesh, p.placements)
+
+
+def check_a_scaled_loss_is_skipped_by_every_rank_if_one_saw_infinity(_):
+    for fused in (False, True):
+        model = sharded()
+        optimizer = masked_adamw(model, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        train(model, optimizer, 2)
+        before = values(model)
+        loss = model(torch.ones(2, 6)).square().mean()
+        scaler.scale(loss).backward()
+        model.scale.grad.to_local().fill_(torch.inf)  # one element: rank 1 has none of it
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert_equal_bits(values(model), before)
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).square().mean()).backward()
+        scaler.step(optimizer)
+        assert not torch.equal(values(model)["scale"], before["scale"])
 
 
 # ------------------------------------------------------------------ torch.distributed.checkpoint
@@ -536,8 +599,13 @@ def check_state_dicts_that_are_whole(_):
 
 
 FAMILIES = {
-    "ddp": (check_ddp, check_an_optimizer_made_before_ddp_wraps_the_model, check_ddp_resumes_where_it_stopped),
-    "zero": (check_zero, check_zero_resumes_where_it_stopped),
+    "replicas": (
+        check_ddp,
+        check_an_optimizer_made_before_ddp_wraps_the_model,
+        check_ddp_resumes_where_it_stopped,
+        check_zero,
+        check_zero_resumes_where_it_stopped,
+    ),
     "dtensor": (check_sharded_dtensors_with_gradients_by_hand, check_whole_dtensors_are_like_any_parameter),
     "fsdp": (
         check_fsdp,
@@ -545,10 +613,10 @@ FAMILIES = {
         check_what_needs_the_whole_parameter_is_refused,
         check_elementwise_transformations_of_optax,
         check_element_masks_are_of_the_whole_parameter,
+        check_half_parameters_with_a_master_an_average_and_random_rounding,
+        check_a_scaled_loss_is_skipped_by_every_rank_if_one_saw_infinity,
         check_what_is_done_by_hand_is_followed,
         check_a_whole_checkpoint_is_cut_for_the_shards,
-    ),
-    "checkpoint": (
         check_making_state_for_a_checkpoint_touches_no_weight,
         check_saved_and_resumed,
         check_state_dicts_that_are_whole,
@@ -559,6 +627,7 @@ FAMILIES = {
 def run(rank, family, directory):
     """One process: every check of the family, in order; the first that fails ends it."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", module=r"(bridge|torch_api)\.")
     method, timeout = f"file://{directory}/rendezvous", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=WORLD, timeout=timeout)
     try:

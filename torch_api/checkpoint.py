@@ -14,6 +14,7 @@ from bridge.problem import Field
 
 from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale
 from .plan import Leaf, has_state
+from .shards import laid
 
 FROZEN = "step"  # all that the state of a frozen parameter is, in a state_dict; torch.optim.Adam loads no state without it
 
@@ -181,7 +182,8 @@ def _checked_state(
     if given.keys() == {FROZEN} and not has_state((fields or {}).values(), given):
         given = {}
     if fields is None and given:  # frozen: it is looked at when it is thawed
-        return {index: _Saved({key: torch.as_tensor(value).detach().to(param.device, copy=True) for key, value in given.items()})}
+        tensors = {key: laid(torch.as_tensor(value), param) for key, value in given.items()}
+        return {index: _Saved({key: tensor.detach().to(param.device, copy=True) for key, tensor in tensors.items()})}
     only_scalars = fields is not None and given.keys() <= fields.keys() - BESIDE and not has_state(fields.values(), given)
     if fields is None or not given or only_scalars:
         return {}
@@ -202,7 +204,7 @@ def _checked_state(
 
 def _copied(value: Any, param: torch.Tensor, field: Field) -> torch.Tensor:
     """The value on the parameter's device in the field's type, or in float32 if it was saved so and no type is asked for."""
-    tensor = torch.as_tensor(value).detach()
+    tensor = laid(torch.as_tensor(value).detach(), param)
     dtype = getattr(torch, field.dtype)
     if (
         field.shape is None

@@ -67,6 +67,9 @@ class OptaxOptimizer(GroupedOptimizer):
     as the transformation updates each parameter by itself; one that looks at all of them (a global norm inside it,
     `optax.MultiSteps`) has one state for all, which every parameter's state shows.
 
+    Of a DTensor (FSDP2's `fully_shard`) each process updates what it holds, by a copy; `state` holds DTensors that lie as
+    the parameter does. A sharded one needs a transformation that treats each element by itself, and no `max_grad_norm`.
+
     Raises:
       ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a
         selector that fits nothing, and what the transformation itself raises. Nothing has been changed then.

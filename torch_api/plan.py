@@ -113,7 +113,7 @@ class Leaf:
         return self.memory is None, self.order, self.shape, self.strides, self.dtype, self.device, held
 
     def held(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """State of the parameter, with this process's part of each DTensor."""
+        """State of the parameter, with what this process holds of each DTensor."""
         return state if self.layout is None else self.layout.held(state)
 
     @property
@@ -180,8 +180,9 @@ def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
         return (
             f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
         )
+    part = "" if leaf.layout is None else f" here, a part of {tuple(leaf.param.shape)}: expected a DTensor"
     return (
-        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}, "
+        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}{part}, "
         f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."
     )
 

@@ -50,32 +50,14 @@ class Layout:
             return local.wait() if hasattr(local, "wait") else local  # an AsyncCollectiveTensor
 
     def gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """This process's part of a gradient; a plain tensor is one already."""
+        """What this process holds of the gradient; a plain tensor, which backward never leaves, as it is."""
         return self.local(grad) if _is_distributed(grad) else grad
 
-    def part(self, value: Any) -> Any:
-        """What this process holds of saved state: of a DTensor, or of a tensor of the whole shape; all else as it is."""
-        if _is_distributed(value):
-            return self.local(value)
-        return self.cut(value) if isinstance(value, torch.Tensor) and value.shape == self.shape else value
-
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of the whole shape that lies where the parameter's local tensor does."""
-        coordinate = self.mesh.get_coordinate()
-        if coordinate is None:  # a process outside the mesh
-            return whole.new_empty(0)
-        for dim, placement in enumerate(self.placements):
-            if placement.is_replicate():
-                continue
-            if type(placement).__name__ != "Shard":
-                raise ValueError(
-                    f"a tensor of the whole shape {tuple(self.shape)} cannot be cut for the placements {self.placements}. Give a DTensor "
-                    "that lies so: torch.distributed.tensor.distribute_tensor(tensor, param.device_mesh, param.placements)."
-                )
-            chunks = whole.chunk(self.mesh.size(dim), placement.dim)
-            position = coordinate[dim]
-            whole = chunks[position] if position < len(chunks) else whole.narrow(placement.dim, 0, 0)
-        return whole
+        """The part of a tensor of the whole shape, which every process has, that lies where the parameter's local tensor does."""
+        module: Any = sys.modules["torch.distributed.tensor"]
+        everywhere = [module.Replicate()] * self.mesh.ndim
+        return self.local(module.DTensor.from_local(whole, self.mesh, everywhere, run_check=False))  # chunks, and says nothing to others
 
     def distributed(self, local: torch.Tensor) -> Any:
         """The DTensor, lying as the parameter, whose local tensor is over the memory of `local`."""
@@ -83,8 +65,16 @@ class Layout:
         return made.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def held(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The state of the parameter with this process's part of each tensor."""
-        return {key: self.part(value) for key, value in state.items()}
+        """The state of the parameter, with what this process holds of each DTensor."""
+        return {key: self.local(value) if _is_distributed(value) else value for key, value in state.items()}
+
+
+def laid(value: Any, param: torch.Tensor) -> Any:
+    """A tensor of the parameter's whole shape, lying as the parameter does where that is a DTensor; all else as it is."""
+    layout = layout_of(param)
+    if layout is None or not isinstance(value, torch.Tensor) or _is_distributed(value) or value.shape != param.shape:
+        return value
+    return layout.distributed(layout.cut(value)) if value.is_floating_point() or value.is_complex() else value  # no rounding key
 
 
 def described(param: Any, name: str) -> str:
