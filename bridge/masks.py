@@ -210,7 +210,8 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
         return _first_match(items, leaves, kind, where)
     if all(isinstance(item, str | re.Pattern | torch.nn.Module) for item in items):
         return _first_match([(item, True) for item in items], leaves, kind, where)
-    if all(_is_node(item) or isinstance(item, bool | np.bool_ | str) for item in items):
+    values = (bool, np.bool_, str) if kind == "labels" else (bool, np.bool_)  # no other kind has values that are strings
+    if all(_is_node(item) or isinstance(item, values) for item in items):
         return _by_tree(spec, leaves, where)
     raise TypeError(
         f"{where}: a list holds patterns, parameters, or (selector, value) pairs, not a mix; got "
