@@ -50,7 +50,7 @@ def in_backward(model, make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_two_hundred_optimizers_in_the_backward_pass_compile_ten_programs_and_are_one_optimizer(name):
     ours, _, options = PAIRS[name]
     options = {"lr": 0.0123, **options}  # numbers are no part of a program: those of other tests may serve too

@@ -5,7 +5,7 @@ import copy
 import optax
 import pytest
 import torch
-from oracles import clones, movement_error, random_grads, random_params, set_grads
+from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
@@ -179,6 +179,24 @@ def test_schedulers_drive_transformations_of_optax(which, scheduler):
             advance(schedule, metric)
         compiled = compiled or step.compilations()
         assert [g["lr"] for g in a.param_groups] == [g["lr"] for g in b.param_groups]
+    assert step.compilations() == compiled
+    assert max(map(movement_error, ours, theirs, start)) < 3e-5
+
+
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR, exp_range"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_schedulers_cycle_the_momentum_of_a_factory(scheduler):
+    ours = random_params(shapes=SHAPES)
+    theirs, start = clones(ours), clones(ours)
+    a, b = torch_api.OptaxOptimizer(ours, optax.sgd, lr=0.01, momentum=0.9), torch.optim.SGD(theirs, lr=0.01, momentum=0.9)
+    schedules = [SCHEDULERS[scheduler](o) for o in (a, b)]
+    seen, compiled = set(), None
+    for _ in range(STEPS):
+        run_pair(a, ours, b, theirs, 1, after=lambda: [schedule.step() for schedule in schedules])
+        compiled = compiled or step.compilations()
+        assert numbers(a) == numbers(b)
+        seen.add(a.param_groups[0]["momentum"])
+    assert len(seen) > 5
     assert step.compilations() == compiled
     assert max(map(movement_error, ours, theirs, start)) < 3e-5
 
