@@ -81,7 +81,7 @@ def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra) -> 
       row, skeleton, extra: as in `views`.
       spec: the leaf as `views` gave it.
     """
-    if row.unit is not None or not (spec.flat or spec.path is None):
+    if row.unit is not None or not spec.flat:
         return False
     dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
     sizes = [Spec(spec.path, (n,), dtype) for n in (4096, 4099)]

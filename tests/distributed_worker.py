@@ -255,6 +255,33 @@ def check_sharded_dtensors_with_gradients_by_hand(_):
             torch.testing.assert_close(whole(x), pair[0].state[plain[name]][key], rtol=1e-6, atol=1e-6)
 
 
+def check_other_rules_of_torch(_):
+    """One parameter for each rule, in one program, against whole ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    # The others have no state of another kind; tests/test_analysis.py asks of each whether parts will do.
+    rules = {name: (getattr(bridge.rules, name), {}) for name in ("ADAGRAD", "NADAM", "RPROP", "ASGD")}
+    plain = {name: torch.nn.Parameter(torch.full((5, 2), 0.5)) for name in rules}
+    lying = {name: torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for name, p in plain.items()}
+    labels = {name: name for name in rules}
+    pair = [torch_api.PartitionedOptimizer(params.items(), rules, labels) for params in (plain, lying)]
+    for step in range(4):
+        for name, p in plain.items():
+            p.grad = torch.randn(5, 2, generator=torch.Generator().manual_seed(step))
+            lying[name].grad = distribute_tensor(p.grad.clone(), mesh, [Shard(0)])
+        for optimizer in pair:
+            optimizer.step()
+    for name, p in lying.items():
+        torch.testing.assert_close(p.full_tensor(), plain[name], rtol=1e-6, atol=1e-6, msg=name)
+        ours, theirs = pair[1].state.get(p, {}), pair[0].state.get(plain[name], {})
+        assert ours.keys() == theirs.keys(), name
+        for key, x in ours.items():
+            torch.testing.assert_close(whole(x), theirs[key], rtol=1e-6, atol=1e-6, msg=f"{name} {key}")
+            assert hasattr(x, "placements") == (x.shape == (5, 2)), (name, key)
+
+
 def check_whole_dtensors_are_like_any_parameter(_):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
@@ -352,6 +379,9 @@ def check_what_needs_the_whole_parameter_is_refused(_):
         )
         assert "clip_grad_norm_ before step()" in text
         assert "ignored_params" in text
+    for made in (torch_api.MaskedMuon, torch_api.MaskedAdafactor):
+        text = raised(ValueError, lambda made=made: made(named, lr=LR, mask="body.weight"))
+        assert text.startswith(f"{made.__name__}: parameter 'body.weight' of shape (7, 6) is sharded"), text
     text = raised(ValueError, lambda: masked_adamw(model, max_grad_norm=1.0))
     assert "max_grad_norm is 1.0, but parameter 'scale' of shape (1,) is sharded" in text
     assert "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before step()" in text
@@ -606,7 +636,11 @@ FAMILIES = {
         check_zero,
         check_zero_resumes_where_it_stopped,
     ),
-    "dtensor": (check_sharded_dtensors_with_gradients_by_hand, check_whole_dtensors_are_like_any_parameter),
+    "dtensor": (
+        check_sharded_dtensors_with_gradients_by_hand,
+        check_other_rules_of_torch,
+        check_whole_dtensors_are_like_any_parameter,
+    ),
     "fsdp": (
         check_fsdp,
         check_other_ways_to_shard,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_api
-from bridge import rules
+from bridge import matrix_rules, rules
 from bridge.analysis import in_parts, views
 from bridge.dlpack import x64
 from bridge.problem import NO_EXTRA, Row, Spec, _literals_keep_their_type
@@ -188,8 +188,9 @@ def by_size():
 
 
 IN_PARTS = {
-    "adam": (rules.ADAM, True),
-    "sgd": (rules.SGD, True),
+    **{name: (getattr(rules, name), True) for name in ("ADAM", "SGD", "RMSPROP", "ADAGRAD", "ADADELTA", "ADAMAX", "NADAM", "RADAM")},
+    **{name: (getattr(rules, name), True) for name in ("RPROP", "ASGD")},
+    "torch's adafactor": (matrix_rules.ADAFACTOR, False),
     "lion": (optax.lion(1e-3), True),
     "adamw": (optax.adamw(1e-3), True),
     "lamb": (optax.lamb(1e-3), False),
@@ -202,7 +203,7 @@ IN_PARTS = {
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_what_is_updated_in_parts_as_in_the_whole(name):
     tx, expected = IN_PARTS[name]
-    for dtype in (torch.float32, torch.complex64) if name in ("adam", "sgd") else (torch.float32,):
+    for dtype in (torch.float32, torch.complex64) if name in ("ADAM", "SGD") else (torch.float32,):
         optimizer = torch_api.OptaxOptimizer([("w", torch.nn.Parameter(torch.ones(7, dtype=dtype)))], tx)
         row, spec = optimizer.arrangement.static[0], optimizer.leaves[0].spec
         assert in_parts(row, optimizer.arrangement.skeleton, spec, NO_EXTRA) is expected
