@@ -1,6 +1,6 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
-from . import rules
+from . import matrix_rules, rules
 from .dlpack import to_jax, to_torch
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -56,6 +56,7 @@ __all__ = [
     "identity",
     "lookahead",
     "masked",
+    "matrix_rules",
     "module_tree",
     "partition",
     "resolve_labels",

@@ -35,6 +35,7 @@ ELEMENTWISE = frozenset({
 # fmt: on
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
+_REAL = {"complex64": "float32", "complex128": "float64"}
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -70,6 +71,25 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
             chosen[key] = view
         found.append(chosen[key])  # equal programs: the first leaf's place in the tree serves for all
     return tuple(found)
+
+
+@functools.lru_cache(256)
+def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra) -> bool:
+    """Whether a part of such a leaf is updated as within the whole: each element by itself, in a program that knows no size.
+
+    Args:
+      row, skeleton, extra: as in `views`.
+      spec: the leaf as `views` gave it.
+    """
+    if row.unit is not None or not (spec.flat or spec.path is None):
+        return False
+    dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
+    sizes = [Spec(spec.path, (n,), dtype) for n in (4096, 4099)]
+    try:
+        programs = [_Program(Problem(row, (part,), () if part.path is None else skeleton), extra) for part in sizes]
+    except Exception:  # noqa: BLE001 - user code that does not take a leaf of another size may raise anything
+        return False
+    return all(program.elementwise for program in programs) and programs[0].text(0) == programs[1].text(0)
 
 
 def traced_names(

@@ -30,7 +30,7 @@ def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arr
     row, plan = problem.row, layout(problem)
     with problem.types():
         leaves = [lift(p, row) for p in params]
-        state = jax.tree.leaves(row.transformation(values).init(problem.tree(leaves)))
+        state = jax.tree.leaves(row.transformation(values, problem.specs[0].dtype).init(problem.tree(leaves)))
         own, shared = _taken_out(problem, plan, state, None, [{} for _ in params])
     return Arrays([], [], own, shared)
 
@@ -86,7 +86,7 @@ def evaluate(
                     wide = times(lift(x, row).astype(field.arithmetic), factor) if field.key is None else None
                     state[field.position] = wide if field.key is None else jax.random.wrap_key_data(x, impl=field.key)
         extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
-        transformation = row.transformation(problem.scalars(values))
+        transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
         if extra and isinstance(transformation, optax.GradientTransformation):
             transformation = optax.with_extra_args_support(transformation)  # one that takes none is beside one that does
         updates, new = transformation.update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)

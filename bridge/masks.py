@@ -124,6 +124,8 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
             f"mask: {name!r} got an array of shape {tuple(value.shape)} and dtype {dtype} from {rule}; expected shape "
             f"{shape} and dtype bool. For rows, expand a (rows, 1) mask to the full shape."
         )
+    if hasattr(value, "full_tensor"):  # a DTensor: every process asks for all of it
+        value = value.full_tensor()
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     # All True and all False are plain masks: no array rides along, and False allocates no state.
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array.copy(), rule)
@@ -208,7 +210,8 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
         return _first_match(items, leaves, kind, where)
     if all(isinstance(item, str | re.Pattern | torch.nn.Module) for item in items):
         return _first_match([(item, True) for item in items], leaves, kind, where)
-    if all(_is_node(item) or isinstance(item, bool | np.bool_ | str) for item in items):
+    values = (bool, np.bool_, str) if kind == "labels" else (bool, np.bool_)  # no other kind has values that are strings
+    if all(_is_node(item) or isinstance(item, values) for item in items):
         return _by_tree(spec, leaves, where)
     raise TypeError(
         f"{where}: a list holds patterns, parameters, or (selector, value) pairs, not a mix; got "

@@ -57,6 +57,7 @@ class Row:
     `pruned`: the transformation cannot have None where a leaf takes no part (GaLore); the tree then has no such place.
     `kept`: what is kept beside the transformation's state; with an average, its decay is a traced number after all others
     but the multiplier.
+    `shaped`, `typed`: as of the `Rule`.
     """
 
     factory: Callable[..., Any]
@@ -66,6 +67,8 @@ class Row:
     unit: int | None = None
     pruned: bool = False
     kept: Kept = NOTHING
+    shaped: bool = False
+    typed: bool = False
 
     @property
     def width(self) -> int:
@@ -78,9 +81,10 @@ class Row:
     def together(self, unit: int | None) -> Row:
         return replace(self, unit=unit)
 
-    def transformation(self, values: Any) -> Any:
-        """The optax transformation with `values`, a sequence of `width` scalars, for its traced hyperparams."""
-        hyperparams, at = {}, 0
+    def transformation(self, values: Any, dtype: str | None = None) -> Any:
+        """The optax transformation with `values`, a sequence of `width` scalars, for its traced hyperparams, on leaves kept in `dtype`."""
+        hyperparams: dict[str, Any] = {"dtype": dtype} if self.typed else {}
+        at = 0
         for name, length in self.traced:
             hyperparams[name] = tuple(values[at + i] for i in range(length)) if length else values[at]
             at += max(length, 1)
@@ -254,7 +258,7 @@ def layout(problem: Problem) -> Layout:
 
     def init(values: Any, leaves: list[Any]) -> Any:
         with problem.types():
-            state = row.transformation(problem.scalars(values)).init(problem.tree(leaves))
+            state = row.transformation(problem.scalars(values), specs[0].dtype).init(problem.tree(leaves))
             keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(state)]
             return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), state)
 
@@ -270,7 +274,8 @@ def layout(problem: Problem) -> Layout:
     for position, ((path, leaf), stored, key) in enumerate(zip(flat, jax.tree.leaves(kept), keys, strict=True)):
         owner, name = owner_of(path)
         alike = owner is not None and leaf.shape == wide[owner].shape
-        dtype = specs[owner].dtype if owner is not None and alike and not row.scaled else str(stored.dtype)
+        like_it = owner is not None and not row.scaled and leaf.ndim > 0  # of one array for each leaf, whatever its shape
+        dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype)
         asked = alike and row.kept.state_dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         dtype = str(row.kept.state_dtype) if asked else dtype
         field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)

@@ -1,8 +1,9 @@
-"""torch.optim's update equations as optax `GradientTransformation`s.
+"""torch.optim's elementwise update equations as optax `GradientTransformation`s.
 
 optax's own adam, adamw and sgd differ from torch's in places that show: one step count for all leaves, no amsgrad on
 the decayed gradient, other first steps of momentum. These follow torch 2.13 and keep a count per leaf; the state fields
 carry torch's names. Leaves are real (a complex parameter comes as its (..., 2) real view, as torch.optim takes it).
+The updates are added to the parameters. `maximize` turns the gradient's sign before all else.
 
 Scalars may be Python floats or traced float64: bias corrections are computed before the cast to the leaf's type,
 because 1 - 0.999 has lost four digits in float32.
@@ -10,68 +11,28 @@ because 1 - 0.999 has lost four digits in float32.
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-Scalar = Any  # a Python float, or a traced 0-d array
-
-
-class Rule(NamedTuple):
-    """A factory of transformations, and what its hyperparams and state mean to a torch optimizer.
-
-    `structural` hyperparams take None for "none of it", which a 0 in a param group stands for: they decide which state
-    exists. `hidden` state is not part of torch's state_dict; restored state begins with the value given here.
-
-    `scaled`: any optax transformation, not one of this file: it is evaluated as in pure JAX, and its update is
-    multiplied by the group's `lr` unless `lr` is among its own hyperparams. Those with defaults are `given`, and only
-    the `traceable` of them may be traced. `ready`: one transformation for all groups, not one for each. `takes_extra`:
-    it reads further arguments of `step`.
-    """
-
-    factory: Callable[..., optax.GradientTransformation]
-    structural: frozenset[str] = frozenset()
-    hidden: dict[str, float] = {}  # noqa: RUF012
-    given: dict[str, Any] | None = None
-    traceable: frozenset[str] = frozenset()
-    scaled: bool = False
-    ready: bool = False
-    takes_extra: bool = False
-
-    @property
-    def hyperparams(self) -> dict[str, Any]:
-        """The hyperparams and options by name with their defaults, None for structural ones being 0 in a group."""
-        if self.given is not None:
-            return self.given
-        parameters = inspect.signature(self.factory).parameters.values()
-        return {p.name: 0 if p.name in self.structural and p.default is None else p.default for p in parameters}
-
-
-class AdamState(NamedTuple):
-    step: Any  # float32 0-d per leaf, as torch keeps it
-    exp_avg: Any
-    exp_avg_sq: Any
-
-
-class AmsgradState(NamedTuple):
-    step: Any
-    exp_avg: Any
-    exp_avg_sq: Any
-    max_exp_avg_sq: Any
-
-
-class MomentumState(NamedTuple):
-    momentum_buffer: Any
-
-
-class DampenedState(NamedTuple):
-    momentum_buffer: Any
-    seen: Any  # float32 0-d per leaf: 0 before the first gradient, which enters the buffer undampened
+from .leafwise import (
+    Check,
+    Rule,
+    Scalar,
+    bias_correction,
+    caster,
+    count,
+    decayed,
+    known,
+    lerp,
+    not_negative,
+    per_leaf,
+    proper_betas,
+    shrunk,
+    wide,
+)
 
 
 def adam(
@@ -86,41 +47,32 @@ def adam(
 ) -> optax.GradientTransformation:
     """torch.optim.Adam, and AdamW with `decoupled_weight_decay=True`, per leaf.
 
-    The updates are added to the parameters: -lr * (m_hat / (sqrt(v_hat) + eps)), and for AdamW another
-    -lr * weight_decay * params. eps stands outside the root, as in torch and in optax's default.
+    -lr * (m_hat / (sqrt(v_hat) + eps)), and for AdamW another -lr * weight_decay * params. eps stands outside the root,
+    as in torch and in optax's default.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py; Kingma and Ba, arXiv:1412.6980;
     Loshchilov and Hutter, arXiv:1711.05101; amsgrad: Reddi et al., arXiv:1904.09237 (torch takes the maximum before the
     bias correction, optax's amsgrad after it).
     """
 
-    def init(params: Any) -> AdamState | AmsgradState:
-        step = _per_leaf_zero(params)
-        if amsgrad:
-            return AmsgradState(step, _zeros(params), _zeros(params), _zeros(params))
-        return AdamState(step, _zeros(params), _zeros(params))
+    def begin(p: jax.Array) -> dict[str, Any]:
+        moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
+        return {"step": count()} | {name: jnp.zeros_like(p) for name in moments}
 
-    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, m: jax.Array, v: jax.Array, v_max: jax.Array | None = None) -> tuple[Any, ...]:
-        cast = _caster(g)
+    def leaf(g: jax.Array, p: jax.Array, step: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any = None) -> Any:
+        cast, step = caster(g), step + 1
         g = -g if maximize else g
-        if not decoupled_weight_decay:
-            g = _decayed(g, p, cast(weight_decay))
-        step = step + 1
-        m = _lerp(m, g, cast(1 - betas[0]))
-        v = v * cast(betas[1]) + g * g * cast(1 - betas[1])
-        root = v if v_max is None else (v_max := jnp.maximum(v_max, v))
-        denominator = jnp.sqrt(root) / cast(jnp.sqrt(_bias_correction(betas[1], step))) + cast(eps)
-        update = -cast(_wide(lr) / _bias_correction(betas[0], step)) * m / denominator
+        g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
+        m = lerp(exp_avg, g, 1 - betas[0])
+        v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
+        v_max = v if max_exp_avg_sq is None else jnp.maximum(max_exp_avg_sq, v)
+        denominator = jnp.sqrt(v_max) / cast(jnp.sqrt(bias_correction(betas[1], step))) + cast(eps)
+        update = -cast(wide(lr) / bias_correction(betas[0], step)) * m / denominator
         if decoupled_weight_decay:
-            # torch rounds p * (1 - lr * weight_decay) before it adds, and 1 - lr * weight_decay before that: in float32
-            # 1e-5 of the movement after 50 steps. p - (1 - c) * p has p * c's own rounding where it contracts to one
-            # multiply-add, and p + ((... + update) - p) hands the sum through the optax interface: exactly, as long as one
-            # step moves a parameter by less than half of itself, and to its last digit else.
-            shrunk = p - (1 - cast(1 - _wide(lr) * _wide(weight_decay))) * p
-            update = jnp.where(jnp.isfinite(p), (shrunk + update) - p, update)
-        return (update, step, m, v) if v_max is None else (update, step, m, v, v_max)
+            update = shrunk(p, 1 - wide(lr) * wide(weight_decay), update)
+        return update, {"step": step, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": v_max}
 
-    return _per_leaf(init, leaf)
+    return per_leaf(begin, leaf)
 
 
 def sgd(
@@ -140,75 +92,370 @@ def sgd(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
     """
 
-    def init(params: Any) -> Any:
-        if momentum is None:
-            return optax.EmptyState()
-        if dampening is None:
-            return MomentumState(_zeros(params))
-        return DampenedState(_zeros(params), _per_leaf_zero(params))
+    def begin(p: jax.Array) -> dict[str, Any]:
+        # `seen` is 0 before the first gradient, which enters the buffer undampened.
+        buffer = {} if momentum is None else {"momentum_buffer": jnp.zeros_like(p)}
+        return buffer if momentum is None or dampening is None else buffer | {"seen": jnp.zeros((), jnp.float32)}
 
-    def leaf(g: jax.Array, p: jax.Array, buffer: jax.Array | None = None, seen: jax.Array | None = None) -> tuple[Any, ...]:
-        cast = _caster(g)
-        g = _decayed(-g if maximize else g, p, cast(weight_decay))
-        state: tuple[jax.Array, ...] = ()
-        if buffer is not None:
-            share = cast(1.0) if seen is None else cast(1 - _wide(dampening) * _wide(seen))
-            buffer = buffer * cast(momentum) + g * share
-            state = (buffer,) if seen is None else (buffer, jnp.ones_like(seen))
-            g = g + cast(momentum) * buffer if nesterov else buffer
-        return (-cast(lr) * g, *state)
+    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: Any = None, seen: Any = None) -> Any:
+        cast = caster(g)
+        g = decayed(-g if maximize else g, p, weight_decay)
+        if momentum_buffer is None:
+            return -cast(lr) * g, {}
+        share = cast(1.0) if seen is None else cast(1 - wide(dampening) * wide(seen))
+        buffer = momentum_buffer * cast(momentum) + g * share
+        g = g + cast(momentum) * buffer if nesterov else buffer
+        return -cast(lr) * g, {"momentum_buffer": buffer, "seen": jnp.ones((), jnp.float32)}
 
-    return _per_leaf(init, leaf)
+    return per_leaf(begin, leaf)
 
 
-def _per_leaf(init: optax.TransformInitFn, leaf: Callable[..., tuple[Any, ...]]) -> optax.GradientTransformation:
-    """A transformation from an equation for one leaf: leaf(g, p, *state) -> (update, *state), mapped over the tree."""
+def rmsprop(
+    lr: Scalar = 1e-2,
+    alpha: Scalar = 0.99,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    momentum: Scalar | None = None,
+    *,
+    centered: bool = False,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.RMSprop, per leaf. `momentum` None: none, and no state for it.
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("this transformation reads the parameters: call update(grads, state, params) with params, not None.")
-        fields = tuple(state)
-        results = jax.tree.map(leaf, updates, params, *fields)
-        outer = jax.tree.structure(updates)
-        columns = jax.tree.transpose(outer, jax.tree.structure((0,) * (1 + len(fields))), results)
-        return columns[0], type(state)(*columns[1:])
+    eps stands outside the root and the average begins at 0 without bias correction, as in torch; optax's rmsprop takes
+    eps inside and decay 0.9.
 
-    return optax.GradientTransformation(init, update)
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/rmsprop.py; Tieleman and Hinton, lecture 6.5
+    (2012); centered: Graves, arXiv:1308.0850.
+    """
 
+    def begin(p: jax.Array) -> dict[str, Any]:
+        buffers = ["square_avg"] + ["momentum_buffer"] * (momentum is not None) + ["grad_avg"] * centered
+        return {"step": count()} | {name: jnp.zeros_like(p) for name in buffers}
 
-def _decayed(g: jax.Array, p: jax.Array, weight_decay: jax.Array) -> jax.Array:
-    """g + weight_decay * p, and g where nothing decays: an infinite parameter then stays what it is."""
-    return jnp.where(weight_decay == 0, g, g + weight_decay * p)
+    def leaf(g: jax.Array, p: jax.Array, step: Any, square_avg: Any, momentum_buffer: Any = None, grad_avg: Any = None) -> Any:
+        cast = caster(g)
+        g = decayed(-g if maximize else g, p, weight_decay)
+        v = square_avg * cast(alpha) + g * g * cast(1 - alpha)
+        mean = None if grad_avg is None else lerp(grad_avg, g, 1 - alpha)
+        direction = g / (jnp.sqrt(v if mean is None else v - mean * mean) + cast(eps))
+        if momentum_buffer is not None:
+            direction = momentum_buffer * cast(momentum) + direction
+        return -cast(lr) * direction, {"step": step + 1, "square_avg": v, "momentum_buffer": direction, "grad_avg": mean}
 
-
-def _lerp(start: jax.Array, end: jax.Array, weight: jax.Array) -> jax.Array:
-    """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself."""
-    return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
-
-
-def _zeros(params: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, params)
-
-
-def _per_leaf_zero(params: Any) -> Any:
-    return jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
-
-
-def _caster(like: jax.Array) -> Callable[[Scalar], jax.Array]:
-    return lambda scalar: jnp.asarray(scalar).astype(like.dtype)
-
-
-def _wide(scalar: Scalar) -> jax.Array:
-    """A scalar in the widest float that jax has here, so that products of scalars round once."""
-    return jnp.asarray(scalar).astype(jnp.result_type(float))
+    return per_leaf(begin, leaf)
 
 
-def _bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
-    """1 - beta ** step without the cancellation, for beta near 1 and early steps."""
-    known = isinstance(beta, float | int)
-    log = _wide(math.log(beta) if beta else -math.inf) if known else jnp.log(_wide(beta))
-    return -jnp.expm1(_wide(step) * log)
+def adagrad(
+    lr: Scalar = 1e-2,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-10,
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.Adagrad, per leaf; both parts of a complex leaf begin at `initial_accumulator_value`.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adagrad.py; Duchi et al., JMLR 12 (2011).
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "sum": jnp.broadcast_to(caster(p)(initial_accumulator_value), p.shape)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, sum: Any) -> Any:  # noqa: A002 - torch's name
+        cast = caster(g)
+        g = decayed(-g if maximize else g, p, weight_decay)
+        total = sum + g * g
+        rate = wide(lr) / (1 + wide(step) * wide(lr_decay))
+        return -cast(rate) * g / (jnp.sqrt(total) + cast(eps)), {"step": step + 1, "sum": total}
+
+    return per_leaf(begin, leaf)
 
 
-ADAM = Rule(adam)
-SGD = Rule(sgd, structural=frozenset({"momentum", "dampening"}), hidden={"seen": 1.0})
+def adadelta(
+    lr: Scalar = 1.0, rho: Scalar = 0.9, eps: Scalar = 1e-6, weight_decay: Scalar = 0.0, *, maximize: bool = False
+) -> optax.GradientTransformation:
+    """torch.optim.Adadelta, per leaf: eps stands inside both roots, and lr outside the accumulated change.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adadelta.py; Zeiler, arXiv:1212.5701.
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "square_avg": jnp.zeros_like(p), "acc_delta": jnp.zeros_like(p)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, square_avg: Any, acc_delta: Any) -> Any:
+        cast = caster(g)
+        g = decayed(-g if maximize else g, p, weight_decay)
+        v = square_avg * cast(rho) + g * g * cast(1 - rho)
+        delta = jnp.sqrt(acc_delta + cast(eps)) / jnp.sqrt(v + cast(eps)) * g
+        return -cast(lr) * delta, {
+            "step": step + 1,
+            "square_avg": v,
+            "acc_delta": acc_delta * cast(rho) + delta * delta * cast(1 - rho),
+        }
+
+    return per_leaf(begin, leaf)
+
+
+def adamax(
+    lr: Scalar = 2e-3,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.Adamax, per leaf: eps is added to the gradient's size inside the maximum, as in torch.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adamax.py; Kingma and Ba, arXiv:1412.6980,
+    algorithm 2 (which has no eps).
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "exp_avg": jnp.zeros_like(p), "exp_inf": jnp.zeros_like(p)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, exp_avg: Any, exp_inf: Any) -> Any:
+        cast, step = caster(g), step + 1
+        g = decayed(-g if maximize else g, p, weight_decay)
+        m = lerp(exp_avg, g, 1 - betas[0])
+        u = jnp.maximum(exp_inf * cast(betas[1]), jnp.abs(g) + cast(eps))
+        return -cast(wide(lr) / bias_correction(betas[0], step)) * m / u, {"step": step, "exp_avg": m, "exp_inf": u}
+
+    return per_leaf(begin, leaf)
+
+
+def nadam(
+    lr: Scalar = 2e-3,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    momentum_decay: Scalar = 4e-3,
+    *,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.NAdam, per leaf, with the momentum schedule of its paper, which optax's nadam has not.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/nadam.py; Dozat, "Incorporating Nesterov
+    Momentum into Adam" (2016). The product of the momenta is a float32 scalar, as in torch.
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "mu_product": count() + 1, "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
+
+    def momentum_at(step: jax.Array) -> jax.Array:
+        return wide(betas[0]) * (1 - 0.5 * 0.96 ** (wide(step) * wide(momentum_decay)))
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, mu_product: Any, exp_avg: Any, exp_avg_sq: Any) -> Any:
+        cast, step = caster(g), step + 1
+        g = -g if maximize else g
+        g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
+        mu, mu_next = momentum_at(step), momentum_at(step + 1)
+        product = mu_product * mu.astype(mu_product.dtype)
+        m = lerp(exp_avg, g, 1 - betas[0])
+        v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
+        denominator = jnp.sqrt(v / cast(bias_correction(betas[1], step))) + cast(eps)
+        share_g = wide(lr) * (1 - mu) / (1 - wide(product))
+        share_m = wide(lr) * mu_next / (1 - wide(product) * mu_next)
+        factor = 1 - wide(lr) * wide(weight_decay) if decoupled_weight_decay else 1.0
+        update = shrunk(p, factor, -cast(share_g) * g / denominator, -cast(share_m) * m / denominator)  # two roundings, as in torch
+        return update, {"step": step, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
+
+    return per_leaf(begin, leaf)
+
+
+def radam(
+    lr: Scalar = 1e-3,
+    betas: tuple[Scalar, Scalar] = (0.9, 0.999),
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+    *,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.RAdam, per leaf: momentum alone until the average of squares is long enough (rho > 5).
+
+    eps is added to the root before its bias correction, as in torch, which the paper has not.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/radam.py; Liu et al., arXiv:1908.03265.
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, exp_avg: Any, exp_avg_sq: Any) -> Any:
+        cast, step = caster(g), step + 1
+        g = -g if maximize else g
+        g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
+        m = lerp(exp_avg, g, 1 - betas[0])
+        v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
+        corrected = bias_correction(betas[1], step)
+        longest = 2 / (1 - wide(betas[1])) - 1
+        rho = longest - 2 * wide(step) * (1 - corrected) / corrected
+        rectified = jnp.sqrt(corrected * (rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho))
+        adaptive = cast(rectified) / (jnp.sqrt(v) + cast(eps))
+        update = -cast(wide(lr) / bias_correction(betas[0], step)) * m * jnp.where(rho > 5, adaptive, 1)
+        if decoupled_weight_decay:
+            update = shrunk(p, 1 - wide(lr) * wide(weight_decay), update)
+        return update, {"step": step, "exp_avg": m, "exp_avg_sq": v}
+
+    return per_leaf(begin, leaf)
+
+
+def rprop(
+    lr: Scalar = 1e-2,
+    etas: tuple[Scalar, Scalar] = (0.5, 1.2),
+    step_sizes: tuple[Scalar, Scalar] = (1e-6, 50.0),
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.Rprop, per leaf: `lr` is what every element's step size begins with, and is not read again.
+
+    Where the gradient's sign turned, the step size shrinks and the element rests for one step (iRprop-). NaN has no
+    sign: such an element rests too, as in torch.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/rprop.py; Riedmiller and Braun, ICNN 1993; Igel
+    and Huesken, NC 2000.
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "prev": jnp.zeros_like(p), "step_size": jnp.broadcast_to(caster(p)(lr), p.shape)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, prev: Any, step_size: Any) -> Any:
+        cast = caster(g)
+        g = -g if maximize else g
+        agreement = g * prev
+        factor = jnp.where(agreement > 0, cast(etas[1]), jnp.where(agreement < 0, cast(etas[0]), cast(1.0)))
+        size = jnp.clip(step_size * factor, cast(step_sizes[0]), cast(step_sizes[1]))
+        g = jnp.where(agreement < 0, 0, g)
+        sign = jnp.where(jnp.isnan(g), 0, jnp.sign(g))
+        return -sign * size, {"step": step + 1, "prev": g, "step_size": size}
+
+    return per_leaf(begin, leaf)
+
+
+def asgd(
+    lr: Scalar = 1e-2,
+    lambd: Scalar = 1e-4,
+    alpha: Scalar = 0.75,
+    t0: Scalar = 1e6,
+    weight_decay: Scalar = 0.0,
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformation:
+    """torch.optim.ASGD, per leaf: decay by lambd, a falling rate `eta`, and in `ax` the average from step t0 on.
+
+    `eta` and `mu` are those of the next step and float32 scalars, as in torch.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/asgd.py; Polyak and Juditsky, SIAM J. Control
+    Optim. 30 (1992).
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        return {"step": count(), "eta": caster(count())(lr), "mu": count() + 1, "ax": jnp.zeros_like(p)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, eta: Any, mu: Any, ax: Any) -> Any:
+        cast, step = caster(g), step + 1
+        g = decayed(-g if maximize else g, p, weight_decay)
+        update = shrunk(p, 1 - wide(lambd) * wide(eta), -cast(eta) * g)
+        new_p = p + update
+        new_eta = wide(lr) / (1 + wide(lambd) * wide(lr) * wide(step)) ** wide(alpha)
+        new_mu = 1 / jnp.maximum(1, wide(step) - wide(t0))
+        return update, {
+            "step": step,
+            "eta": new_eta.astype(eta.dtype),
+            "mu": new_mu.astype(mu.dtype),
+            "ax": jnp.where(mu == 1, new_p, ax + (new_p - ax) * cast(mu)),
+        }
+
+    return per_leaf(begin, leaf)
+
+
+# ------------------------------------------------------------------ what their hyperparams mean to torch
+
+
+def _in_tensor(x: Any) -> bool:
+    return hasattr(x, "numel")
+
+
+def _no_foreach_over(value: Any, group: Any) -> bool:
+    return not (_in_tensor(value) and group.get("foreach") and not group.get("capturable"))
+
+
+_TENSOR = "as a Tensor is not supported for capturable=False and foreach=True"
+_LR = "Invalid learning rate: {lr}"
+_EPS = "Invalid epsilon value: {eps}"
+_DECAY = "Invalid weight_decay value: {weight_decay}"
+_ADAM_LIKE = (*not_negative(lr=_LR, eps=_EPS), *proper_betas(), *not_negative(weight_decay=_DECAY))
+
+ADAM = known(
+    Rule(
+        adam,
+        checks=(
+            Check(lambda g: _no_foreach_over(g["lr"], g), f"lr {_TENSOR}"),
+            *_ADAM_LIKE,
+            Check(lambda g: _in_tensor(g["betas"][0]) == _in_tensor(g["betas"][1]), "betas must be either both floats or both Tensors"),
+            Check(lambda g: _no_foreach_over(g["betas"][0], g), f"betas[0] {_TENSOR}"),
+        ),
+    )
+)
+SGD = known(
+    Rule(
+        sgd,
+        structural=frozenset({"momentum", "dampening"}),
+        hidden={"seen": 1.0},
+        checks=(
+            *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
+            Check(
+                lambda g: not g["nesterov"] or bool(g["momentum"] > 0 and g["dampening"] == 0),
+                "Nesterov momentum requires a momentum and zero dampening",
+            ),
+        ),
+    )
+)
+RMSPROP = known(
+    Rule(
+        rmsprop,
+        structural=frozenset({"momentum"}),
+        checks=not_negative(
+            lr=_LR, eps=_EPS, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY, alpha="Invalid alpha value: {alpha}"
+        ),
+    )
+)
+ADAGRAD = known(
+    Rule(
+        adagrad,
+        eager=True,
+        checks=not_negative(
+            lr=_LR,
+            lr_decay="Invalid lr_decay value: {lr_decay}",
+            weight_decay=_DECAY,
+            initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
+            eps=_EPS,
+        ),
+    )
+)
+ADADELTA = known(
+    Rule(
+        adadelta,
+        checks=(
+            *not_negative(lr=_LR),
+            Check(lambda g: bool(0 <= g["rho"] <= 1), "Invalid rho value: {rho}"),
+            *not_negative(eps=_EPS, weight_decay=_DECAY),
+        ),
+    )
+)
+ADAMAX = known(Rule(adamax, checks=_ADAM_LIKE))
+NADAM = known(Rule(nadam, checks=(*_ADAM_LIKE, *not_negative(momentum_decay="Invalid momentum_decay value: {momentum_decay}"))))
+RADAM = known(Rule(radam, checks=_ADAM_LIKE))
+RPROP = known(
+    Rule(
+        rprop,
+        checks=(
+            *not_negative(lr=_LR),
+            Check(lambda g: bool(0 < g["etas"][0] < 1 < g["etas"][1]), "Invalid eta values: {etas[0]}, {etas[1]}"),
+        ),
+    )
+)
+ASGD = known(Rule(asgd, checks=not_negative(lr=_LR, weight_decay=_DECAY)))

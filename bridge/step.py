@@ -322,7 +322,7 @@ def _unit_update(
 
 def _kept_in(mask: Any, x: Any, problem: Problem) -> Any:
     """The array with 0 where the mask is False, if the transformation may look from one element to another."""
-    return x if mask is None or problem.specs[0].path is None else jnp.where(mask, x, jnp.zeros_like(x))
+    return x if mask is None or (problem.specs[0].path is None and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
 
 
 def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
@@ -392,13 +392,15 @@ _chosen_passes: dict[Any, int] = {}
 def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: Any) -> int:
     """How many evaluations of the rule move the fewest bytes: one, a second for the parameter, or one for each result.
 
-    Asked of the compiler, on one small flat leaf, once for each rule and dtype; a leaf that must keep its shape is
-    evaluated once, because operations across its elements store their results anyway.
+    Asked of the compiler, on one small flat leaf, once for each rule and dtype (of torch's equations in float32, and in
+    complex: what is fused is the same in all real types); a leaf that must keep its shape is evaluated once, because
+    operations across its elements store their results anyway.
     """
     spec = problem.specs[0]
     if not spec.flat or extra.leaves:
         return 1
-    small = problem._replace(specs=(spec._replace(shape=(4096,)),))
+    dtype = spec.dtype if problem.row.scaled or spec.dtype.startswith("complex") else "float32"
+    small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
     key = (small, elements, clip, device.platform)
     if key not in _chosen_passes:
         try:

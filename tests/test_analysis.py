@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torch_api
-from bridge.analysis import views
+from bridge import rules
+from bridge.analysis import in_parts, views
 from bridge.dlpack import x64
 from bridge.problem import NO_EXTRA, Row, Spec, _literals_keep_their_type
 from bridge.scalars import Scalar
@@ -180,3 +181,28 @@ def test_a_number_that_must_be_known_is_made_static_and_the_others_stay_traced()
     optimizer.param_groups[0]["steepness"] = 0.5
     optimizer.step()
     assert p[0].item() == pytest.approx(1 - 0.1 * 2**0.5 - 0.1, rel=1e-6)
+
+
+def by_size():
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda g: g / jnp.float32(g.size), updates))
+
+
+IN_PARTS = {
+    "adam": (rules.ADAM, True),
+    "sgd": (rules.SGD, True),
+    "lion": (optax.lion(1e-3), True),
+    "adamw": (optax.adamw(1e-3), True),
+    "lamb": (optax.lamb(1e-3), False),
+    "adafactor": (optax.adafactor(1e-3), False),
+    "by size": (by_size(), False),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), False),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_is_updated_in_parts_as_in_the_whole(name):
+    tx, expected = IN_PARTS[name]
+    for dtype in (torch.float32, torch.complex64) if name in ("adam", "sgd") else (torch.float32,):
+        optimizer = torch_api.OptaxOptimizer([("w", torch.nn.Parameter(torch.ones(7, dtype=dtype)))], tx)
+        row, spec = optimizer.arrangement.static[0], optimizer.leaves[0].spec
+        assert in_parts(row, optimizer.arrangement.skeleton, spec, NO_EXTRA) is expected

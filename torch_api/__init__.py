@@ -1,13 +1,37 @@
 """The torch side of maskbridge: torch.optim.Optimizer classes whose update runs in JAX, in place."""
 
-from .masked import MaskedAdam, MaskedAdamW, MaskedSGD
+from .masked import (
+    MaskedAdadelta,
+    MaskedAdafactor,
+    MaskedAdagrad,
+    MaskedAdam,
+    MaskedAdamax,
+    MaskedAdamW,
+    MaskedASGD,
+    MaskedMuon,
+    MaskedNAdam,
+    MaskedRAdam,
+    MaskedRMSprop,
+    MaskedRprop,
+    MaskedSGD,
+)
 from .optimizer import OptaxOptimizer
 from .partitioned import MultiOptimizer, PartitionedOptimizer
 from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
 
 __all__ = [
+    "MaskedASGD",
+    "MaskedAdadelta",
+    "MaskedAdafactor",
+    "MaskedAdagrad",
     "MaskedAdam",
     "MaskedAdamW",
+    "MaskedAdamax",
+    "MaskedMuon",
+    "MaskedNAdam",
+    "MaskedRAdam",
+    "MaskedRMSprop",
+    "MaskedRprop",
     "MaskedSGD",
     "MultiOptimizer",
     "OptaxOptimizer",

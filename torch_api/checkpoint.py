@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from bridge.problem import Field
 
 from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale
 from .plan import Leaf, has_state
+from .shards import laid
 
-FROZEN = "frozen"  # what the state of a frozen parameter is, in a state_dict
+FROZEN = "step"  # all that the state of a frozen parameter is, in a state_dict; torch.optim.Adam loads no state without it
 
 
 class _Saved:
@@ -25,10 +27,20 @@ class _Saved:
         self.fields = fields
 
 
+@contextmanager
+def hooked(register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> Iterator[None]:
+    """A hook of torch's for the time of one call."""
+    handle = register(hook, **options)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
     """Undo `prepare` in the loaded state, which is no edit by hand of what the leaves showed before."""
     for leaf in leaves:
-        leaf.fields = leaf.views = ()
+        leaf.fields = leaf.shown = leaf.views = ()
     for key, value in list(state.items()):
         if isinstance(value, _Saved):
             state[key] = value.fields
@@ -77,7 +89,13 @@ def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> 
     return saved
 
 
-def put_back_lr_scale(state_dict: dict[str, Any]) -> None:
+def complete(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
+    """Make torch's state_dict of the optimizer what a user expects of it: an entry for frozen parameters, `lr_scale` in its place."""
+    mark_frozen(state_dict, frozen)
+    _put_back_lr_scale(state_dict)
+
+
+def _put_back_lr_scale(state_dict: dict[str, Any]) -> None:
     """Save the lr_scale that was taken from a group where torch's optimizers have it."""
     for group in state_dict["param_groups"]:
         if TAKEN_LR_SCALE in group:
@@ -85,7 +103,7 @@ def put_back_lr_scale(state_dict: dict[str, Any]) -> None:
 
 
 def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
-    """Undo `put_back_lr_scale`; a group of torch's has the lr_scale that was taken from the own one."""
+    """Undo `_put_back_lr_scale`; a group of torch's has the lr_scale that was taken from the own one."""
     taken = saved.get(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE, 1.0))
     if taken and "lr_scale" in saved:
         saved["lr_scale"] = saved["lr_scale"] / taken
@@ -160,9 +178,12 @@ def _checked_state(
     `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
     """
     idle = BESIDE - (BESIDE if fields is None else fields.keys())  # kept by the optimizer that was saved, not by this one
-    given = {key: value for key, value in (saved or {}).items() if value is not None and key != FROZEN and key not in idle}
+    given = {key: value for key, value in (saved or {}).items() if value is not None and key not in idle}
+    if given.keys() == {FROZEN} and not has_state((fields or {}).values(), given):
+        given = {}
     if fields is None and given:  # frozen: it is looked at when it is thawed
-        return {index: _Saved({key: torch.as_tensor(value).detach().to(param.device, copy=True) for key, value in given.items()})}
+        tensors = {key: laid(torch.as_tensor(value), param) for key, value in given.items()}
+        return {index: _Saved({key: tensor.detach().to(param.device, copy=True) for key, tensor in tensors.items()})}
     only_scalars = fields is not None and given.keys() <= fields.keys() - BESIDE and not has_state(fields.values(), given)
     if fields is None or not given or only_scalars:
         return {}
@@ -183,7 +204,7 @@ def _checked_state(
 
 def _copied(value: Any, param: torch.Tensor, field: Field) -> torch.Tensor:
     """The value on the parameter's device in the field's type, or in float32 if it was saved so and no type is asked for."""
-    tensor = torch.as_tensor(value).detach()
+    tensor = laid(torch.as_tensor(value).detach(), param)
     dtype = getattr(torch, field.dtype)
     if (
         field.shape is None

@@ -54,31 +54,46 @@ def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
             raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}.")
     for key, default in hyperparams.items():
         if not rule.scaled or (key in rule.traceable and group[key] is not None):
-            _check_type(owner, key, group[key], default)
+            _check_type(owner, key, group[key], default, key in rule.static)
+    for check in rule.checks:
+        if not check.holds(group):
+            raise check.error(check.text.format(**group))
+    checked = hyperparams if rule.checks else ()
     for key, title in _NON_NEGATIVE.items():
-        if key in group and not (rule.scaled and group[key] is None):
+        if key in group and key not in checked and not (rule.scaled and group[key] is None):
             _check_type(owner, key, group[key], 0.0)
             if not group[key] >= 0:
                 raise ValueError(f"Invalid {title}: {group[key]}")
-    for index, beta in enumerate(group.get("betas", ())):
+    for index, beta in enumerate(() if rule.checks else group.get("betas", ())):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if "wd_scale" in group and "weight_decay" not in hyperparams:
         raise ValueError(f"{owner}: wd_scale is {group['wd_scale']}, but this transformation has no weight_decay in the groups to scale.")
-    if not rule.scaled and group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
     if group.get("differentiable"):
         raise ValueError(f"{owner}: differentiable=True is not supported: the update runs outside torch's autograd graph.")
     _check_type(owner, "trainable", group.get("trainable", True), True)
 
 
-def _check_type(owner: str, key: str, value: Any, default: Any) -> None:
+def check_parameter_fits(rule: Rule, name: str, p: torch.Tensor) -> None:
+    """Raise for a parameter that is to be trained and that the rule's equation does not take."""
+    for check in rule.leaf_checks:
+        if not check.holds(p):
+            raise check.error(check.text.format(size=p.size(), name=name))
+
+
+def _check_type(owner: str, key: str, value: Any, default: Any, static: bool = False) -> None:
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
     elif isinstance(default, tuple | list):
-        if not isinstance(value, tuple | list) or len(value) != len(default) or not all(map(is_number, value)):
+        fits = isinstance(value, tuple | list) and len(value) == len(default)
+        if not fits or not all(is_number(x) or x is known is None for x, known in zip(value, default, strict=True)):
             raise ValueError(f"{owner}: {key} is {value!r}; expected {len(default)} numbers.")
+    elif static and default is None:
+        if not isinstance(value, str | None):
+            raise TypeError(f"{owner}: {key!r} is {value!r}; expected a name or None.")
+    elif static and not (isinstance(value, int) and not isinstance(value, bool)):
+        raise TypeError(f"{owner}: {key!r} is {value!r}; expected an integer.")
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {key} must be 1-element")
     elif not is_number(value):
@@ -95,13 +110,14 @@ def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str,
     if rule.scaled:
         return lambda group: _scaled_row(rule, frozenset(traceable), group)
     options = [name for name, default in rule.hyperparams.items() if isinstance(default, bool)]
-    numeric = [name for name in rule.hyperparams if name not in options]
+    numeric = [name for name in rule.hyperparams if name not in options and name not in rule.static]
 
     def read(group: Mapping[str, Any]) -> Row:
         absent = [name for name in numeric if name in rule.structural and float(group[name]) == 0.0]
         statics = {name: bool(group[name]) for name in options} | dict.fromkeys(absent)
+        statics |= {name: _hashable(group[name]) for name in sorted(rule.static)}
         traced = ((name, _length(group[name])) for name in numeric if name not in absent)
-        return Row(rule.factory, tuple(statics.items()), tuple(traced))
+        return Row(rule.factory, tuple(statics.items()), tuple(traced), shaped=rule.shaped, typed=rule.typed)
 
     return read
 
@@ -109,8 +125,12 @@ def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str,
 def _scaled_row(rule: Rule, traceable: frozenset[str], group: Mapping[str, Any]) -> Row:
     traced = {name: _length(group[name]) for name in rule.hyperparams if name in traceable and group[name] is not None}
     rest = {name: group[name] for name in rule.hyperparams if name not in traced}
-    statics = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in rest.items())
+    statics = tuple((name, _hashable(value)) for name, value in rest.items())
     return Row(rule.factory, statics, tuple(traced.items()), scaled=True)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _length(value: Any) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from .rows import Rows
 _address = torch.Tensor.data_ptr
 # Sets of live leaves whose launch is at hand; an older one is put together again from its compiled program.
 _KEPT = 64
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_traced(function: _Function) -> _Function:
+    """A function at which torch.compile breaks its graph: dynamo cannot follow addresses and jax, and failed half-way.
+
+    torch's own decorator waits for the first call, and any optimizer has imported dynamo by then; the public one would
+    import it here, which takes as long as torch itself.
+    """
+    disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+    return disable(function)
 
 
 class Launch:
@@ -37,9 +48,9 @@ class Launch:
         self.leaves, self.part, self.program, self.shared = leaves, part, program, shared
         self.device = leaves[0].device
         self.inplace = [leaf for leaf in leaves if leaf.memory is not None]
-        self.params = [leaf.param for leaf in self.inplace]
+        self.params = [leaf.param for leaf in leaves if leaf.memory is not None or leaf.layout is not None]
         kept = [leaf for leaf in leaves if leaf.memory is None]
-        self.kept, self.kept_order = [leaf.param for leaf in kept], [leaf.order for leaf in kept]
+        self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
         self.order = [leaf.order for leaf in leaves]
         self.state = [memory for leaf in leaves for memory in leaf.state or ()] + [m for part in shared for m in part.memories]
         self.views = [view for leaf in leaves for view in leaf.views]
@@ -53,7 +64,7 @@ class Launch:
 
     def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that the update may change, and a copy of it, for `restore`."""
-        return [(tensor, tensor.detach().clone()) for tensor in (*self.params, *self.kept, *self.views)]
+        return [(tensor, tensor.detach().clone()) for tensor in (*(leaf.local for leaf in self.leaves), *self.views)]
 
     def salvage(self) -> list[str]:
         """After a call that failed with its donated arguments gone: give all tensors valid memory; the names whose values are lost."""
@@ -96,7 +107,7 @@ class Launches:
       owner: class name for errors.
       active: the leaves that may be trained, in the order that live sets count.
       rows: their hyperparams.
-      rules: the rule of each leaf.
+      rules: the rule of each group.
       state: the optimizer's own.
       max_grad_norm: None for no clipping.
       begin: what a field begins with that is kept beside the transformation's state.
@@ -107,7 +118,7 @@ class Launches:
         owner: str,
         active: Sequence[Leaf],
         rows: Rows,
-        rules: Mapping[int, Rule],
+        rules: Sequence[Rule],
         state: MutableMapping[Any, Any],
         max_grad_norm: float | None,
         begin: Callable[[Leaf, Field], torch.Tensor],
@@ -120,6 +131,12 @@ class Launches:
     @property
     def latest(self) -> list[Launch]:
         return next(reversed(self.known.values()), [])
+
+    def begin(self, hyperparams: Callable[[], np.ndarray]) -> None:
+        """Give state to the leaves that have it from construction on."""
+        leaves = [leaf for leaf in self._active if leaf.spec is not None and self._rules[leaf.group].eager]
+        if leaves:
+            self._give_state(leaves, hyperparams())
 
     def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[Launch]:
         """Launches for a set of live leaves, with state for leaves that have none yet, begun with these numbers.
@@ -176,7 +193,8 @@ class Launches:
 
     def _program(self, leaves: list[Leaf], extra: Extra, scaled: bool) -> step.Program:
         described = tuple(
-            describe(leaf, self._fields(leaf), self._rules[leaf.group].hidden, self._state.get(leaf.param, {})) for leaf in leaves
+            describe(leaf, self._fields(leaf), self._rules[leaf.group].hidden, leaf.held(self._state.get(leaf.param, {})))
+            for leaf in leaves
         )
         units = sorted(self._units(leaves).items())
         shared = tuple(self._shared_signature(unit, part) for unit, part in units)
@@ -219,13 +237,14 @@ class Launches:
         fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self._state.get(leaf.param, {})
         if not has_state(fields, saved) and fresh is None:
             fresh = begin_buffers(self._rows.problem(leaf), values, [param_array(leaf)]).own[0]
-        leaf.state, views = allocate(leaf, fields, hidden, fresh, saved, taken, self._begin)
+        leaf.state, views = allocate(leaf, fields, hidden, fresh, leaf.held(saved), taken, self._begin)
         unit = self._rows.static[leaf.row].unit
         views |= {} if unit is None else self._shared[unit].views
-        leaf.fields, leaf.views = tuple(views), tuple(views.values())
+        leaf.fields, leaf.shown = tuple(views), tuple(views.values())
+        leaf.views = tuple(leaf.held(views).values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
-            self._state[leaf.param] = views | {key: value for key, value in saved.items() if key not in views}
+            self._state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
@@ -262,7 +281,7 @@ class Launches:
 
 def _shown(leaf: Leaf, names: set[str]) -> list[tuple[str, torch.Tensor]]:
     """The tensors that the leaf's state last showed under these names."""
-    return [(name, view) for name, view in zip(leaf.fields, leaf.views, strict=True) if name in names]
+    return [(name, view) for name, view in zip(leaf.fields, leaf.shown, strict=True) if name in names]
 
 
 def _in_order(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge import rules
+from bridge import matrix_rules, rules
 
 from .optimizer import OptaxOptimizer
 
@@ -94,3 +94,269 @@ class MaskedSGD(OptaxOptimizer):
         torch_options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         equation = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, rules.SGD, **equation, maximize=maximize, **torch_options, **engine)
+
+
+class MaskedRMSprop(OptaxOptimizer):
+    """torch.optim.RMSprop with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "centered": centered}
+        switches = {"maximize": maximize}
+        options = {"capturable": capturable, "foreach": foreach, "differentiable": differentiable}
+        super().__init__(params, rules.RMSPROP, **equation, **switches, **options, **engine)
+
+
+class MaskedAdagrad(OptaxOptimizer):
+    """torch.optim.Adagrad with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Each trained parameter has its state from construction on, as there. Difference from torch: a group's own
+    `initial_accumulator_value` is heeded.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adagrad.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "initial_accumulator_value": initial_accumulator_value}
+        switches = {"eps": eps, "maximize": maximize}
+        options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, rules.ADAGRAD, **equation, **switches, **options, **engine)
+
+
+class MaskedAdadelta(OptaxOptimizer):
+    """torch.optim.Adadelta with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adadelta.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        capturable: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, rules.ADADELTA, **equation, **options, **engine)
+
+
+class MaskedAdamax(OptaxOptimizer):
+    """torch.optim.Adamax with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adamax.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = {"foreach": foreach, "differentiable": differentiable, "capturable": capturable}
+        super().__init__(params, rules.ADAMAX, **equation, **options, **engine)
+
+
+class MaskedNAdam(OptaxOptimizer):
+    """torch.optim.NAdam with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.NAdam.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
+        switches = {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
+        options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, rules.NADAM, **equation, **switches, **options, **engine)
+
+
+class MaskedRAdam(OptaxOptimizer):
+    """torch.optim.RAdam with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.RAdam.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
+        switches = {"maximize": maximize}
+        options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, rules.RADAM, **equation, **switches, **options, **engine)
+
+
+class MaskedRprop(OptaxOptimizer):
+    """torch.optim.Rprop with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    `lr` is what the step sizes begin with.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Rprop.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50),
+        *,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "etas": etas, "step_sizes": step_sizes, "maximize": maximize}
+        options = {"capturable": capturable, "foreach": foreach, "differentiable": differentiable}
+        super().__init__(params, rules.RPROP, **equation, **options, **engine)
+
+
+class MaskedASGD(OptaxOptimizer):
+    """torch.optim.ASGD with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.ASGD.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay, "maximize": maximize}
+        options = {"foreach": foreach, "differentiable": differentiable, "capturable": capturable}
+        super().__init__(params, rules.ASGD, **equation, **options, **engine)
+
+
+class MaskedMuon(OptaxOptimizer):
+    """torch.optim.Muon with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Matrices only: freeze the rest by the mask, or train it by AdamW in a `PartitionedOptimizer` with `muon_labels`.
+    Difference from torch, which has Muon from 2.9 on: only what is trained must be a matrix.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Muon.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = matrix_rules.NS_COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
+        switches = {"eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, matrix_rules.MUON, **equation, **switches, **engine)
+
+
+class MaskedAdafactor(OptaxOptimizer):
+    """torch.optim.Adafactor with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+
+    Not optax.adafactor.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        **engine: Any,
+    ) -> None:
+        equation = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay, "maximize": maximize}
+        options = {"foreach": foreach}
+        super().__init__(params, matrix_rules.ADAFACTOR, **equation, **options, **engine)

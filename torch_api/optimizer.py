@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.optim.optimizer import Optimizer
 
-from bridge import masks, step, storage, tree
+from bridge import step, storage
 from bridge.dlpack import device_of, operands
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
@@ -20,9 +19,10 @@ from bridge.rules import Rule
 from . import checkpoint, groups, options, report
 from .arguments import Arguments, Closure
 from .averages import swapped
-from .launch import Launch, Launches, restore
+from .grouped import GroupedOptimizer
+from .launch import Launch, Launches, not_traced, restore
 from .options import Options
-from .plan import Leaf, bad_gradient, followed, sort_key
+from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
 from .rows import Rows
 from .scaling import Scaling
 from .transformation import as_rule
@@ -34,7 +34,7 @@ _ALL = "all"  # the key of the only rule
 _ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
 
 
-class OptaxOptimizer(Optimizer):
+class OptaxOptimizer(GroupedOptimizer):
     """A `torch.optim.Optimizer` whose update is one compiled JAX program over the parameters' own memory.
 
     Args:
@@ -66,6 +66,9 @@ class OptaxOptimizer(Optimizer):
     (torch.optim would still update them); a parameter whose `.grad` is None keeps value, state and step count, as far
     as the transformation updates each parameter by itself; one that looks at all of them (a global norm inside it,
     `optax.MultiSteps`) has one state for all, which every parameter's state shows.
+
+    Of a DTensor (FSDP2's `fully_shard`) each process updates what it holds, by a copy; `state` holds DTensors that lie as
+    the parameter does. A sharded one needs a transformation that treats each element by itself, and no `max_grad_norm`.
 
     Raises:
       ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a
@@ -138,79 +141,12 @@ class OptaxOptimizer(Optimizer):
         """The rule by which the parameters of a group are updated."""
         return self._rules[group.get("label") if self.by_label else _ALL]
 
-    # ------------------------------------------------------------------ groups and columns
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
-
-        Its `lr_scale` is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not the
-        scheduler multiplies by it too. What is written there later is a further factor.
-
-        Selectors given to the constructor spoke about the parameters of that time; those that are functions of
-        (name, param) are asked about the new ones too.
-
-        Raises:
-          ValueError, TypeError: as the constructor; the optimizer is then as before.
-        """
-        owner = type(self).__name__
-        if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
-            groups.take_lr_scale(param_group)
-        before = len(self.param_groups)
-        mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
-        super().add_param_group(groups.without_duplicates(owner, param_group))
-        try:
-            leaves = self._new_leaves(self.param_groups[-1])
-            for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
-                leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
-            if self._constructed:
-                self._resolve(leaves, self._selectors)
-        except BaseException:
-            del self.param_groups[before:]
-            raise
-        self._leaves += leaves
-        if self._constructed:
-            self._place()
-
-    def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
-        leaves = []
-        for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
-            groups.check_parameter(type(self).__name__, name, p)
-            leaves.append(Leaf(name, p, len(self.param_groups) - 1))
-            leaves[-1].label = group.get("label")
-        return leaves
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """Each parameter with what was decided of it, in the order of the groups."""
-        return self._leaves
-
-    def names(self) -> list[str]:
-        """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
-        start, names = 0, []
-        for group in self.param_groups:
-            names += groups.names(group, start)
-            start += len(group["params"])
-        return names
-
-    def _described(self, leaves: list[Leaf]) -> masks.Leaves:
-        named = all("param_names" in group for group in self.param_groups)
-        names = [leaf.name for leaf in leaves]
-        return masks.Leaves(names, [leaf.param for leaf in leaves], lambda: tree.nest((x.name, x.param) for x in leaves), named)
-
-    def _resolve(self, leaves: list[Leaf], selectors: Mapping[str, Any]) -> None:
-        described = self._described(leaves)
-        trained = masks.column(selectors["mask"], described, "mask")
-        decays = masks.column(selectors["decay_mask"], described, "decay_mask")
-        scales = masks.column(selectors["lr_scale"], described, "lr_scale")
-        for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
-            leaf.decide(is_trained)
-            leaf.decay, leaf.lr_scale = decay, scale.value
+    # ------------------------------------------------------------------ placement
 
     def _place(self) -> None:
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
+        check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         self.arrangement = Rows(
             type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, self._options.kept
         )
@@ -224,43 +160,18 @@ class OptaxOptimizer(Optimizer):
             if leaf.param.requires_grad:
                 self._place_leaf(leaf)
         self._active.sort(key=sort_key)
-        rules = {index: self.rule_of(group) for index, group in enumerate(self.param_groups)}
+        rules = list(map(self.rule_of, self.param_groups))
         self._launches = Launches(
             type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin
         )
-
-    def _is_active(self, leaf: Leaf) -> bool:
-        return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
+        self._launches.begin(self._hyperparams)
 
     def _place_leaf(self, leaf: Leaf) -> None:
         with torch.inference_mode(False):  # else the parameter would become an inference tensor
             leaf.place(self._options.writeback)
         twin = next((x for x in self._active if leaf.memory is not None and x.memory is leaf.memory and x is not leaf), None)
         if twin is not None:
-            raise ValueError(
-                f"{type(self).__name__}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one "
-                "Parameter object, or give each memory of its own: param.data = param.data.clone()."
-            )
-
-    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
-        """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
-
-        Args:
-          selector: any selector of the README but arrays; only parameters that it picks change. A mask of elements is
-            lifted by True.
-          trainable: True to train, False to freeze.
-          keep_state: when freezing, keep the moments and step count for later, or drop them.
-        """
-        picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
-        for leaf, decision in zip(self._leaves, picked, strict=True):
-            if decision.value:
-                leaf.trained, leaf.rule = trainable, decision.rule
-                leaf.elements = None if trainable else leaf.elements
-                if not trainable and not keep_state:
-                    self.state.pop(leaf.param, None)
-        for index, group in enumerate(self.param_groups):
-            group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
-        self._place()
+            raise ValueError(same_memory(type(self).__name__, twin, leaf))
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
@@ -273,6 +184,7 @@ class OptaxOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
 
+    @not_traced
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: Any) -> Any:
         """One update of every trained parameter that has a gradient.
 
@@ -371,12 +283,15 @@ class OptaxOptimizer(Optimizer):
             g = p.grad
             if g is None or not p.requires_grad:
                 continue
-            elsewhere = p.data_ptr() != leaf.address or p.stride() != leaf.strides or p.shape != leaf.shape
+            here = p
+            if leaf.layout is not None:
+                here, g = leaf.layout.local(p), leaf.layout.gradient(g)
+            elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
             if (elsewhere or leaf.spec is None) and self._placed_anew(leaf):
                 return self._live()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
-            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.views)):
+            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.shown)):
                 self._place()  # the state was replaced or cleared by hand: go on from what is there
                 return self._live()
             live.append(i)
@@ -460,15 +375,15 @@ class OptaxOptimizer(Optimizer):
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with a scalar "frozen" as the state of each frozen parameter that still requires grad.
+        """torch's, with a lone scalar "step" as the state of each frozen parameter that still requires grad.
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        result = super().state_dict()
         active = set(map(id, self._active))
-        checkpoint.put_back_lr_scale(result)
-        checkpoint.mark_frozen(result, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
-        return result
+        frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
+        complete = lambda _, state_dict: checkpoint.complete(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+        with checkpoint.hooked(self.register_state_dict_post_hook, complete, prepend=True):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
@@ -479,11 +394,8 @@ class OptaxOptimizer(Optimizer):
         Raises:
           ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
         """
-        handle = self.register_load_state_dict_pre_hook(checkpoint.prepare)
-        try:
+        with checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""

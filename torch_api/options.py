@@ -55,7 +55,7 @@ class Options:
     def begin(self, leaf: Leaf, field: Field) -> torch.Tensor:
         """What a field kept beside the transformation's state begins with."""
         if field.name != precision.KEY:
-            return leaf.param.detach().to(getattr(torch, field.dtype))
+            return leaf.local.detach().to(getattr(torch, field.dtype))
         # Parameters round independently of each other, and the same in every process that gives them the same names.
         words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)
         return torch.from_numpy(words).to(leaf.device)

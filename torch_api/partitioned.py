@@ -82,9 +82,8 @@ class PartitionedOptimizer(OptaxOptimizer):
                 raise ValueError(f"{owner}: parameter {name!r} has the label {label!r}, for which there is no transformation. {hint}")
         unused = [label for label in known if label not in found and label is not _NOBODY]
         if unused:
-            raise ValueError(
-                f"{owner}: no parameter has the label {unused[0]!r} of transforms. Labels given: {sorted(map(repr, set(found)))}."
-            )
+            seen = ", ".join(sorted(map(repr, set(found))))
+            raise ValueError(f"{owner}: no parameter has the label {unused[0]!r} of transforms. Labels given: {seen}.")
         rest = iter(found)
         return [[next(rest) for _ in group["params"]] for group in given]
 
@@ -123,7 +122,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         (group,) = _named_groups(owner, [param_group])
         label = group.get("label")
         if label is None and self._labels is None:
-            raise ValueError(f"{owner}: the new param group has no 'label'; expected one of {sorted(map(repr, self._rules))}.")
+            raise ValueError(f"{owner}: the new param group has no 'label'; expected one of {', '.join(sorted(map(repr, self._rules)))}.")
         if label is not None:
             if label not in self._rules:
                 raise ValueError(f"{owner}: label {label!r} has no transformation. {near(str(label), map(str, self._rules))}")
@@ -174,11 +173,11 @@ class MultiOptimizer(PartitionedOptimizer):
 
     def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
         """As in `OptaxOptimizer`; what no pair picks has no transformation and cannot be trained."""
-        super().set_trainable(selector, trainable, keep_state=keep_state)
-        idle = [leaf.name for leaf in self.leaves if leaf.label is _NOBODY and trainable and leaf.rule.startswith("set_trainable")]
+        picked = masks.column(selector, self._described(self.leaves), "decay_mask", "set_trainable") if trainable else []
+        idle = [leaf.name for leaf, decision in zip(self.leaves, picked, strict=False) if decision.value and leaf.label is _NOBODY]
         if idle:
-            super().set_trainable([(idle, True)], False)
             raise ValueError(f"{type(self).__name__}: no pair's selector picks {idle[0]!r}, so it cannot be trained. Add a pair for it.")
+        super().set_trainable(selector, trainable, keep_state=keep_state)
 
     def _step_with(self, hyper_params: Sequence[Any], closure: Any, extra_args: dict[str, Any]) -> Any:
         """`step(closure, hyper_params=[...])`: numbers for this step only, for each pair None, a dict, or a definition's `hyper_params`."""

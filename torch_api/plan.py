@@ -11,22 +11,24 @@ import torch
 from bridge import masks, step, storage
 from bridge.dlpack import numpy_dtype
 from bridge.problem import Field, buffer_shape
+from bridge.rules import Rule
 
-from .groups import check_parameter
+from . import shards
+from .groups import check_parameter, check_parameter_fits
 
 
 class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
-        "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "lr_scale", "memory", "name", "order", "param",
-        "row", "rule", "seen", "shape", "spec", "state", "strides", "trained", "views", "why",
+        "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "layout", "local", "lr_scale", "memory", "name",
+        "order", "param", "row", "rule", "seen", "shape", "shown", "spec", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
         self.name, self.param, self.group = name, param, group
         self.trained, self.rule = True, "mask=None"
-        self.elements: np.ndarray | None = None  # a boolean mask of the parameter's own shape
+        self.elements: np.ndarray | None = None  # a boolean mask of the local tensor's shape
         self.decay = masks.Decision(True, "decay_mask=None")
         self.label: Any = None
         self.lr_scale = 1.0
@@ -38,8 +40,9 @@ class Leaf:
         self.why = "not placed: frozen"
         self.state: tuple[storage.Memory, ...] | None = None
         self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
-        self.views: tuple[torch.Tensor, ...] = ()
-        self.seen: list[int] = []  # their addresses
+        self.shown: tuple[torch.Tensor, ...] = ()
+        self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
+        self.seen: list[int] = []  # the addresses of these
         self._look()
 
     def decide(self, decision: masks.Decision) -> None:
@@ -48,6 +51,7 @@ class Leaf:
             return
         value, rule = decision
         if isinstance(value, np.ndarray):
+            value = value if self.layout is None else self.layout.cut(torch.from_numpy(value)).numpy()
             self.elements = value if self.elements is None else self.elements & value
             self.rule = rule
         elif not value or self.rule == "mask=None":
@@ -55,13 +59,15 @@ class Leaf:
 
     def place(self, writeback: str) -> None:
         """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed."""
-        placement = storage.place(self.param, writeback)
-        self.memory, self.order, self.why = placement
-        self.address = self.param.data_ptr()
         self._look()
+        placement = storage.place(self.local, writeback if self.layout is None else "copy")
+        self.memory, self.order, why = placement
+        self.why = why if self.layout is None else shards.WHY_COPY
+        self.address = self.local.data_ptr()
 
     def _look(self) -> None:
-        p = self.param
+        self.layout = shards.layout_of(self.param)
+        p = self.local = self.param if self.layout is None else self.layout.local(self.param)
         self.shape, self.strides, self.dtype, self.device = p.shape, p.stride(), p.dtype, p.device
 
     @property
@@ -74,7 +80,7 @@ class Leaf:
         """A leaf with the decisions that were made of another: in a copied optimizer, or of a parameter that it replaces."""
         leaf = cls(name, param, group)
         leaf.trained, leaf.rule, elements, leaf.decay, leaf.label, leaf.lr_scale = decided
-        leaf.elements = elements if elements is not None and elements.shape == tuple(param.shape) else None
+        leaf.elements = elements if elements is not None and elements.shape == tuple(leaf.shape) else None
         return leaf
 
     def follow(self) -> None:
@@ -101,11 +107,27 @@ class Leaf:
     @property
     def signature(self) -> tuple[Any, ...] | None:
         """All of a placement that a launch depends on; None before the first."""
-        return None if self.address is None else (self.memory is None, self.order, self.shape, self.strides, self.dtype, self.device)
+        if self.address is None:
+            return None
+        held = None if self.layout is None else self.address  # a launch holds on to the local tensor
+        return self.memory is None, self.order, self.shape, self.strides, self.dtype, self.device, held
+
+    def held(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """State of the parameter, with what this process holds of each DTensor."""
+        return state if self.layout is None else self.layout.held(state)
 
     @property
     def buffer_shape(self) -> tuple[int]:
         return (self.shape.numel(),)
+
+
+def check_leaves(
+    leaves: Iterable[Leaf], rule_of: Callable[[Any], Rule], param_groups: Sequence[Mapping[str, Any]], thawed: bool = False
+) -> None:
+    """Raise for a leaf that is trained, or is to be `thawed`, and that its rule's equation does not take."""
+    for leaf in leaves:
+        if (leaf.trained or thawed) and leaf.param.requires_grad:
+            check_parameter_fits(rule_of(param_groups[leaf.group]), leaf.name, leaf.param)
 
 
 def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:
@@ -133,6 +155,24 @@ def sort_key(leaf: Leaf) -> tuple[Any, ...]:
     return (str(leaf.device), leaf.row, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None, leaf.memory is not None)
 
 
+def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
+    """Raise where a bound on the global norm is asked for, but this process holds only parts of the gradients."""
+    sharded = next((leaf for leaf in leaves if leaf.layout is not None and leaf.layout.sharded and leaf.param.requires_grad), None)
+    if bound is not None and sharded is not None:
+        raise ValueError(
+            f"{owner}: max_grad_norm is {bound}, but {shards.described(sharded.param, sharded.name)}, and the norm over all of them needs "
+            "communication. Give max_grad_norm=None, and call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before step()."
+        )
+
+
+def same_memory(owner: str, one: Leaf, other: Leaf) -> str:
+    """The text of the error for two parameters that would be updated in one memory."""
+    return (
+        f"{owner}: parameters {one.name!r} and {other.name!r} look into the same memory. Tie them by one Parameter object, or give each "
+        "memory of its own: param.data = param.data.clone()."
+    )
+
+
 def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
     """The text of the error for a gradient that does not fit its parameter."""
     title = f"{owner}: the gradient of {leaf.name!r}"
@@ -140,8 +180,9 @@ def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
         return (
             f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
         )
+    part = "" if leaf.layout is None else f" here, a part of {tuple(leaf.param.shape)}: expected a DTensor"
     return (
-        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}, "
+        f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}{part}, "
         f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."
     )
 
@@ -202,7 +243,7 @@ def allocate(
     """
     memories, views = [], {}
     for position, field in enumerate(fields):
-        like = leaf.param.detach() if field.shape is None else None
+        like = leaf.local.detach() if field.shape is None else None
         if fresh is not None and field.position is not None:
             memory = storage.register(fresh[position])
         elif field.name in hidden:
@@ -217,10 +258,11 @@ def allocate(
         memories.append(memory)
         if field.name not in hidden:
             view = memory.tensor(leaf.device, like)
+            view = view if like is None or leaf.layout is None else leaf.layout.distributed(view)
             views[field.name] = view.view(field.shape) if field.shape else view
     return tuple(memories), views
 
 
 def param_array(leaf: Leaf) -> Any:
     """The parameter's buffer as jax has it, or a copy."""
-    return leaf.memory.array if leaf.memory is not None else storage.own(leaf.param, like=leaf.param).array
+    return leaf.memory.array if leaf.memory is not None else storage.own(leaf.local, like=leaf.local).array

@@ -63,7 +63,7 @@ def _row(leaf: Leaf, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict
         "decided by": rule,
         "lr": None if frozen else float(group["lr"]) * lr_scale(group) * leaf.lr_scale,
         "decay": None if frozen else decay,
-        "state bytes": sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, torch.Tensor)),
+        "state bytes": sum(t.numel() * t.element_size() for t in leaf.held(state).values() if isinstance(t, torch.Tensor)),
         "write-back": "none" if frozen else "inplace" if leaf.memory is not None else f"copy: {leaf.why}",
         "size": leaf.param.numel(),
     }

@@ -18,8 +18,9 @@ from bridge.precision import Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 
-from .groups import group_reader
+from .groups import check_parameter_fits, group_reader
 from .plan import Leaf
+from .shards import described
 
 _is_none = partial(is_, None)
 
@@ -70,7 +71,7 @@ class Rows:
         self.static = tuple(row for _, _, _, row, _ in self.rows)
         # Values that decide which program runs: (group, name, what of the value does; None: all of it).
         self.watched = [
-            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if rules[g].scaled else bool)
+            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if name in rules[g].whole else bool)
             for g, row in row_of.items()
             for name in rules[g].hyperparams
             if rules[g].scaled or name in rules[g].structural or name not in dict(row.traced)
@@ -79,12 +80,12 @@ class Rows:
     def _seen(self, number: int, leaves: list[Leaf], paths: list[Path], rule: Rule, group: Mapping[str, Any]) -> Row:
         """The row of one transformation; its leaves get the `spec` by which it sees them."""
         if not rule.scaled:
+            row = group_reader(rule, rule.traceable)(group)
             for leaf in leaves:
-                leaf.spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
-            return group_reader(rule, rule.traceable)(group)
-        specs = tuple(
-            Spec(path, tuple(leaf.shape), str(numpy_dtype(leaf.dtype)), _order(leaf)) for leaf, path in zip(leaves, paths, strict=True)
-        )
+                check_parameter_fits(rule, leaf.name, leaf.param)
+                leaf.spec = self._local(leaf, _spec(rule, leaf), row)
+            return row
+        specs = tuple(_whole(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
         read = lambda names: group_reader(rule, names)(group)  # noqa: E731
         pruned = _prunes(read(()), specs[0], self.skeleton)
         read = lambda names: replace(group_reader(rule, names)(group), pruned=pruned)  # noqa: E731
@@ -111,8 +112,20 @@ class Rows:
         if group.get("wd_scale", 1.0) != 1.0 and "weight_decay" not in dict(row.traced):
             raise ValueError(f"{self._owner}: wd_scale needs a weight_decay that the transformation takes as a traced number.")
         for leaf, spec in zip(leaves, specs if views is None else views, strict=True):
-            leaf.spec = spec
+            leaf.spec = self._local(leaf, spec, row)
         return row
+
+    def _local(self, leaf: Leaf, spec: Spec, row: Row) -> Spec:
+        """How the transformation sees what this process holds of the leaf: that part, if it treats each element by itself."""
+        if leaf.layout is None or not leaf.layout.sharded:
+            return spec
+        if row.unit is None and analysis.in_parts(row, self.skeleton, spec, self._extra):
+            return spec._replace(shape=leaf.buffer_shape, order=None)
+        raise ValueError(
+            f"{self._owner}: {described(leaf.param, leaf.name)}, but this transformation does not treat each element by itself, and a "
+            "process holds only a part. Use an elementwise one for it (Adam, SGD, Lion; PartitionedOptimizer can give it another than the "
+            "rest), keep the parameter whole (fully_shard's ignored_params), or clip by torch.nn.utils.clip_grad_norm_ before step()."
+        )
 
     def cut(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:
         """The numbers of one step, by row."""
@@ -136,8 +149,8 @@ class Rows:
         if rule.scaled and leaf.spec is None:
             return None
         if not rule.scaled:
-            spec = Spec(None, leaf.buffer_shape, str(numpy_dtype(leaf.dtype)))
-            own, shared = layout(Problem(replace(group_reader(rule, ())(group), kept=self._kept), (spec,))).own[0], ()
+            row = replace(group_reader(rule, ())(group), kept=self._kept)
+            own, shared = layout(Problem(row, (_spec(rule, leaf),))).own[0], ()
         else:
             row = self.static[leaf.row]
             read = replace(group_reader(rule, dict(row.traced))(group), unit=row.unit, pruned=row.pruned, kept=self._kept)
@@ -163,12 +176,25 @@ def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
     return not begins(row) and begins(replace(row, pruned=True))
 
 
+def _spec(rule: Rule, leaf: Leaf) -> Spec:
+    """A leaf before an equation of ours: flat, unless the equation needs its matrices."""
+    dtype = str(numpy_dtype(leaf.dtype))
+    matrix = rule.shaped and len(leaf.shape) > 1
+    return Spec(None, tuple(leaf.shape), dtype, _order(leaf)) if matrix else Spec(None, leaf.buffer_shape, dtype)
+
+
 def _key(leaf: Leaf) -> tuple[int, bool, float]:
     return leaf.group, bool(leaf.decay.value), leaf.lr_scale
 
 
+def _whole(leaf: Leaf, path: Path) -> Spec:
+    """The leaf in the shape that the transformation would see it in, had one process all of it."""
+    sharded = leaf.layout is not None and leaf.layout.sharded
+    return Spec(path, tuple(leaf.param.shape), str(numpy_dtype(leaf.dtype)), None if sharded else _order(leaf))
+
+
 def _order(leaf: Leaf) -> tuple[int, ...] | None:
-    order = dense_order(leaf.param)
+    order = dense_order(leaf.local)
     return None if order is None or order == tuple(range(len(order))) else order
 
 

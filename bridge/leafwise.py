@@ -1,0 +1,199 @@
+"""What torch.optim's update equations are made of: a transformation from an equation for one leaf, and its `Rule`."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Scalar = Any  # a Python float, or a traced 0-d array
+
+
+class Check(NamedTuple):
+    """What must hold of a param group (in `Rule.checks`) or of a trained parameter (in `Rule.leaf_checks`), and torch's error.
+
+    `text` is a format string over the group's keys; over `size` and `name` for a parameter.
+    """
+
+    holds: Callable[[Any], bool]
+    text: str
+    error: type[Exception] = ValueError
+
+
+class Rule(NamedTuple):
+    """A factory of transformations, and what its hyperparams and state mean to a torch optimizer.
+
+    `structural` hyperparams take None for "none of it", which a 0 in a param group stands for: they decide which state
+    exists. `static` ones are no numbers, or decide the program by their value: a change of one compiles. `hidden` state
+    is not part of torch's state_dict; restored state begins with the value given here. `eager`: a parameter has its
+    state from construction on, as in torch, not from its first gradient.
+
+    `shaped`: the equation needs the leaf in its own shape and looks across its elements; else leaves are flat. `typed`:
+    the factory also takes `dtype`, the type that the leaf is kept in, where arithmetic is in float32.
+
+    `checks` and `leaf_checks` are torch's conditions in torch's order.
+
+    `scaled`: any optax transformation, not one of this package's equations: it is evaluated as in pure JAX, and its
+    update is multiplied by the group's `lr` unless `lr` is among its own hyperparams. Those with defaults are `given`,
+    and only the `traceable` of them may be traced. `ready`: one transformation for all groups, not one for each.
+    `takes_extra`: it reads further arguments of `step`.
+    """
+
+    factory: Callable[..., optax.GradientTransformation]
+    structural: frozenset[str] = frozenset()
+    static: frozenset[str] = frozenset()
+    hidden: dict[str, float] = {}  # noqa: RUF012
+    eager: bool = False
+    shaped: bool = False
+    typed: bool = False
+    checks: tuple[Check, ...] = ()
+    leaf_checks: tuple[Check, ...] = ()
+    given: dict[str, Any] | None = None
+    traceable: frozenset[str] = frozenset()
+    scaled: bool = False
+    ready: bool = False
+    takes_extra: bool = False
+
+    @property
+    def whole(self) -> frozenset[str] | dict[str, Any]:
+        """The hyperparams whose very value decides the program, where that of others is whether they are 0 or True."""
+        return self.hyperparams if self.scaled else self.static
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The hyperparams and options by name with their defaults, None for structural ones being 0 in a group."""
+        if self.given is not None:
+            return self.given
+        parameters = inspect.signature(self.factory).parameters.values()
+        named = [p for p in parameters if not (self.typed and p.name == "dtype")]
+        return {p.name: 0.0 if p.name in self.structural and p.default is None else p.default for p in named}
+
+    def __reduce__(self) -> Any:
+        """An equation of ours is pickled by its name, whose module knows the conditions; any other rule as a tuple is."""
+        return (_known, (self.factory,)) if _rules.get(self.factory) is self else (Rule, tuple(self))
+
+
+_rules: dict[Any, Rule] = {}
+
+
+def known(rule: Rule) -> Rule:
+    """The rule, which pickles find by its factory from now on."""
+    return _rules.setdefault(rule.factory, rule)
+
+
+def _known(factory: Any) -> Rule:
+    return _rules[factory]
+
+
+def not_negative(**texts: str) -> tuple[Check, ...]:
+    """A check for each hyperparam that it is at least 0, with the text of its error."""
+    return tuple(Check(functools.partial(_at_least, name, 0), text) for name, text in texts.items())
+
+
+def _at_least(name: str, bound: float, group: Mapping[str, Any]) -> bool:
+    return bool(group[name] >= bound)
+
+
+def proper_betas() -> tuple[Check, ...]:
+    """Both betas in [0, 1)."""
+    return tuple(
+        Check(lambda group, i=i: bool(0 <= group["betas"][i] < 1), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1)
+    )
+
+
+# ------------------------------------------------------------------ from one leaf to a tree
+
+
+def per_leaf(begin: Callable[[jax.Array], dict[str, Any]], leaf: Callable[..., Any]) -> optax.GradientTransformation:
+    """A transformation from an equation for one leaf, mapped over the tree.
+
+    Args:
+      begin: from a leaf to its state by field name. Leaves may have different fields (Adafactor's vectors and matrices).
+      leaf: leaf(g, p, **state) -> (update, new state by name); names that the leaf's state has not are dropped.
+
+    Returns:
+      The transformation; its state is a named tuple of trees, one for each field, None where a leaf has no such field.
+    """
+
+    def init(params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        states = [begin(p) for p in leaves]
+        names = tuple(dict.fromkeys(name for state in states for name in state))
+        return _state_type(names)(*(structure.unflatten([state.get(name) for state in states]) for name in names))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("this transformation reads the parameters: call update(grads, state, params) with params, not None.")
+        grads, structure = jax.tree.flatten(updates)
+        columns = [structure.flatten_up_to(field) for field in state]
+        own = [{name: c[i] for name, c in zip(state._fields, columns, strict=True) if c[i] is not None} for i in range(len(grads))]
+        results = [leaf(g, p, **fields) for g, p, fields in zip(grads, structure.flatten_up_to(params), own, strict=True)]
+        new = {
+            name: structure.unflatten([new.get(name) if name in old else None for old, (_, new) in zip(own, results, strict=True)])
+            for name in state._fields
+        }
+        return structure.unflatten([u for u, _ in results]), type(state)(**new)
+
+    return optax.GradientTransformation(init, update)
+
+
+@functools.cache
+def _state_type(fields: tuple[str, ...]) -> Any:
+    """One named tuple type for each set of fields: jax compares them by identity."""
+    return collections.namedtuple("State", fields)
+
+
+def count() -> jax.Array:
+    """A step count as torch keeps it: a float32 scalar for each leaf."""
+    return jnp.zeros((), jnp.float32)
+
+
+# ------------------------------------------------------------------ pieces of equations
+
+
+def caster(like: jax.Array) -> Callable[[Scalar], jax.Array]:
+    """A function from scalars, of any width, to the type of an array."""
+    return lambda scalar: jnp.asarray(scalar).astype(like.dtype)
+
+
+def wide(scalar: Scalar) -> jax.Array:
+    """A scalar in the widest float that jax has here, so that products of scalars round once."""
+    return jnp.asarray(scalar).astype(jnp.result_type(float))
+
+
+def decayed(g: jax.Array, p: jax.Array, weight_decay: Scalar) -> jax.Array:
+    """g + weight_decay * p, and g where nothing decays: an infinite parameter then stays what it is."""
+    weight_decay = caster(g)(weight_decay)
+    return jnp.where(weight_decay == 0, g, g + weight_decay * p)
+
+
+def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
+    """The update that takes p to p * factor and adds `updates` one after the other, rounded as torch rounds it.
+
+    torch rounds p * factor before it adds, and the factor, 1 - lr * weight_decay, before that: in float32 1e-5 of the
+    movement after 50 steps. p - (1 - c) * p has p * c's own rounding where it contracts to one multiply-add, and
+    p + ((... + updates) - p) hands the sum through the optax interface: exactly, as long as one step moves a parameter
+    by less than half of itself, and to its last digit else.
+    """
+    less = p - (1 - caster(p)(factor)) * p
+    return jnp.where(jnp.isfinite(p), sum(updates, less) - p, sum(updates[1:], updates[0]))
+
+
+def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
+    """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself."""
+    weight = caster(start)(weight)
+    return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
+
+
+def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
+    """1 - beta ** step without the cancellation, for beta near 1 and early steps."""
+    known = isinstance(beta, float | int)
+    log = wide(math.log(beta) if beta else -math.inf) if known else jnp.log(wide(beta))
+    return -jnp.expm1(wide(step) * log)

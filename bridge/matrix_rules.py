@@ -1,0 +1,203 @@
+"""torch.optim's update equations that look across the elements of a leaf: Muon and Adafactor."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .leafwise import Check, Rule, Scalar, caster, count, known, lerp, not_negative, per_leaf, shrunk, wide
+
+# The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as can be.
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(
+    matrix: jax.Array, coefficients: tuple[Scalar, Scalar, Scalar], steps: int, eps: Scalar, dtype: Any = jnp.bfloat16
+) -> jax.Array:
+    """An (m, n) matrix with its singular values brought near 1, by x <- a x + (b x x' + c (x x')^2) x.
+
+    As in torch, every stored value is rounded to `dtype`, and products accumulate in float32 (float64 of float64) and
+    round once. The result comes in the matrix's own type.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/.
+    """
+    info = jnp.finfo(dtype)
+    sums = jnp.float64 if info.bits == 64 else jnp.float32
+
+    def stored(x: jax.Array) -> jax.Array:
+        # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision); before any cast, to round once.
+        return x.astype(sums) if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(sums)
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.dot(x.astype(dtype), y.astype(dtype), precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
+
+    x = stored(matrix)
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    norm = jnp.maximum(stored(jnp.sqrt(jnp.sum(x * x))), stored(caster(x)(eps)))
+    x = stored(x / norm)
+    a, b, c = map(caster(x), coefficients)
+    for _ in range(steps):
+        gram = stored(product(x, x.T))
+        polynomial = stored(b * gram + c * product(gram, gram))
+        x = stored(a * x + product(polynomial, x))
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).astype(matrix.dtype)
+
+
+def muon(
+    lr: Scalar = 1e-3,
+    weight_decay: Scalar = 0.1,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[Scalar, Scalar, Scalar] = NS_COEFFICIENTS,
+    eps: Scalar = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+) -> optax.GradientTransformation:
+    """torch.optim.Muon, for leaves that are matrices: momentum, orthogonalized in bfloat16, and decoupled decay.
+
+    The momentum is an average (the gradient enters with 1 - momentum), as in torch; in optax.contrib.muon it is a sum.
+    `lr` is that of a matrix with no more rows than columns: "original" (or None) multiplies it by
+    sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows, columns)).
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/; match_rms_adamw: Liu et al., arXiv:2502.16982.
+    """
+    direction = functools.partial(newton_schulz, coefficients=ns_coefficients, steps=ns_steps, eps=eps)
+    return muon_with(direction, lr, weight_decay, momentum, nesterov, adjust_lr_fn)
+
+
+def muon_with(
+    direction: Callable[[jax.Array], jax.Array],
+    lr: Scalar,
+    weight_decay: Scalar,
+    momentum: Scalar,
+    nesterov: bool,
+    adjust_lr_fn: str | None,
+) -> optax.GradientTransformation:
+    """`muon` with another function from the momentum to the direction, such as `newton_schulz` in float64."""
+
+    def ratio(rows: int, columns: int) -> float:
+        return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
+
+    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Any:
+        buffer = lerp(momentum_buffer, g, 1 - wide(momentum))
+        update = direction(lerp(g, buffer, momentum) if nesterov else buffer)
+        rows, columns = p.shape
+        update = -caster(p)(wide(lr) * ratio(rows, columns)) * update
+        return shrunk(p, 1 - wide(lr) * wide(weight_decay), update), {"momentum_buffer": buffer}
+
+    return per_leaf(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, leaf)
+
+
+def adafactor(
+    lr: Scalar = 1e-2,
+    beta2_decay: Scalar = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
+    *,
+    maximize: bool = False,
+    dtype: str | None = None,
+) -> optax.GradientTransformation:
+    """torch.optim.Adafactor, per leaf: the squares of a leaf of two or more dimensions are kept as row and column means.
+
+    The last two dimensions are factored; a vector keeps all its squares. lr is relative to the leaf's own size (its root
+    mean square, at least eps[1]) and at most 1 / sqrt(step). eps[0] None is the machine epsilon of `dtype`, the type
+    that the leaf is kept in (None: the one that it has here). optax.adafactor differs: other schedules, and momentum.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_adafactor.py; Shazeer and Stern,
+    arXiv:1804.04235.
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        if p.ndim < 2:
+            return {"step": count(), "variance": jnp.zeros_like(p)}
+        rows, columns = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
+        return {"step": count(), "row_var": jnp.zeros(rows, p.dtype), "col_var": jnp.zeros(columns, p.dtype)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, row_var: Any = None, col_var: Any = None, variance: Any = None) -> Any:
+        cast, step = caster(g), step + 1
+        g = -g if maximize else g
+        eps1 = float(jnp.finfo(dtype or p.dtype).eps) if eps[0] is None else eps[0]
+        share = wide(step) ** wide(beta2_decay)
+        rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * jnp.maximum(wide(eps[1]), wide(_root_mean_square(p)))
+        if variance is None:
+            row_var = lerp(row_var, _mean(g * g, -1), share)
+            col_var = lerp(col_var, _mean(g * g, -2), share)
+            estimate = row_var * col_var / jnp.maximum(_mean(row_var, -2), cast(eps1))
+        else:
+            estimate = variance = lerp(variance, g * g, share)
+        update = g * jax.lax.rsqrt(jnp.maximum(estimate, cast(eps1 * eps1)))
+        clipped = rate / jnp.maximum(1, wide(_root_mean_square(update)) / wide(d))
+        update = shrunk(p, 1 - wide(lr) * wide(weight_decay), -cast(clipped) * update)
+        return update, {"step": step, "row_var": row_var, "col_var": col_var, "variance": variance}
+
+    return per_leaf(begin, leaf)
+
+
+def _mean(x: jax.Array, axis: int) -> jax.Array:
+    return jnp.sum(x, axis, keepdims=True) / max(x.shape[axis], 1)
+
+
+def _root_mean_square(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(x * x) / max(x.size, 1))
+
+
+def _real(name: str) -> Check:
+    return Check(lambda p: not p.is_complex(), f"{name} does not support complex parameters ({{name!r}})", RuntimeError)
+
+
+MUON = known(
+    Rule(
+        muon,
+        static=frozenset({"ns_steps", "adjust_lr_fn"}),
+        shaped=True,
+        checks=(
+            *not_negative(
+                lr="Learning rate should be >= 0 but is: {lr}",
+                momentum="momentum should be >= 0 but is: {momentum}",
+                weight_decay="weight decay should be >= 0 but is: {weight_decay}",
+            ),
+            Check(
+                lambda g: g["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
+                "Adjust learning rate function {adjust_lr_fn} is not supported; expected 'original', 'match_rms_adamw' or None",
+            ),
+            Check(
+                lambda g: 0 <= g["ns_steps"] < 100,
+                "Number of steps must be less than 100 for computational efficiency, but ns_steps is {ns_steps}",
+            ),
+        ),
+        leaf_checks=(
+            Check(
+                lambda p: p.ndim == 2,
+                "Muon only supports 2D parameters whereas we found a parameter with size: {size} ({name!r}). Freeze it by the mask, or "
+                "give it another update: PartitionedOptimizer with labels=torch_api.muon_labels.",
+            ),
+            _real("Muon"),
+        ),
+    )
+)
+ADAFACTOR = known(
+    Rule(
+        adafactor,
+        static=frozenset({"eps"}),
+        shaped=True,
+        typed=True,
+        checks=(
+            *not_negative(lr="Learning rate should be >= 0 but is: {lr}"),
+            Check(lambda g: bool(g["beta2_decay"] <= 0), "beta2_decay should be <= 0 but is: {beta2_decay}"),
+            Check(lambda g: g["eps"][0] is None or g["eps"][0] >= 0, "epsilon1 should be >= 0 but is: {eps[0]}"),
+            Check(lambda g: g["eps"][1] is not None and g["eps"][1] >= 0, "epsilon2 should be >= 0 but is: {eps[1]}"),
+            Check(lambda g: bool(g["d"] >= 1), "Clipping threshold d should be >= 1 but is: {d}"),
+            *not_negative(weight_decay="weight_decay should be >= 0 but is: {weight_decay}"),
+        ),
+        leaf_checks=(_real("Adafactor"),),
+    )
+)

@@ -1,0 +1,365 @@
+"""Bad inputs of the torch side, as data: what is given, and the call that must refuse it. tests/test_errors.py runs them."""
+
+import copy
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import optax
+import optax.contrib
+import torch
+
+import bridge
+import torch_api
+from bridge import step
+from torch_api import MaskedAdamW, MaskedSGD, MultiOptimizer, OptaxOptimizer, PartitionedOptimizer
+
+
+class Bad(NamedTuple):
+    """`call(x)` must raise; x is what `make(model)` made beforehand, or the model itself."""
+
+    given: str
+    call: Any
+    make: Any = None
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"body": torch.nn.Linear(4, 3), "head": torch.nn.Linear(3, 2)})
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def give(optimizer):
+    for p in params_of(optimizer):
+        p.grad = torch.ones_like(p)
+
+
+def stepped(build=lambda named: MaskedAdamW(named, lr=0.1), after=None):
+    """An optimizer after one step, with gradients for the next, and then as `after` leaves it."""
+
+    def make(net):
+        optimizer = build(net.named_parameters())
+        give(optimizer)
+        optimizer.step()
+        give(optimizer)
+        if after is not None:
+            after(optimizer)
+        return optimizer
+
+    return make
+
+
+def given(optimizer):
+    give(optimizer)
+    return optimizer
+
+
+def adamw(**options):
+    return lambda net: MaskedAdamW(net.named_parameters(), **options)
+
+
+def with_optax(tx, **options):
+    return lambda net: OptaxOptimizer(net.named_parameters(), tx, **options)
+
+
+def group(**options):
+    return lambda net: MaskedAdamW([{"params": list(net.named_parameters()), **options}])
+
+
+def alone(make, cls=MaskedAdamW, **options):
+    """One parameter beside the model's."""
+    return lambda net: cls([*net.parameters(), make()], **options)
+
+
+def lazy_conjugate():
+    return torch.zeros(2, dtype=torch.complex64).conj()
+
+
+def over_one_memory(optimizer):
+    optimizer.add_param_group({"params": [("twin", torch.nn.Parameter(torch.zeros(2)))]})
+    params = params_of(optimizer)
+    params[4].data = params[3].data
+    give(optimizer)
+
+
+PARAMETERS = [
+    Bad("no parameters", lambda _: MaskedAdamW([])),
+    Bad("one parameter twice", lambda net: MaskedAdamW([*net.parameters(), net["head"].bias])),
+    Bad("a group without params", lambda _: MaskedAdamW([{"lr": 0.1}])),
+    Bad("integers", alone(lambda: torch.arange(3))),
+    Bad("a parameter on the meta device", alone(lambda: torch.nn.Parameter(torch.zeros(3, device="meta")))),
+    Bad("a sparse parameter", alone(lambda: torch.zeros(3).to_sparse())),
+    Bad("a lazy module", lambda _: MaskedAdamW(torch.nn.LazyLinear(2).parameters())),
+    Bad("a lazy conjugate", alone(lazy_conjugate)),
+    Bad("two parameters over one memory", lambda opt: opt.step(), stepped(after=over_one_memory)),
+]
+
+
+def changes_structure():
+    """A transformation whose state grows."""
+    return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (grads, (*state, 1.0)))
+
+
+def loses_all():
+    """A transformation that returns an update for none."""
+    return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: ({}, state))
+
+
+def by_truth(lr, weight_decay=0.1):
+    """A factory that asks whether its decay is zero, so that it cannot be a traced number."""
+    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr)) if weight_decay else optax.sgd(lr)
+
+
+ARGUMENTS = [
+    Bad("an unknown argument", adamw(learnig_rate=0.1)),
+    Bad("an unknown key in a group", group(weigth_decay=0.1)),
+    Bad("a negative lr", adamw(lr=-1.0)),
+    Bad("a negative lr_scale", group(lr_scale=-1.0)),
+    Bad("a beta of one", adamw(betas=(0.9, 1.0))),
+    Bad("betas that are no pair", adamw(betas=0.9)),
+    Bad("Nesterov without momentum", lambda net: MaskedSGD(net.parameters(), nesterov=True)),
+    Bad("differentiable=True", adamw(differentiable=True)),
+    Bad("an option that is no bool", adamw(amsgrad=1)),
+    Bad("lr that is no number", adamw(lr="fast")),
+    Bad("lr of two elements", adamw(lr=torch.tensor([0.1, 0.2]))),
+    Bad("a bad write-back", adamw(writeback="fast")),
+    Bad("a norm of zero", adamw(max_grad_norm=0)),
+    Bad("a group edited by hand", lambda opt: opt.step(), stepped(after=lambda opt: opt.param_groups[0].update(eps="small"))),
+    Bad("decay_mask without a decay", lambda net: OptaxOptimizer(net.named_parameters(), optax.sgd, lr=0.1, decay_mask="*.weight")),
+    Bad(
+        "decay_mask where parameters are updated together",
+        with_optax(optax.contrib.prodigy, weight_decay=0.1, decay_mask="*.weight"),
+    ),
+    Bad("wd_scale without a decay", lambda net: OptaxOptimizer([{"params": list(net.parameters()), "wd_scale": 2.0}], optax.sgd, lr=0.1)),
+    Bad(
+        "wd_scale of a decay that is no traced number",
+        lambda net: OptaxOptimizer([{"params": list(net.parameters()), "wd_scale": 2.0}], by_truth, lr=0.1),
+    ),
+    Bad("no transformation", with_optax("adam")),
+    Bad("a factory without an argument that it needs", with_optax(optax.lamb)),
+    Bad("an unknown argument of a factory", with_optax(optax.adam, lr=0.1, beta=0.9)),
+    Bad("hyperparams beside a ready transformation", with_optax(optax.adam(0.1), b1=0.9)),
+    Bad("lr and learning_rate", with_optax(optax.adam, lr=0.1, learning_rate=0.1)),
+    Bad("a transformation that changes the structure of its state", with_optax(changes_structure())),
+    Bad("a transformation that loses parameters", with_optax(loses_all())),
+    Bad("a factory that makes none", with_optax(lambda lr: "adam", lr=0.1)),
+]
+
+ROWS = torch.tensor([True, False, True])
+
+
+def foreign():
+    return torch.nn.Linear(2, 2)
+
+
+SELECTORS = [
+    Bad("a pattern that matches nothing", adamw(mask="hed.*")),
+    Bad("a pattern without names", lambda net: MaskedAdamW(net.parameters(), mask="head.*")),
+    Bad("an empty list", adamw(mask=[])),
+    Bad("a list that mixes forms", adamw(mask=["head.*", ("body.*", True)])),
+    Bad("a dict with a foreign key", adamw(mask={"neck": True})),
+    Bad("a nested dict with a gap", adamw(mask={"body": {"weight": True, "bias": False}, "head": {"weight": True}})),
+    Bad("a tree of another structure", adamw(mask=(True, False, [True]))),
+    Bad("a value that is no bool", adamw(mask={"head": "yes"})),
+    Bad("rows for a matrix", adamw(mask={"body.weight": ROWS})),
+    Bad("a module of another model", lambda net: MaskedAdamW(net.named_parameters(), mask=foreign())),
+    Bad("parameters of another model", lambda net: MaskedAdamW(net.named_parameters(), mask=list(foreign().parameters()))),
+    Bad("a function of three", adamw(mask=lambda name, param, value: True)),
+    Bad("a function of the tree that gives nothing", adamw(mask=lambda tree: None)),
+    Bad("a dict in a list of pairs", adamw(mask=[({"head": True}, True)])),
+    Bad("labels in a list of pairs", adamw(mask=[(lambda name, param: "head", True)])),
+    Bad("what is no selector", adamw(mask=3.5)),
+    Bad("a negative scale", adamw(lr_scale={"head": -1.0})),
+    Bad("a label for some only", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"head": "a"})),
+    Bad("a label that is an array", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"": np.zeros(2)})),
+    Bad("a pattern to set_trainable that matches nothing", lambda opt: opt.set_trainable("neck", False), stepped()),
+    Bad("a mask for another group", lambda opt: opt.add_param_group({"params": [("x", foreign().weight)], "mask": "head.*"}), stepped()),
+]
+
+
+def norm_sized():
+    """A transformation with one state for all, as long as there are parameters with a gradient."""
+    return optax.flatten(optax.adam(0.1))
+
+
+def without_last(optimizer):
+    params_of(optimizer)[-1].grad = None
+
+
+def sparse(optimizer):
+    params_of(optimizer)[1].grad = torch.zeros(3).to_sparse()
+
+
+def other_shape(optimizer):
+    p = params_of(optimizer)[1]
+    p.grad = None
+    p.data = torch.zeros(6)
+    p.grad = torch.ones(6)
+
+
+def other_gradient(optimizer):
+    p = params_of(optimizer)[1]
+    p.grad = None
+    p.data, data = torch.zeros(5), p.data
+    p.grad = torch.zeros(5)
+    p.data = data
+
+
+def on_two_devices(optimizer):
+    """As if a parameter lay on a GPU: devices are compared before anything is run."""
+    optimizer._active[-1].device = torch.device("cuda:0")
+
+
+def launched(optimizer):
+    optimizer._launches.build((0, 1, 2, 3), step.NO_EXTRA, optimizer._hyperparams())
+
+
+def forked(optimizer):
+    with mock.patch.object(step, "_forked", True):
+        optimizer.step()
+
+
+STEPS = [
+    Bad("a sparse gradient", lambda opt: opt.step(), stepped(after=sparse)),
+    Bad("a gradient of another shape", lambda opt: opt.step(), stepped(after=other_gradient)),
+    Bad("a parameter of another shape than its state", lambda opt: opt.step(), stepped(after=other_shape)),
+    Bad(
+        "state that lacks a field",
+        lambda opt: opt.step(),
+        stepped(after=lambda opt: opt.state[params_of(opt)[0]].pop("exp_avg_sq")),
+    ),
+    Bad("an argument that nothing reads", lambda opt: opt.step(value=1.0), stepped()),
+    Bad(
+        "no value for a transformation that needs one",
+        lambda opt: opt.step(),
+        lambda net: given(OptaxOptimizer(net.named_parameters(), optax.polyak_sgd())),
+    ),
+    Bad(
+        "another set of gradients, where the shared state depends on it",
+        lambda opt: opt.step(),
+        stepped(lambda named: OptaxOptimizer(named, norm_sized()), without_last),
+    ),
+    Bad("one norm over several devices", launched, stepped(lambda named: MaskedAdamW(named, max_grad_norm=1.0), on_two_devices)),
+    Bad("one transformation over several devices", launched, stepped(lambda named: OptaxOptimizer(named, norm_sized()), on_two_devices)),
+    Bad("a step in a forked process", forked, stepped()),
+]
+
+
+def loading(change, build=lambda named: MaskedAdamW(named, lr=0.1)):
+    """The optimizer's own state_dict, after `change`."""
+
+    def call(optimizer):
+        saved = copy.deepcopy(optimizer.state_dict())
+        change(saved)
+        optimizer.load_state_dict(saved)
+
+    return {"call": call, "make": stepped(build)}
+
+
+def renamed(saved, name):
+    saved["param_groups"][0]["param_names"][0] = name
+
+
+def one_more(saved):
+    saved["param_groups"][0]["params"].append(9)
+    saved["param_groups"][0]["param_names"].append("tail.weight")
+
+
+def fewer(saved):
+    saved["param_groups"][0]["params"].pop()
+
+
+def labelled(named):
+    return PartitionedOptimizer(named, {"a": (optax.sgd, {"lr": 0.1}), "b": (optax.sgd, {"lr": 0.2})}, {"body": "a", "head": "b"})
+
+
+def of_another_size(optimizer):
+    """optax.flatten has one vector for all: here of 7 elements instead of 23, which only the step can tell."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    for fields in saved["state"].values():
+        fields.update({key: torch.zeros(7) for key, value in fields.items() if value.numel() == 23})
+    optimizer.load_state_dict(saved)
+
+
+CHECKPOINTS = [
+    Bad("a dict without param_groups", **loading(lambda d: d.pop("param_groups"))),
+    Bad("another number of groups", **loading(lambda d: d["param_groups"].append(d["param_groups"][0]))),
+    Bad("a parameter that it lacks", **loading(lambda d: renamed(d, "neck.weight"))),
+    Bad("a parameter too many", **loading(one_more)),
+    Bad("another number of parameters", **loading(fewer, lambda named: MaskedAdamW([p for _, p in named]))),
+    Bad("names that do not fit", **loading(lambda d: d["param_groups"][0]["param_names"].pop())),
+    Bad("state of another optimizer", **loading(lambda d: d["state"].update({0: {"square_avg": torch.zeros(3, 4)}}))),
+    Bad("state that lacks a field", **loading(lambda d: d["state"][0].pop("exp_avg_sq"))),
+    Bad("state of another shape", **loading(lambda d: d["state"][1].update(exp_avg=torch.zeros(5)))),
+    Bad("a group without a number that is needed", **loading(lambda d: d["param_groups"][0].pop("lr"), lambda named: labelled(named))),
+    Bad("a group with another label", **loading(lambda d: d["param_groups"][0].update(label="c"), labelled)),
+    Bad(
+        "shared state of another shape",
+        lambda opt: opt.step(),
+        stepped(lambda named: OptaxOptimizer(named, norm_sized()), of_another_size),
+    ),
+]
+
+BODY_HEAD = {"body": "a", "head": "b"}
+
+
+def parts(labels=None, **transforms):
+    return lambda net: PartitionedOptimizer(net.named_parameters(), transforms, labels or BODY_HEAD)
+
+
+def pairs(*given):
+    return lambda net: MultiOptimizer(net.named_parameters(), *given)
+
+
+TWO = (("body.*", bridge.Momentum(lr=0.1)), ("head.bias", bridge.GradientDescent(lr=0.1)))
+
+
+def body_frozen(net):
+    optimizer = pairs(*TWO)(net)
+    optimizer.set_trainable("body.*", False)
+    return optimizer
+
+
+LABELS = [
+    Bad("no transformations", parts()),
+    Bad("a label without a transformation", parts(a=optax.sgd(0.1))),
+    Bad("a transformation without a parameter", parts(a=optax.sgd(0.1), b=optax.sgd(0.1), c=optax.sgd(0.1))),
+    Bad(
+        "an unknown key in a group",
+        lambda net: PartitionedOptimizer([{"params": list(net.named_parameters()), "beta": 1}], {"a": optax.sgd(0.1)}, {"": "a"}),
+    ),
+    Bad("a new group without a label", lambda opt: opt.add_param_group({"params": [("x", foreign().weight)]}), stepped(labelled)),
+    Bad(
+        "a new group with an unknown label",
+        lambda opt: opt.add_param_group({"params": [("x", foreign().weight)], "label": "c"}),
+        stepped(labelled),
+    ),
+    Bad("no pairs", pairs()),
+    Bad("two pairs for one parameter", pairs(("head.*", bridge.Adam(lr=0.1)), ("*.bias", bridge.Adam(lr=0.1)))),
+    Bad("training what no pair picks", lambda opt: opt.set_trainable("*", True), body_frozen),
+    Bad("hyper_params that are no list", lambda opt: opt.step(hyper_params={"lr": 0.1}), pairs(*TWO)),
+    Bad("too few hyper_params", lambda opt: opt.step(hyper_params=[None]), pairs(*TWO)),
+    Bad("hyper_params of one pair that are a number", lambda opt: opt.step(hyper_params=[None, 0.1]), pairs(*TWO)),
+    Bad("an unknown hyper_param", lambda opt: opt.step(hyper_params=[{"momentum": 0.9}, None]), pairs(*TWO)),
+]
+
+PRESETS = [
+    Bad("layer_decay of a string", lambda net: torch_api.layer_decay(net, "0.75")),
+    Bad("layer_decay above one", lambda net: torch_api.layer_decay(net, 1.5)),
+    Bad("parameters for the model", lambda net: torch_api.no_decay(net.parameters())),
+    Bad("a module without parameters", lambda _: torch_api.no_decay(torch.nn.ReLU())),
+    Bad("a lazy module", lambda _: torch_api.no_decay(torch.nn.LazyLinear(2))),
+]
+
+TABLE = {
+    "Parameters": PARAMETERS,
+    "Arguments and groups": ARGUMENTS,
+    "Selectors": SELECTORS,
+    "Steps": STEPS,
+    "Checkpoints": CHECKPOINTS,
+    "Labels and pairs": LABELS,
+    "Presets": PRESETS,
+}

@@ -1,0 +1,185 @@
+"""Each bad input is refused with the text of docs/errors.md and changes nothing; each `raise` of the packages is among them."""
+
+import ast
+import copy
+import functools
+import os
+import re
+from pathlib import Path
+
+import bad_inputs
+import bad_inputs_jax
+import jax
+import optax
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("bridge", "torch_api")
+PAGE = ROOT / "docs" / "errors.md"
+TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE
+CASES = {f"{section}: {bad.given}": bad for section, rows in TABLE.items() for bad in rows}
+# Texts quote jax, optax and torch: the page has those of one set of versions.
+NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2" and optax.__version__ == "0.2.8"
+
+# Raises that no entry reaches: (file, beginning of the text, braces for what is filled in) -> why.
+OUT_OF_REACH = {
+    ("bridge/dlpack.py", "jax sees {}, but a tensor is on {}:{}."): "needs a GPU that torch sees and jax does not",
+    ("bridge/dlpack.py", "{} is sharded over {} devices"): "needs several devices",
+    ("bridge/optim.py", "ReplicatedOptimizer: the gradients do not vary over {}."): "needs several devices: tests/test_optim.py",
+    ("bridge/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
+    ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
+}
+
+
+def state_of(net, made):
+    """Bytes of all parameters, and of an optimizer the state and the groups."""
+    params = list(net.parameters())
+    state, groups = {}, []
+    if isinstance(made, torch.optim.Optimizer):
+        params += bad_inputs.params_of(made)
+        groups = [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in made.param_groups]
+        state = {i: {k: copy.deepcopy(v) for k, v in fields.items()} for i, fields in enumerate(map(made.state.get, params)) if fields}
+    return [(p.data_ptr(), p.detach().clone().numpy(force=True).tobytes()) for p in params], state, groups
+
+
+def provoke(bad):
+    """The exception, with what the parameters and the state were before and after."""
+    net = bad_inputs.model()
+    made = net if bad.make is None else bad.make(net)
+    before = state_of(net, made)
+    try:
+        bad.call(made)
+    except Exception as error:  # noqa: BLE001 - its type is on the page
+        return error, before, state_of(net, made)
+    raise AssertionError(f"{bad.given}: nothing was raised")
+
+
+def text_of(raised):
+    """The text of a `raise`, with braces for what is filled in; the expression itself where it has none."""
+    for node in ast.walk(raised):
+        if isinstance(node, ast.JoinedStr):
+            return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+    return ast.unparse(raised)
+
+
+@functools.cache
+def raises():
+    """(file, first line, last line, text) of each `raise` of something in the packages."""
+    return [
+        (path.relative_to(ROOT).as_posix(), node.lineno, node.end_lineno, text_of(node.exc))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and node.exc is not None
+    ]
+
+
+def excused(file, text):
+    return [key for key in OUT_OF_REACH if key[0] == file and text.startswith(key[1])]
+
+
+def raised_at(error):
+    """(file, line) in the packages where it was raised; None if foreign code raised it."""
+    at = None
+    trace = error.__traceback__
+    while trace is not None:
+        path = Path(trace.tb_frame.f_code.co_filename)
+        at = (path.relative_to(ROOT).as_posix(), trace.tb_lineno) if path.parent.parent == ROOT and path.parent.name in PACKAGES else None
+        trace = trace.tb_next
+    return at
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def provoked():
+    """name -> what `provoke` returned, each once."""
+    known = {}
+
+    def result(name):
+        if name not in known:
+            known[name] = provoke(CASES[name])
+        return known[name]
+
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_input_is_refused_by_our_own_words_and_changes_nothing(name, provoked):
+    error, before, after = provoked(name)
+    at = raised_at(error)
+    assert at is not None, f"foreign code raised {error!r}"
+    assert at in {(file, line) for file, first, last, _ in raises() for line in range(first, last + 1)}, (at, error)
+    assert [value for _, value in before[0]] == [value for _, value in after[0]]
+    torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
+    assert after[2] == before[2]
+    if CASES[name].make is None:
+        assert before[0] == after[0], "a parameter was moved by a construction that failed"
+
+
+def test_a_call_that_changes_something_or_raises_foreign_words_is_caught():
+    for change in (lambda opt: opt.step(), lambda opt: opt.param_groups[0].update(lr=0.5)):
+        error, before, after = provoke(bad_inputs.Bad("late", lambda opt, change=change: (change(opt), [].pop()), bad_inputs.stepped()))
+        assert raised_at(error) is None
+        assert before[0] != after[0] or before[2] != after[2]
+
+
+def test_every_raise_is_provoked(provoked):
+    """A new `raise` needs an entry in tests/bad_inputs.py or tests/bad_inputs_jax.py, or a reason in OUT_OF_REACH."""
+    reached = {raised_at(provoked(name)[0]) for name in CASES}
+    found = [(file, first, text, any((file, line) in reached for line in range(first, last + 1))) for file, first, last, text in raises()]
+    missing = [f"{file}:{first}: {text}" for file, first, text, hit in found if not hit and not excused(file, text)]
+    assert not missing, "\n".join(["raised by no entry:", *missing])
+    needless = set(OUT_OF_REACH) - {key for file, _, text, hit in found if not hit for key in excused(file, text)}
+    assert not needless, f"gone, or reached by an entry: {needless}"
+
+
+HEAD = """# Bad inputs and what is said of them
+
+Written by `make docs` from `tests/bad_inputs.py` and `tests/bad_inputs_jax.py`; `tests/test_errors.py` provokes each, asserts this
+text, and that parameters and state are as before the call. It also asserts that every `raise` of the packages is here, but for those
+that need several devices. Names, shapes and lists of known names are those of the example.
+"""
+
+
+def cell(text):
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def code(text):
+    ticks = "``" if "`" in text else "`"
+    return f"{ticks} {cell(text)} {ticks}" if "`" in text else f"`{cell(text)}`"
+
+
+def page(provoked):
+    lines = [HEAD]
+    for section, rows in TABLE.items():
+        lines += [f"## {section}\n", "| given | error | text |", "| --- | --- | --- |"]
+        for bad in rows:
+            error = provoked(f"{section}: {bad.given}")[0]
+            lines.append(f"| {cell(bad.given)} | {type(error).__name__} | {code(str(error))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+@pytest.mark.skipif(not NEWEST, reason="the page has the texts of the newest versions")
+def test_the_page_has_each_text(provoked):
+    text = page(provoked)
+    if os.environ.get("MASKBRIDGE_WRITE_DOCS"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "run `make docs`"
+
+
+def test_no_text_shows_an_address():
+    assert not re.search(r"0x[0-9a-f]{6,}", PAGE.read_text())
+
+
+def test_no_input_is_listed_twice():
+    assert len(CASES) == sum(map(len, TABLE.values()))

@@ -1,0 +1,122 @@
+"""Param groups, and what masks and labels decide of each parameter in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim.optimizer import Optimizer
+
+from bridge import masks, tree
+from bridge.rules import Rule
+
+from . import groups
+from .plan import Leaf, check_leaves
+
+
+class GroupedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` that knows of each parameter, as a column beside the groups, what selectors decided of it."""
+
+    _leaves: list[Leaf]
+    _selectors: dict[str, Any]  # those that have an answer for parameters added later
+    _constructed: bool
+
+    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+        """The rule by which the parameters of a group are updated."""
+        raise NotImplementedError
+
+    def _place(self) -> None:
+        """Take note that leaves or what was decided of them have changed."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
+
+        Its `lr_scale` is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not the
+        scheduler multiplies by it too. What is written there later is a further factor.
+
+        Selectors given to the constructor spoke about the parameters of that time; those that are functions of
+        (name, param) are asked about the new ones too.
+
+        Raises:
+          ValueError, TypeError: as the constructor; the optimizer is then as before.
+        """
+        owner = type(self).__name__
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
+            groups.take_lr_scale(param_group)
+        before = len(self.param_groups)
+        mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
+        super().add_param_group(groups.without_duplicates(owner, param_group))
+        try:
+            leaves = self._new_leaves(self.param_groups[-1])
+            for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
+                leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
+            if self._constructed:
+                self._resolve(leaves, self._selectors)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        self._leaves += leaves
+        if self._constructed:
+            self._place()
+
+    def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
+        leaves = []
+        for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
+            groups.check_parameter(type(self).__name__, name, p)
+            leaves.append(Leaf(name, p, len(self.param_groups) - 1))
+            leaves[-1].label = group.get("label")
+        return leaves
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """Each parameter with what was decided of it, in the order of the groups."""
+        return self._leaves
+
+    def names(self) -> list[str]:
+        """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
+        start, names = 0, []
+        for group in self.param_groups:
+            names += groups.names(group, start)
+            start += len(group["params"])
+        return names
+
+    def _described(self, leaves: list[Leaf]) -> masks.Leaves:
+        named = all("param_names" in group for group in self.param_groups)
+        names = [leaf.name for leaf in leaves]
+        return masks.Leaves(names, [leaf.param for leaf in leaves], lambda: tree.nest((x.name, x.param) for x in leaves), named)
+
+    def _resolve(self, leaves: list[Leaf], selectors: Mapping[str, Any]) -> None:
+        described = self._described(leaves)
+        trained = masks.column(selectors["mask"], described, "mask")
+        decays = masks.column(selectors["decay_mask"], described, "decay_mask")
+        scales = masks.column(selectors["lr_scale"], described, "lr_scale")
+        for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
+            leaf.decide(is_trained)
+            leaf.decay, leaf.lr_scale = decay, scale.value
+        check_leaves(leaves, self.rule_of, self.param_groups)
+
+    def _is_active(self, leaf: Leaf) -> bool:
+        return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
+
+    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
+        """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
+
+        Args:
+          selector: any selector of the README but arrays; only what it picks changes. True lifts a mask of elements.
+          trainable: True to train, False to freeze.
+          keep_state: when freezing, keep the moments and step count for later, or drop them.
+        """
+        picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
+        check_leaves([x for x, d in zip(self._leaves, picked, strict=True) if trainable and d.value], self.rule_of, self.param_groups, True)
+        for leaf, decision in zip(self._leaves, picked, strict=True):
+            if decision.value:
+                leaf.trained, leaf.rule = trainable, decision.rule
+                leaf.elements = None if trainable else leaf.elements
+                if not trainable and not keep_state:
+                    self.state.pop(leaf.param, None)
+        for index, group in enumerate(self.param_groups):
+            group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
+        self._place()
