@@ -6,6 +6,7 @@ import collections
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -76,20 +77,13 @@ class Rule(NamedTuple):
         return {p.name: 0.0 if p.name in self.structural and p.default is None else p.default for p in named}
 
     def __reduce__(self) -> Any:
-        """An equation of ours is pickled by its name, whose module knows the conditions; any other rule as a tuple is."""
-        return (_known, (self.factory,)) if _rules.get(self.factory) is self else (Rule, tuple(self))
+        """The rule of an equation, which stands beside it in capitals, is pickled by name: its conditions cannot be. Others are tuples."""
+        factory = self.factory
+        return (_beside, (factory,)) if not self.scaled and _beside(factory) is self else (Rule, tuple(self))
 
 
-_rules: dict[Any, Rule] = {}
-
-
-def known(rule: Rule) -> Rule:
-    """The rule, which pickles find by its factory from now on."""
-    return _rules.setdefault(rule.factory, rule)
-
-
-def _known(factory: Any) -> Rule:
-    return _rules[factory]
+def _beside(factory: Callable[..., Any]) -> Any:
+    return getattr(sys.modules[factory.__module__], factory.__name__.upper(), None)
 
 
 def not_negative(**texts: str) -> tuple[Check, ...]:

@@ -25,7 +25,6 @@ from .leafwise import (
     caster,
     count,
     decayed,
-    known,
     lerp,
     not_negative,
     per_leaf,
@@ -389,73 +388,61 @@ _EPS = "Invalid epsilon value: {eps}"
 _DECAY = "Invalid weight_decay value: {weight_decay}"
 _ADAM_LIKE = (*not_negative(lr=_LR, eps=_EPS), *proper_betas(), *not_negative(weight_decay=_DECAY))
 
-ADAM = known(
-    Rule(
-        adam,
-        checks=(
-            Check(lambda g: _no_foreach_over(g["lr"], g), f"lr {_TENSOR}"),
-            *_ADAM_LIKE,
-            Check(lambda g: _in_tensor(g["betas"][0]) == _in_tensor(g["betas"][1]), "betas must be either both floats or both Tensors"),
-            Check(lambda g: _no_foreach_over(g["betas"][0], g), f"betas[0] {_TENSOR}"),
-        ),
-    )
+ADAM = Rule(
+    adam,
+    checks=(
+        Check(lambda g: _no_foreach_over(g["lr"], g), f"lr {_TENSOR}"),
+        *_ADAM_LIKE,
+        Check(lambda g: _in_tensor(g["betas"][0]) == _in_tensor(g["betas"][1]), "betas must be either both floats or both Tensors"),
+        Check(lambda g: _no_foreach_over(g["betas"][0], g), f"betas[0] {_TENSOR}"),
+    ),
 )
-SGD = known(
-    Rule(
-        sgd,
-        structural=frozenset({"momentum", "dampening"}),
-        hidden={"seen": 1.0},
-        checks=(
-            *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
-            Check(
-                lambda g: not g["nesterov"] or bool(g["momentum"] > 0 and g["dampening"] == 0),
-                "Nesterov momentum requires a momentum and zero dampening",
-            ),
+SGD = Rule(
+    sgd,
+    structural=frozenset({"momentum", "dampening"}),
+    hidden={"seen": 1.0},
+    checks=(
+        *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
+        Check(
+            lambda g: not g["nesterov"] or bool(g["momentum"] > 0 and g["dampening"] == 0),
+            "Nesterov momentum requires a momentum and zero dampening",
         ),
-    )
+    ),
 )
-RMSPROP = known(
-    Rule(
-        rmsprop,
-        structural=frozenset({"momentum"}),
-        checks=not_negative(
-            lr=_LR, eps=_EPS, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY, alpha="Invalid alpha value: {alpha}"
-        ),
-    )
+RMSPROP = Rule(
+    rmsprop,
+    structural=frozenset({"momentum"}),
+    checks=not_negative(
+        lr=_LR, eps=_EPS, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY, alpha="Invalid alpha value: {alpha}"
+    ),
 )
-ADAGRAD = known(
-    Rule(
-        adagrad,
-        eager=True,
-        checks=not_negative(
-            lr=_LR,
-            lr_decay="Invalid lr_decay value: {lr_decay}",
-            weight_decay=_DECAY,
-            initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
-            eps=_EPS,
-        ),
-    )
+ADAGRAD = Rule(
+    adagrad,
+    eager=True,
+    checks=not_negative(
+        lr=_LR,
+        lr_decay="Invalid lr_decay value: {lr_decay}",
+        weight_decay=_DECAY,
+        initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
+        eps=_EPS,
+    ),
 )
-ADADELTA = known(
-    Rule(
-        adadelta,
-        checks=(
-            *not_negative(lr=_LR),
-            Check(lambda g: bool(0 <= g["rho"] <= 1), "Invalid rho value: {rho}"),
-            *not_negative(eps=_EPS, weight_decay=_DECAY),
-        ),
-    )
+ADADELTA = Rule(
+    adadelta,
+    checks=(
+        *not_negative(lr=_LR),
+        Check(lambda g: bool(0 <= g["rho"] <= 1), "Invalid rho value: {rho}"),
+        *not_negative(eps=_EPS, weight_decay=_DECAY),
+    ),
 )
-ADAMAX = known(Rule(adamax, checks=_ADAM_LIKE))
-NADAM = known(Rule(nadam, checks=(*_ADAM_LIKE, *not_negative(momentum_decay="Invalid momentum_decay value: {momentum_decay}"))))
-RADAM = known(Rule(radam, checks=_ADAM_LIKE))
-RPROP = known(
-    Rule(
-        rprop,
-        checks=(
-            *not_negative(lr=_LR),
-            Check(lambda g: bool(0 < g["etas"][0] < 1 < g["etas"][1]), "Invalid eta values: {etas[0]}, {etas[1]}"),
-        ),
-    )
+ADAMAX = Rule(adamax, checks=_ADAM_LIKE)
+NADAM = Rule(nadam, checks=(*_ADAM_LIKE, *not_negative(momentum_decay="Invalid momentum_decay value: {momentum_decay}")))
+RADAM = Rule(radam, checks=_ADAM_LIKE)
+RPROP = Rule(
+    rprop,
+    checks=(
+        *not_negative(lr=_LR),
+        Check(lambda g: bool(0 < g["etas"][0] < 1 < g["etas"][1]), "Invalid eta values: {etas[0]}, {etas[1]}"),
+    ),
 )
-ASGD = known(Rule(asgd, checks=not_negative(lr=_LR, weight_decay=_DECAY)))
+ASGD = Rule(asgd, checks=not_negative(lr=_LR, weight_decay=_DECAY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,20 +15,20 @@ from . import groups
 from .plan import Leaf, check_leaves
 
 
-class GroupedOptimizer(Optimizer):
+class GroupedOptimizer(Optimizer, ABC):
     """A `torch.optim.Optimizer` that knows of each parameter, as a column beside the groups, what selectors decided of it."""
 
     _leaves: list[Leaf]
     _selectors: dict[str, Any]  # those that have an answer for parameters added later
     _constructed: bool
 
+    @abstractmethod
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _place(self) -> None:
         """Take note that leaves or what was decided of them have changed."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
