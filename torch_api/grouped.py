@@ -33,6 +33,9 @@ class GroupedOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
 
+        Its `lr_scale` is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not the
+        scheduler multiplies by it too. What is written there later is a further factor.
+
         Selectors given to the constructor spoke about the parameters of that time; those that are functions of
         (name, param) are asked about the new ones too.
 

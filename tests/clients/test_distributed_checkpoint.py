@@ -14,7 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import torch_api
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable or uninitialized"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.6
+]
 
 
 def train(model, make, folder, resume):

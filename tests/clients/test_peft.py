@@ -39,3 +39,19 @@ def train(model, make, folder, resume):
 @pytest.mark.parametrize("optimizer", [masked_adamw, lion])
 def test_adapters(optimizer, tmp_path):
     check(train, optimizer, tmp_path, model=lora, frozen=LAYER.format(0, "A"), still="base_model.model.0.base_layer.weight")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_trainer_saves_and_resumes_adapters(tmp_path):
+    pytest.importorskip("transformers")
+    from test_transformers import gpt2, with_class
+
+    def model():
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            base = gpt2(initializer_range=0.3)  # else the frozen head could say nothing
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["c_fc", "c_proj"], fan_in_fan_out=True))
+
+    block = "base_model.model.transformer.h.0.mlp.c_fc"
+    names = {"frozen": f"{block}.lora_A.default.weight", "still": f"{block}.base_layer.weight"}
+    check(with_class(names["frozen"], lr=0.05), None, tmp_path, model=model, **names)

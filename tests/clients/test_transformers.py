@@ -9,8 +9,8 @@ import torch_api
 transformers = pytest.importorskip("transformers")
 
 
-def gpt2():
-    config = transformers.GPT2Config(vocab_size=16, n_positions=12, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+def gpt2(**more):
+    config = transformers.GPT2Config(vocab_size=16, n_positions=12, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, **more)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -49,11 +49,15 @@ def with_optimizers(data):
     return train
 
 
-def with_class(model, make, folder, resume):
-    """The Trainer makes the groups and the scheduler, as it does for `optim=`; its groups have no names."""
-    frozen = model.get_parameter(GPT2["frozen"])
-    kwargs = {"lr": LR, "mask": lambda name, p: p is not frozen, "max_grad_norm": 1.0}
-    return fit(trainer(model, language(), folder, optimizer_cls_and_kwargs=(torch_api.MaskedAdamW, kwargs)), folder, resume)
+def with_class(name, lr=LR):
+    """The Trainer makes groups and scheduler, as it does for `optim=`. Its groups have no names, and may be empty."""
+
+    def train(model, make, folder, resume):
+        frozen = model.get_parameter(name)
+        kwargs = {"lr": lr, "mask": lambda name, p: p is not frozen, "max_grad_norm": 1.0}
+        return fit(trainer(model, language(), folder, optimizer_cls_and_kwargs=(torch_api.MaskedAdamW, kwargs)), folder, resume)
+
+    return train
 
 
 GPT2 = {"frozen": "transformer.h.0.attn.c_attn.weight", "still": "transformer.wpe.weight"}
@@ -66,7 +70,7 @@ def test_gpt2_with_optimizers(optimizer, tmp_path):
 
 
 def test_gpt2_with_a_class_and_its_arguments(tmp_path):
-    check(with_class, None, tmp_path, model=gpt2, **GPT2)
+    check(with_class(GPT2["frozen"]), None, tmp_path, model=gpt2, **GPT2)
 
 
 def test_bert_with_optimizers(tmp_path):
