@@ -6,26 +6,16 @@ import collections
 import functools
 import inspect
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .checks import Check
+
 Scalar = Any  # a Python float, or a traced 0-d array
-
-
-class Check(NamedTuple):
-    """What must hold of a param group (in `Rule.checks`) or of a trained parameter (in `Rule.leaf_checks`), and torch's error.
-
-    `text` is a format string over the group's keys; over `size` and `name` for a parameter.
-    """
-
-    holds: Callable[[Any], bool]
-    text: str
-    error: type[Exception] = ValueError
 
 
 class Rule(NamedTuple):
@@ -75,31 +65,6 @@ class Rule(NamedTuple):
         parameters = inspect.signature(self.factory).parameters.values()
         named = [p for p in parameters if not (self.typed and p.name == "dtype")]
         return {p.name: 0.0 if p.name in self.structural and p.default is None else p.default for p in named}
-
-    def __reduce__(self) -> Any:
-        """The rule of an equation, which stands beside it in capitals, is pickled by name: its conditions cannot be. Others are tuples."""
-        factory = self.factory
-        return (_beside, (factory,)) if not self.scaled and _beside(factory) is self else (Rule, tuple(self))
-
-
-def _beside(factory: Callable[..., Any]) -> Any:
-    return getattr(sys.modules[factory.__module__], factory.__name__.upper(), None)
-
-
-def not_negative(**texts: str) -> tuple[Check, ...]:
-    """A check for each hyperparam that it is at least 0, with the text of its error."""
-    return tuple(Check(functools.partial(_at_least, name, 0), text) for name, text in texts.items())
-
-
-def _at_least(name: str, bound: float, group: Mapping[str, Any]) -> bool:
-    return bool(group[name] >= bound)
-
-
-def proper_betas() -> tuple[Check, ...]:
-    """Both betas in [0, 1)."""
-    return tuple(
-        Check(lambda group, i=i: bool(0 <= group["betas"][i] < 1), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1)
-    )
 
 
 # ------------------------------------------------------------------ from one leaf to a tree

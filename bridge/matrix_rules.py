@@ -11,7 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .leafwise import Check, Rule, Scalar, caster, count, lerp, not_negative, per_leaf, shrunk, wide
+from .checks import (
+    Check,
+    adjustment_is_known,
+    at_least_one,
+    eps_not_negative,
+    is_matrix,
+    is_real,
+    not_negative,
+    not_positive,
+    steps_are_few,
+)
+from .leafwise import Rule, Scalar, caster, count, lerp, per_leaf, shrunk, wide
 
 # The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as can be.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -150,10 +161,6 @@ def _root_mean_square(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(x * x) / max(x.size, 1))
 
 
-def _real(name: str) -> Check:
-    return Check(lambda p: not p.is_complex(), f"{name} does not support complex parameters ({{name!r}})", RuntimeError)
-
-
 MUON = Rule(
     muon,
     static=frozenset({"ns_steps", "adjust_lr_fn"}),
@@ -165,21 +172,21 @@ MUON = Rule(
             weight_decay="weight decay should be >= 0 but is: {weight_decay}",
         ),
         Check(
-            lambda g: g["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
+            adjustment_is_known,
             "Adjust learning rate function {adjust_lr_fn} is not supported; expected 'original', 'match_rms_adamw' or None",
         ),
         Check(
-            lambda g: 0 <= g["ns_steps"] < 100,
+            steps_are_few,
             "Number of steps must be less than 100 for computational efficiency, but ns_steps is {ns_steps}",
         ),
     ),
     leaf_checks=(
         Check(
-            lambda p: p.ndim == 2,
-            "Muon only supports 2D parameters whereas we found a parameter with size: {size} ({name!r}). Freeze it by the mask, or "
-            "give it another update: PartitionedOptimizer with labels=torch_api.muon_labels.",
+            is_matrix,
+            "Muon only supports 2D parameters whereas we found a parameter with size: {size} ({name!r}). Freeze it by the mask, or give "
+            "it another update: PartitionedOptimizer with labels=torch_api.muon_labels.",
         ),
-        _real("Muon"),
+        Check(is_real, "Muon does not support complex parameters ({name!r})", RuntimeError),
     ),
 )
 ADAFACTOR = Rule(
@@ -189,11 +196,11 @@ ADAFACTOR = Rule(
     typed=True,
     checks=(
         *not_negative(lr="Learning rate should be >= 0 but is: {lr}"),
-        Check(lambda g: bool(g["beta2_decay"] <= 0), "beta2_decay should be <= 0 but is: {beta2_decay}"),
-        Check(lambda g: g["eps"][0] is None or g["eps"][0] >= 0, "epsilon1 should be >= 0 but is: {eps[0]}"),
-        Check(lambda g: g["eps"][1] is not None and g["eps"][1] >= 0, "epsilon2 should be >= 0 but is: {eps[1]}"),
-        Check(lambda g: bool(g["d"] >= 1), "Clipping threshold d should be >= 1 but is: {d}"),
+        Check(functools.partial(not_positive, "beta2_decay"), "beta2_decay should be <= 0 but is: {beta2_decay}"),
+        Check(functools.partial(eps_not_negative, 0), "epsilon1 should be >= 0 but is: {eps[0]}"),
+        Check(functools.partial(eps_not_negative, 1), "epsilon2 should be >= 0 but is: {eps[1]}"),
+        Check(functools.partial(at_least_one, "d"), "Clipping threshold d should be >= 1 but is: {d}"),
         *not_negative(weight_decay="weight_decay should be >= 0 but is: {weight_decay}"),
     ),
-    leaf_checks=(_real("Adafactor"),),
+    leaf_checks=(Check(is_real, "Adafactor does not support complex parameters ({name!r})", RuntimeError),),
 )

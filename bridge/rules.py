@@ -17,21 +17,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .leafwise import (
+from .checks import (
     Check,
-    Rule,
-    Scalar,
-    bias_correction,
-    caster,
-    count,
-    decayed,
-    lerp,
+    betas_fit_foreach,
+    betas_of_one_kind,
+    etas_lie_around_one,
+    lr_fits_foreach,
+    nesterov_has_momentum,
     not_negative,
-    per_leaf,
     proper_betas,
-    shrunk,
-    wide,
+    rho_is_a_share,
 )
+from .leafwise import Rule, Scalar, bias_correction, caster, count, decayed, lerp, per_leaf, shrunk, wide
 
 
 def adam(
@@ -374,14 +371,6 @@ def asgd(
 # ------------------------------------------------------------------ what their hyperparams mean to torch
 
 
-def _in_tensor(x: Any) -> bool:
-    return hasattr(x, "numel")
-
-
-def _no_foreach_over(value: Any, group: Any) -> bool:
-    return not (_in_tensor(value) and group.get("foreach") and not group.get("capturable"))
-
-
 _TENSOR = "as a Tensor is not supported for capturable=False and foreach=True"
 _LR = "Invalid learning rate: {lr}"
 _EPS = "Invalid epsilon value: {eps}"
@@ -391,10 +380,10 @@ _ADAM_LIKE = (*not_negative(lr=_LR, eps=_EPS), *proper_betas(), *not_negative(we
 ADAM = Rule(
     adam,
     checks=(
-        Check(lambda g: _no_foreach_over(g["lr"], g), f"lr {_TENSOR}"),
+        Check(lr_fits_foreach, f"lr {_TENSOR}"),
         *_ADAM_LIKE,
-        Check(lambda g: _in_tensor(g["betas"][0]) == _in_tensor(g["betas"][1]), "betas must be either both floats or both Tensors"),
-        Check(lambda g: _no_foreach_over(g["betas"][0], g), f"betas[0] {_TENSOR}"),
+        Check(betas_of_one_kind, "betas must be either both floats or both Tensors"),
+        Check(betas_fit_foreach, f"betas[0] {_TENSOR}"),
     ),
 )
 SGD = Rule(
@@ -403,10 +392,7 @@ SGD = Rule(
     hidden={"seen": 1.0},
     checks=(
         *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
-        Check(
-            lambda g: not g["nesterov"] or bool(g["momentum"] > 0 and g["dampening"] == 0),
-            "Nesterov momentum requires a momentum and zero dampening",
-        ),
+        Check(nesterov_has_momentum, "Nesterov momentum requires a momentum and zero dampening"),
     ),
 )
 RMSPROP = Rule(
@@ -431,7 +417,7 @@ ADADELTA = Rule(
     adadelta,
     checks=(
         *not_negative(lr=_LR),
-        Check(lambda g: bool(0 <= g["rho"] <= 1), "Invalid rho value: {rho}"),
+        Check(rho_is_a_share, "Invalid rho value: {rho}"),
         *not_negative(eps=_EPS, weight_decay=_DECAY),
     ),
 )
@@ -440,9 +426,6 @@ NADAM = Rule(nadam, checks=(*_ADAM_LIKE, *not_negative(momentum_decay="Invalid m
 RADAM = Rule(radam, checks=_ADAM_LIKE)
 RPROP = Rule(
     rprop,
-    checks=(
-        *not_negative(lr=_LR),
-        Check(lambda g: bool(0 < g["etas"][0] < 1 < g["etas"][1]), "Invalid eta values: {etas[0]}, {etas[1]}"),
-    ),
+    checks=(*not_negative(lr=_LR), Check(etas_lie_around_one, "Invalid eta values: {etas[0]}, {etas[1]}")),
 )
 ASGD = Rule(asgd, checks=not_negative(lr=_LR, weight_decay=_DECAY))

@@ -17,6 +17,7 @@ ORDER = {
         "dlpack",
         "tree",
         "storage",
+        "checks",
         "leafwise",
         "rules",
         "matrix_rules",
@@ -49,6 +50,7 @@ ORDER = {
         "checkpoint",
         "optimizer",
         "masked",
+        "masked_optax",
         "partitioned",
         "__init__",
     ],
@@ -123,12 +125,14 @@ def code_lines(node, source):
     return [n for n in lines if n not in skip and source[n - 1].strip() and not source[n - 1].strip().startswith("#")]
 
 
-def test_drop_in_classes_are_thin():
-    text = (ROOT / "torch_api" / "masked.py").read_text()
+@pytest.mark.parametrize(("file", "least"), [("masked.py", 13), ("masked_optax.py", 6)])
+def test_drop_in_classes_are_thin(file, least):
+    text = (ROOT / "torch_api" / file).read_text()
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-    assert len(classes) >= 3
+    assert len(classes) >= least
     for node in classes:
-        assert len(code_lines(node, text.split("\n"))) <= 25, node.name
+        constructor = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name != "eval_params"]
+        assert sum(len(code_lines(n, text.split("\n"))) for n in constructor) + 1 <= 25, node.name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.name}")

@@ -15,24 +15,31 @@ from .masked import (
     MaskedRprop,
     MaskedSGD,
 )
+from .masked_optax import MaskedAdaBelief, MaskedLamb, MaskedLars, MaskedLion, MaskedScheduleFreeAdamW, MaskedYogi
 from .optimizer import OptaxOptimizer
 from .partitioned import MultiOptimizer, PartitionedOptimizer
 from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
 
 __all__ = [
     "MaskedASGD",
+    "MaskedAdaBelief",
     "MaskedAdadelta",
     "MaskedAdafactor",
     "MaskedAdagrad",
     "MaskedAdam",
     "MaskedAdamW",
     "MaskedAdamax",
+    "MaskedLamb",
+    "MaskedLars",
+    "MaskedLion",
     "MaskedMuon",
     "MaskedNAdam",
     "MaskedRAdam",
     "MaskedRMSprop",
     "MaskedRprop",
     "MaskedSGD",
+    "MaskedScheduleFreeAdamW",
+    "MaskedYogi",
     "MultiOptimizer",
     "OptaxOptimizer",
     "PartitionedOptimizer",

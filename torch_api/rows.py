@@ -18,7 +18,7 @@ from bridge.precision import Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 
-from .groups import check_parameter_fits, group_reader
+from .groups import check_group, check_parameter_fits, group_reader
 from .plan import Leaf
 from .shards import described
 
@@ -52,6 +52,8 @@ class Rows:
         self.skeleton = _paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
         rules = [rule_of(group) for group in groups]
+        for group, rule in zip(groups, rules, strict=True):
+            check_group(owner, group, rule, allowed=group)  # it may have been edited
         trained = [(leaf, path) for leaf, path in zip(leaves, self.skeleton, strict=True) if active(leaf) and leaf.param.requires_grad]
         keys = {key: i for i, key in enumerate(dict.fromkeys(_key(leaf) for leaf, _ in trained))}
         together: dict[Any, list[tuple[Leaf, Path]]] = {}

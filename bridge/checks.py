@@ -1,0 +1,113 @@
+"""Conditions on param groups and parameters: what torch refuses, as data beside each rule.
+
+Conditions are functions with a name, because optimizers are pickled with their rules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Check(NamedTuple):
+    """What must hold of a param group (in `Rule.checks`) or of a trained parameter (in `Rule.leaf_checks`), and torch's error.
+
+    `text` is a format string over the group's keys; over `size` and `name` for a parameter.
+    """
+
+    holds: Callable[[Any], bool]
+    text: str
+    error: type[Exception] = ValueError
+
+
+def not_negative(**texts: str) -> tuple[Check, ...]:
+    """A check for each hyperparam that it is at least 0, with the text of its error."""
+    return tuple(Check(functools.partial(_at_least, name, 0), text) for name, text in texts.items())
+
+
+def proper_betas() -> tuple[Check, ...]:
+    """Both betas in [0, 1)."""
+    return tuple(Check(functools.partial(_proper_beta, i), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1))
+
+
+def _at_least(name: str, bound: float, group: Mapping[str, Any]) -> bool:
+    return bool(group[name] >= bound)
+
+
+def _proper_beta(index: int, group: Mapping[str, Any]) -> bool:
+    return bool(0 <= group["betas"][index] < 1)
+
+
+def _in_tensor(x: Any) -> bool:
+    return hasattr(x, "numel")
+
+
+def _fits_foreach(value: Any, group: Any) -> bool:
+    return not (_in_tensor(value) and group.get("foreach") and not group.get("capturable"))
+
+
+def lr_fits_foreach(group: Any) -> bool:
+    """No lr in a tensor with foreach."""
+    return _fits_foreach(group["lr"], group)
+
+
+def betas_fit_foreach(group: Any) -> bool:
+    """No betas in tensors with foreach."""
+    return _fits_foreach(group["betas"][0], group)
+
+
+def betas_of_one_kind(group: Any) -> bool:
+    """Both betas in tensors, or none."""
+    return _in_tensor(group["betas"][0]) == _in_tensor(group["betas"][1])
+
+
+def nesterov_has_momentum(group: Any) -> bool:
+    """Nesterov's momentum is some, and undampened."""
+    return not group["nesterov"] or bool(group["momentum"] > 0 and group["dampening"] == 0)
+
+
+def rho_is_a_share(group: Any) -> bool:
+    """rho in [0, 1]."""
+    return bool(0 <= group["rho"] <= 1)
+
+
+def etas_lie_around_one(group: Any) -> bool:
+    """One eta shrinks, the other grows."""
+    return bool(0 < group["etas"][0] < 1 < group["etas"][1])
+
+
+def is_real(p: Any) -> bool:
+    """The parameter is not complex."""
+    return not p.is_complex()
+
+
+def is_matrix(p: Any) -> bool:
+    """The parameter has two dimensions."""
+    return p.ndim == 2
+
+
+def adjustment_is_known(group: Any) -> bool:
+    """adjust_lr_fn is a name that there is."""
+    return group["adjust_lr_fn"] in (None, "original", "match_rms_adamw")
+
+
+def steps_are_few(group: Any) -> bool:
+    """ns_steps in [0, 100)."""
+    return 0 <= group["ns_steps"] < 100
+
+
+def not_positive(name: str, group: Any) -> bool:
+    """A number of at most 0."""
+    return bool(group[name] <= 0)
+
+
+def at_least_one(name: str, group: Any) -> bool:
+    """A number of at least 1."""
+    return bool(group[name] >= 1)
+
+
+def eps_not_negative(index: int, group: Any) -> bool:
+    """A number of at least 0; the first may be None."""
+    eps = group["eps"][index]
+    return index == 0 if eps is None else bool(eps >= 0)

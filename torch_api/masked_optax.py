@@ -1,0 +1,176 @@
+"""Classes of optax's optimizers: optax's arguments in optax's order with `lr` for `learning_rate`, and the engine's behind them.
+
+`mask` is the engine's, which parameters are optimized; for optax's `mask`, which parameters decay, give `decay_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optax
+import optax.contrib
+import torch
+
+from .optimizer import OptaxOptimizer
+
+
+class MaskedLion(OptaxOptimizer):
+    """optax.lion with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lion; Chen et al., arXiv:2302.06675.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        b1: float = 0.9,
+        b2: float = 0.99,
+        mu_dtype: Any = None,
+        weight_decay: float = 1e-3,
+        **engine: Any,
+    ) -> None:
+        super().__init__(params, optax.lion, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, **_given(mu_dtype=mu_dtype), **engine)
+
+
+class MaskedLamb(OptaxOptimizer):
+    """optax.lamb with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lamb; You et al., arXiv:1904.00962.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-6,
+        eps_root: float = 0.0,
+        weight_decay: float = 0.0,
+        **engine: Any,
+    ) -> None:
+        super().__init__(params, optax.lamb, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay, **engine)
+
+
+class MaskedLars(OptaxOptimizer):
+    """optax.lars with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+
+    `weight_decay_mask` and `trust_ratio_mask` are optax's: a bool, a pytree of bools or a function to one.
+
+    Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lars; You et al., arXiv:1708.03888.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float = 0.0,
+        weight_decay_mask: Any = True,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        trust_ratio_mask: Any = True,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        **engine: Any,
+    ) -> None:
+        masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+        numbers = {"weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "eps": eps, "momentum": momentum}
+        super().__init__(params, optax.lars, lr=lr, **numbers, **masks, nesterov=nesterov, **engine)
+
+
+class MaskedAdaBelief(OptaxOptimizer):
+    """optax.adabelief with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.adabelief; Zhuang et al., arXiv:2010.07468.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-16,
+        eps_root: float = 1e-16,
+        *,
+        nesterov: bool = False,
+        **engine: Any,
+    ) -> None:
+        super().__init__(params, optax.adabelief, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov, **engine)
+
+
+class MaskedYogi(OptaxOptimizer):
+    """optax.yogi with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+
+    Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.yogi; Zaheer et al., NeurIPS 2018.
+    """
+
+    def __init__(self, params: Any, lr: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-3, **engine: Any) -> None:
+        super().__init__(params, optax.yogi, lr=lr, b1=b1, b2=b2, eps=eps, **engine)
+
+
+class MaskedScheduleFreeAdamW(OptaxOptimizer):
+    """optax.contrib.schedule_free_adamw with masks: same numbers, in place. See `OptaxOptimizer` for `**engine`.
+
+    The parameters are the points at which gradients are taken; evaluate, and save a model, inside `eval_params()`.
+
+    Source: https://optax.readthedocs.io/en/latest/api/contrib.html#optax.contrib.schedule_free_adamw; Defazio et al.,
+    arXiv:2405.15682.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.0025,
+        warmup_steps: int | None = None,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        weight_lr_power: float = 2.0,
+        state_dtype: Any = None,
+        **engine: Any,
+    ) -> None:
+        numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+        options = _given(warmup_steps=warmup_steps, state_dtype=state_dtype)
+        super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **options, **engine)
+
+    @contextmanager
+    def eval_params(self) -> Iterator[None]:
+        """Have the averaged weights x in the parameters, and the training weights y back afterwards, bit for bit.
+
+        x = (y - (1 - b1) z) / b1, as `optax.contrib.schedule_free_eval_params`, written in place: parameters stay the same
+        objects at the same addresses. A parameter without state (frozen, or before the first step) is its own average.
+
+        Raises:
+          RuntimeError: `step`, or `eval_params` again, inside the context.
+        """
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError(f"{type(self).__name__}: inside eval_params() the parameters are the averages; leave it before you train.")
+
+        hooks = getattr(self, "_optimizer_step_pre_hooks", {})
+        if any(getattr(hook, "__qualname__", "") == refuse.__qualname__ for hook in hooks.values()):
+            refuse()
+        members = [(p, group["b1"], self.state[p]["z"]) for group in self.param_groups for p in group["params"] if p in self.state]
+        kept = [p.detach().clone(memory_format=torch.preserve_format) for p, _, _ in members]
+        handle = self.register_step_pre_hook(refuse)
+        try:
+            with torch.no_grad():
+                for p, b1, z in members:
+                    y = p.to(torch.promote_types(p.dtype, torch.float32))
+                    p.copy_((y - (1.0 - float(b1)) * z) / float(b1))
+            yield
+        finally:
+            handle.remove()
+            with torch.no_grad():
+                for (p, _, _), y in zip(members, kept, strict=True):
+                    p.copy_(y)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are not None, which stands for optax's own choice."""
+    return {name: value for name, value in options.items() if value is not None}
