@@ -389,9 +389,11 @@ class OptaxOptimizer(Optimizer):
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        active = set(map(id, self._active))
-        frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
-        mark = lambda _, state_dict: checkpoint.mark_frozen(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+
+        def mark(_: Optimizer, state_dict: dict[str, Any]) -> None:  # between the user's pre-hooks and post-hooks
+            active = set(map(id, self._active))
+            checkpoint.mark_frozen(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
+
         with checkpoint.hooked(self.register_state_dict_post_hook, mark, prepend=True):
             return super().state_dict()
 
