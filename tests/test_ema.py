@@ -67,9 +67,12 @@ def test_the_context_swaps_in_place_and_gives_back_every_bit():
 
     with optimizer.ema_params():
         check()
-        with pytest.raises(RuntimeError, match=r"step: inside ema_params\(\) the parameters hold their average"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"step: inside ema_params\(\) the parameters hold other values than",
+        ):
             optimizer.step()
-        with pytest.raises(RuntimeError, match="is open already"), optimizer.ema_params():
+        with pytest.raises(RuntimeError, match=r"ema_params: inside ema_params\(\)"), optimizer.ema_params():
             pass
         check()
     assert same(params, before)
@@ -83,7 +86,7 @@ def test_the_context_swaps_in_place_and_gives_back_every_bit():
 def test_without_ema_decay_the_context_says_what_to_do():
     optimizer = torch_api.MaskedAdam(random_params())
     with (
-        pytest.raises(RuntimeError, match=r"ema_decay is None, so there is no average\. Expected an optimizer with ema_decay"),
+        pytest.raises(RuntimeError, match=r"ema_decay is None, so there is no average\. Construct with ema_decay=0.999"),
         optimizer.ema_params(),
     ):
         pass

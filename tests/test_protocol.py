@@ -163,6 +163,16 @@ def load_state_dict_hooks(cls):
     return said, [group["lr"] for group in saved["param_groups"]], snapshot(optimizer)
 
 
+def hook_that_adds_a_group_before_saving(cls):
+    optimizer = cls(model()[0].parameters(), lr=0.1)
+    advance(optimizer, 1)
+    handle = optimizer.register_state_dict_pre_hook(lambda opt: opt.add_param_group({"params": model()[2].parameters(), "lr": 0.5}))
+    said = copy.deepcopy(optimizer.state_dict())
+    handle.remove()
+    advance(optimizer, 1, first=1)
+    return said, snapshot(optimizer)
+
+
 def hook_that_changes_the_optimizer_after_loading(cls):
     optimizer = cls(model().parameters(), lr=0.1)
     saved = optimizer.state_dict()
@@ -350,7 +360,17 @@ def two_optimizers(cls):
 
 SCENARIOS = {
     **{f.__name__: f for f in (step_hooks, pre_hook_of_a_wrong_kind, state_dict_hooks, load_state_dict_hooks)},
-    **{f.__name__: f for f in (hook_that_changes_the_optimizer_after_loading, closures, zero_grad, representation, names_in_groups)},
+    **{
+        f.__name__: f
+        for f in (
+            hook_that_adds_a_group_before_saving,
+            hook_that_changes_the_optimizer_after_loading,
+            closures,
+            zero_grad,
+            representation,
+            names_in_groups,
+        )
+    },
     **{f.__name__: f for f in (state_is_keyed_by_parameter, lr_in_a_tensor, shallow_copy, old_pickle, old_checkpoint, two_optimizers)},
     "deepcopy": copied_with_its_model(copy.deepcopy),
     "pickle": copied_with_its_model(lambda pair: pickle.loads(pickle.dumps(pair))),

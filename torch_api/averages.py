@@ -8,17 +8,31 @@ from contextlib import contextmanager
 import torch
 
 
-@contextmanager
-def swapped(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Write a value into each parameter, rounded to its dtype, and on leaving, however that comes, the bits that it had before.
+class Exchange:
+    """Which context, if any, has put other values into the parameters of an optimizer than those that it trains."""
 
-    The parameters stay where they are. One copy of those named is held meanwhile.
-    """
-    pairs = [(p.detach(), value, p.detach().clone()) for p, value in values]
-    try:
-        for p, value, _ in pairs:
-            p.copy_(value)
-        yield
-    finally:
-        for p, _, before in pairs:
-            p.copy_(before)
+    def __init__(self) -> None:
+        self.inside = ""
+
+    def refuse(self, what: str) -> None:
+        """Raise the error of a call that needs the trained values."""
+        raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than those trained. Leave it first.")
+
+    @contextmanager
+    def hold(self, owner: str, name: str, values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+        """Write a value into each parameter, rounded to its dtype, and on leaving, however that comes, the bits that it had before.
+
+        The parameters stay where they are. One copy of those named is held meanwhile.
+        """
+        if self.inside:
+            self.refuse(f"{owner}.{name}")
+        pairs = [(p.detach(), value, p.detach().clone(memory_format=torch.preserve_format)) for p, value in values]
+        self.inside = name
+        try:
+            for p, value, _ in pairs:
+                p.copy_(value)
+            yield
+        finally:
+            for p, _, before in pairs:
+                p.copy_(before)
+            self.inside = ""

@@ -11,7 +11,6 @@ from typing import Any
 
 import optax
 import optax.contrib
-import torch
 
 from .optimizer import OptaxOptimizer
 
@@ -116,6 +115,7 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
     """optax.contrib.schedule_free_adamw with masks: same numbers, in place. See `OptaxOptimizer` for `**engine`.
 
     The parameters are the points at which gradients are taken; evaluate, and save a model, inside `eval_params()`.
+    `state_dtype` is the engine's: a torch.dtype, for all state of the parameter's shape, where optax's is for z alone.
 
     Source: https://optax.readthedocs.io/en/latest/api/contrib.html#optax.contrib.schedule_free_adamw; Defazio et al.,
     arXiv:2405.15682.
@@ -131,12 +131,10 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_lr_power: float = 2.0,
-        state_dtype: Any = None,
         **engine: Any,
     ) -> None:
         numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
-        options = _given(warmup_steps=warmup_steps, state_dtype=state_dtype)
-        super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **options, **engine)
+        super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_given(warmup_steps=warmup_steps), **engine)
 
     @contextmanager
     def eval_params(self) -> Iterator[None]:
@@ -148,27 +146,10 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         Raises:
           RuntimeError: `step`, or `eval_params` again, inside the context.
         """
-
-        def refuse(*_: Any) -> None:
-            raise RuntimeError(f"{type(self).__name__}: inside eval_params() the parameters are the averages; leave it before you train.")
-
-        hooks = getattr(self, "_optimizer_step_pre_hooks", {})
-        if any(getattr(hook, "__qualname__", "") == refuse.__qualname__ for hook in hooks.values()):
-            refuse()
-        members = [(p, group["b1"], self.state[p]["z"]) for group in self.param_groups for p in group["params"] if p in self.state]
-        kept = [p.detach().clone(memory_format=torch.preserve_format) for p, _, _ in members]
-        handle = self.register_step_pre_hook(refuse)
-        try:
-            with torch.no_grad():
-                for p, b1, z in members:
-                    y = p.to(torch.promote_types(p.dtype, torch.float32))
-                    p.copy_((y - (1.0 - float(b1)) * z) / float(b1))
+        members = [(p, float(group["b1"]), self.state[p]) for group in self.param_groups for p in group["params"]]
+        averages = ((p, (p.detach() - (1.0 - b1) * state["z"]) / b1) for p, b1, state in members if "z" in state)
+        with self._exchange.hold(type(self).__name__, "eval_params", averages):
             yield
-        finally:
-            handle.remove()
-            with torch.no_grad():
-                for (p, _, _), y in zip(members, kept, strict=True):
-                    p.copy_(y)
 
 
 def _given(**options: Any) -> dict[str, Any]:

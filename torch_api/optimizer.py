@@ -18,7 +18,7 @@ from bridge.rules import Rule
 
 from . import checkpoint, groups, options, report
 from .arguments import Arguments, Closure
-from .averages import swapped
+from .averages import Exchange
 from .grouped import GroupedOptimizer
 from .launch import Launch, Launches, not_traced, restore
 from .options import Options
@@ -135,7 +135,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def _begin(self) -> None:
         """What no copy or pickle carries."""
         self._extra, self._argument_names = NO_EXTRA, ()
-        self._scaling, self._averaged = Scaling(), False
+        self._scaling, self._exchange = Scaling(), Exchange()
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -204,10 +204,8 @@ class OptaxOptimizer(GroupedOptimizer):
         """
         if self._step_with is not None and "hyper_params" in extra_args:
             return self._step_with(extra_args.pop("hyper_params"), closure, extra_args)
-        if self._averaged:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: inside ema_params() the parameters hold their average. Leave it before training on."
-            )
+        if self._exchange.inside:
+            self._exchange.refuse(f"{type(self).__name__}.step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -360,17 +358,12 @@ class OptaxOptimizer(GroupedOptimizer):
         Raises:
           RuntimeError: there is no average, or the context is open already; nothing is changed then.
         """
-        if self.ema_decay is None or self._averaged:
-            given = "ema_params() is open already" if self._averaged else "ema_decay is None, so there is no average"
-            raise RuntimeError(
-                f"{type(self).__name__}.ema_params: {given}. Expected an optimizer with ema_decay=0.999, say, and one context."
-            )
-        with swapped((p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state):
-            self._averaged = True
-            try:
-                yield
-            finally:
-                self._averaged = False
+        owner = type(self).__name__
+        if self.ema_decay is None:
+            raise RuntimeError(f"{owner}.ema_params: ema_decay is None, so there is no average. Construct with ema_decay=0.999, say.")
+        averages = ((p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state)
+        with self._exchange.hold(owner, "ema_params", averages):
+            yield
 
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
@@ -379,9 +372,11 @@ class OptaxOptimizer(GroupedOptimizer):
 
         torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
         """
-        active = set(map(id, self._active))
-        frozen = [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves]
-        complete = lambda _, state_dict: checkpoint.complete(state_dict, frozen)  # noqa: E731 - before what the user's hooks make of it
+
+        def complete(_: Any, state_dict: dict[str, Any]) -> None:  # between the user's pre-hooks and post-hooks
+            active = set(map(id, self._active))
+            checkpoint.complete(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
+
         with checkpoint.hooked(self.register_state_dict_post_hook, complete, prepend=True):
             return super().state_dict()
 
