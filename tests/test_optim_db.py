@@ -5,8 +5,9 @@ optimizer itself. Bounds are of the movement from the start, leaf by leaf: 1e-5 
 Half types must be within one rounding of torch's fused kernel, or where there is none of torch in float32.
 
 Muon: torch's CPU kernels and ours take the same products of bfloat16 numbers and round the same sums, but add them up in
-another order; a sum that lies between two bfloat16 numbers may go either way, and the iteration carries that on. Such a
-flip was seen in one leaf of ten over 20 steps; over 400 leaves the movement differed by MUON at most.
+another order; a sum that lies between two bfloat16 numbers may go either way, and the iteration carries that on. Without
+such a flip the movement over 20 steps agrees to 2e-7 (200 runs with lr 0.01): all leaves up to 8x8, seven of eight of 16x32
+(the others: 5e-4 at most), one of four of 64x48 (median 3e-4, worst 8e-4). The bound MUON is for the worst of these.
 """
 
 import copy
