@@ -80,12 +80,20 @@ def path_name(path: Sequence[Any]) -> str:
 def near(text: str, names: Iterable[str]) -> str:
     """The tail of an error about a name: the nearest known ones, or some of them."""
     known = sorted(set(names))
+    return _question(text, known) or "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
+
+
+def near_and_all(text: str, names: Iterable[str]) -> str:
+    """The tail of an error about a name of which there are few: the nearest known ones, and all."""
+    known = sorted(set(names))
+    return f"{_question(text, known)} Known: {', '.join(known)}.".lstrip()
+
+
+def _question(text: str, known: Sequence[str]) -> str:
     folded = {name.casefold(): name for name in known}
     close = [folded[name] for name in difflib.get_close_matches(text.casefold(), folded, n=3, cutoff=0.5)]
     below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
-    if below or close:
-        return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?"
-    return "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
+    return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?" if below or close else ""
 
 
 def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) -> Decision:

@@ -12,7 +12,20 @@ import torch
 import bridge
 import torch_api
 from bridge import step
-from torch_api import MaskedAdamW, MaskedSGD, MultiOptimizer, OptaxOptimizer, PartitionedOptimizer
+from torch_api import (
+    MaskedAdadelta,
+    MaskedAdafactor,
+    MaskedAdagrad,
+    MaskedAdamW,
+    MaskedMuon,
+    MaskedNAdam,
+    MaskedRMSprop,
+    MaskedRprop,
+    MaskedSGD,
+    MultiOptimizer,
+    OptaxOptimizer,
+    PartitionedOptimizer,
+)
 
 
 class Bad(NamedTuple):
@@ -69,6 +82,10 @@ def group(**options):
     return lambda net: MaskedAdamW([{"params": list(net.named_parameters()), **options}])
 
 
+def refused(cls, **options):
+    return lambda net: cls([net["head"].weight], **options)
+
+
 def alone(make, cls=MaskedAdamW, **options):
     """One parameter beside the model's."""
     return lambda net: cls([*net.parameters(), make()], **options)
@@ -87,6 +104,9 @@ def over_one_memory(optimizer):
 
 PARAMETERS = [
     Bad("no parameters", lambda _: MaskedAdamW([])),
+    Bad("a vector for Muon", lambda net: MaskedMuon(net.named_parameters())),
+    Bad("a complex parameter for Muon", lambda _: MaskedMuon([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])),
+    Bad("a complex parameter for Adafactor", lambda _: MaskedAdafactor([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])),
     Bad("one parameter twice", lambda net: MaskedAdamW([*net.parameters(), net["head"].bias])),
     Bad("a group without params", lambda _: MaskedAdamW([{"lr": 0.1}])),
     Bad("integers", alone(lambda: torch.arange(3))),
@@ -113,13 +133,36 @@ def by_truth(lr, weight_decay=0.1):
     return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr)) if weight_decay else optax.sgd(lr)
 
 
+# (class, argument, value that torch refuses): the text is torch's.
+TORCHS = [
+    (MaskedRMSprop, "alpha", -0.1),
+    (MaskedAdagrad, "lr_decay", -0.5),
+    (MaskedAdadelta, "rho", 1.1),
+    (MaskedNAdam, "momentum_decay", -0.2),
+    (MaskedRprop, "etas", (1.0, 0.5)),
+    (MaskedAdafactor, "d", 0.0),
+    (MaskedAdafactor, "beta2_decay", 0.8),
+    (MaskedAdafactor, "eps", (-1e-30, 1e-3)),
+    (MaskedMuon, "adjust_lr_fn", "arbitrary"),
+    (MaskedMuon, "adjust_lr_fn", 3),
+    (MaskedMuon, "ns_steps", 2.5),
+    (MaskedMuon, "ns_steps", 100),
+]
+
 ARGUMENTS = [
     Bad("an unknown argument", adamw(learnig_rate=0.1)),
     Bad("an unknown key in a group", group(weigth_decay=0.1)),
     Bad("a negative lr", adamw(lr=-1.0)),
     Bad("a negative lr_scale", group(lr_scale=-1.0)),
     Bad("a beta of one", adamw(betas=(0.9, 1.0))),
+    Bad(
+        "a beta of one in a factory of one's own",
+        with_optax(lambda lr, betas=(0.9, 0.99): optax.adam(lr, *betas), lr=0.1, betas=(0.9, 1.0)),
+    ),
     Bad("betas that are no pair", adamw(betas=0.9)),
+    Bad("one beta in a tensor", adamw(betas=(0.9, torch.tensor(0.99)))),
+    Bad("lr in a tensor with foreach", adamw(lr=torch.tensor(0.1), foreach=True)),
+    *(Bad(f"{name}={bad} for {cls.__name__}", refused(cls, **{name: bad})) for cls, name, bad in TORCHS),
     Bad("Nesterov without momentum", lambda net: MaskedSGD(net.parameters(), nesterov=True)),
     Bad("differentiable=True", adamw(differentiable=True)),
     Bad("an option that is no bool", adamw(amsgrad=1)),
@@ -127,6 +170,10 @@ ARGUMENTS = [
     Bad("lr of two elements", adamw(lr=torch.tensor([0.1, 0.2]))),
     Bad("a bad write-back", adamw(writeback="fast")),
     Bad("a norm of zero", adamw(max_grad_norm=0)),
+    Bad("a type of state that is no float", adamw(state_dtype=torch.int32)),
+    Bad("an average with decay one", adamw(ema_decay=1.0)),
+    Bad("a seed below zero", adamw(rounding_seed=-1)),
+    Bad("master weights with stochastic rounding", adamw(master_weights=True, stochastic_rounding=True)),
     Bad("a group edited by hand", lambda opt: opt.step(), stepped(after=lambda opt: opt.param_groups[0].update(eps="small"))),
     Bad("decay_mask without a decay", lambda net: OptaxOptimizer(net.named_parameters(), optax.sgd, lr=0.1, decay_mask="*.weight")),
     Bad(
@@ -214,12 +261,24 @@ def on_two_devices(optimizer):
 
 
 def launched(optimizer):
-    optimizer._launches.build((0, 1, 2, 3), step.NO_EXTRA, optimizer._hyperparams())
+    optimizer._launches.build((0, 1, 2, 3), step.NO_EXTRA, False, optimizer._hyperparams())
 
 
 def forked(optimizer):
     with mock.patch.object(step, "_forked", True):
         optimizer.step()
+
+
+def inside(context, call):
+    def enter(optimizer):
+        with getattr(optimizer, context)():
+            call(optimizer)
+
+    return enter
+
+
+def averaged(named):
+    return MaskedAdamW(named, lr=0.1, ema_decay=0.9)
 
 
 STEPS = [
@@ -245,6 +304,8 @@ STEPS = [
     Bad("one norm over several devices", launched, stepped(lambda named: MaskedAdamW(named, max_grad_norm=1.0), on_two_devices)),
     Bad("one transformation over several devices", launched, stepped(lambda named: OptaxOptimizer(named, norm_sized()), on_two_devices)),
     Bad("a step in a forked process", forked, stepped()),
+    Bad("an average that is not kept", inside("ema_params", lambda opt: None), stepped()),
+    Bad("a step inside ema_params", inside("ema_params", lambda opt: opt.step()), stepped(averaged)),
 ]
 
 

@@ -27,6 +27,8 @@ OUT_OF_REACH = {
     ("bridge/dlpack.py", "jax sees {}, but a tensor is on {}:{}."): "needs a GPU that torch sees and jax does not",
     ("bridge/dlpack.py", "{} is sharded over {} devices"): "needs several devices",
     ("bridge/optim.py", "ReplicatedOptimizer: the gradients do not vary over {}."): "needs several devices: tests/test_optim.py",
+    ("torch_api/plan.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/test_distributed.py",
+    ("torch_api/rows.py", "{}: {}, but this transformation does not treat"): "needs several processes: tests/test_distributed.py",
     ("bridge/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
     ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
 }

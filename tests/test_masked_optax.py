@@ -129,7 +129,7 @@ def test_the_arguments_are_those_of_optax():
     import inspect
 
     for name, (function, _) in CASES.items():
-        theirs = {n: p.default for n, p in inspect.signature(function).parameters.items() if n != "mask"}
+        theirs = {n: p.default for n, p in inspect.signature(function).parameters.items() if n not in ("mask", "state_dtype")}
         ours = {n: p.default for n, p in inspect.signature(getattr(torch_api, f"Masked{name}")).parameters.items() if n != "params"}
         assert ours.pop("engine") is inspect.Parameter.empty
         ours = {"learning_rate" if n == "lr" else n: default for n, default in ours.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.masks import near, required_arguments
+from bridge.masks import near_and_all, required_arguments
 from bridge.rules import Rule
 from bridge.step import Row
 
@@ -42,7 +42,7 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
     known = set(known)
     for name in given:
         if name not in known:
-            raise TypeError(f"{owner}: unknown argument {name!r}. {near(name, known)} Known: {', '.join(sorted(known))}.")
+            raise TypeError(f"{owner}: unknown argument {name!r}. {near_and_all(name, known)}")
 
 
 def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
@@ -51,7 +51,7 @@ def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
     known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | set(hyperparams)
     for key in group:
         if key not in known and key not in allowed:
-            raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}.")
+            raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near_and_all(key, known)}")
     for key, default in hyperparams.items():
         if not rule.scaled or (key in rule.traceable and group[key] is not None):
             _check_type(owner, key, group[key], default, key in rule.static)

@@ -9,7 +9,7 @@ import optax
 import torch
 
 from bridge import masks, tree
-from bridge.masks import near
+from bridge.masks import near, near_and_all
 
 from . import groups
 from .optimizer import OptaxOptimizer
@@ -104,9 +104,7 @@ class PartitionedOptimizer(OptaxOptimizer):
             parts.append(own | part | {"label": label} | ({"trainable": False} if label is _NOBODY else {}))
         known = {key for part in parts for key in part} | {"param_names"}
         for key in group.keys() - known:
-            raise ValueError(
-                f"{type(self).__name__}: unknown key {key!r} in a param group. {near(key, known)} Known: {', '.join(sorted(known))}."
-            )
+            raise ValueError(f"{type(self).__name__}: unknown key {key!r} in a param group. {near_and_all(key, known)}")
         return parts
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import torch
 
-from bridge.masks import near
+from bridge.masks import near_and_all
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
 from bridge.rules import Rule
@@ -150,7 +150,7 @@ def _group_name(name: str) -> str:
 def _check_names(owner: str, given: Mapping[str, Any], known: Any, what: str) -> None:
     for name in given:
         if name not in known:
-            raise TypeError(f"{owner}: unknown argument {name!r} ({what}). {near(name, known)} Known: {', '.join(sorted(known))}.")
+            raise TypeError(f"{owner}: unknown argument {name!r} ({what}). {near_and_all(name, known)}")
 
 
 def _as_number(value: Any) -> Any:
