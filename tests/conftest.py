@@ -23,11 +23,16 @@ def standard_promotion():
 
 def pytest_terminal_summary(terminalreporter):
     """How many configurations and errors of torch's optimizer database passed, also when xdist's workers ran them."""
-    counts = {}
+    counts, worst = {}, {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
-            for name, kind in getattr(report, "user_properties", ()):
-                if name == "optim_db" and report.when == "call":
-                    counts.setdefault(kind, {"passed": 0, "failed": 0})[outcome] += 1
+            for name, value in getattr(report, "user_properties", ()) if report.when == "call" else ():
+                if name == "optim_db":
+                    counts.setdefault(value, {"passed": 0, "failed": 0})[outcome] += 1
+                elif name == "movement":
+                    worst[value[0], value[1]] = max(worst.get((value[0], value[1]), 0.0), value[2])
     for kind, n in counts.items():
         terminalreporter.write_line(f"optim_db: {n['passed']} of {n['passed'] + n['failed']} {kind} inputs as in torch.optim")
+    if worst and terminalreporter.verbosity > 0:
+        for (name, dtype), error in sorted(worst.items()):
+            terminalreporter.write_line(f"  {name} {dtype}: {error:.1e} of the movement at most")

@@ -186,10 +186,14 @@ class Run:
         check_same_state(self.a.state_dict(), self.b.state_dict(), skip=indices)
 
     def errors(self):
-        """Of the movement, for each leaf that has elements and full precision."""
+        """Of the movement, for each leaf that has elements and full precision, and whether it is as good as equal.
+
+        A single element may come back to where it started: two roundings of it are then many of its movement.
+        """
         for p, q, s in zip(self.ours, self.theirs, self.start, strict=True):
             if p.numel() and p.dtype not in HALVES:
-                yield p.dtype, movement_error(p, q, s)
+                equal = p.numel() == 1 and (p - q).abs().item() <= 2 * torch.finfo(p.dtype).eps * p.abs().item()
+                yield p.dtype, movement_error(p, q, s), equal
 
 
 @pytest.mark.parametrize("case", CONFIGS, ids=ident)
@@ -203,9 +207,9 @@ def test_every_configuration_moves_as_torch_moves(case, counted, record_property
     run.steps(10)
     assert addresses == [p.data_ptr() for p in run.ours]
     assert strides == [p.stride() for p in run.ours]
-    for dtype, error in run.errors():
-        assert error < (MUON if name == "Muon" else BOUNDS[dtype]), (dtype, error)
-        record_property("movement", (name, str(dtype), error))
+    for dtype, error, equal in run.errors():
+        assert equal or error < (MUON if name == "Muon" else BOUNDS[dtype]), (dtype, error)
+        record_property("movement", [name, str(dtype), error])
     run.check_state()
 
 
