@@ -21,7 +21,7 @@ HALF = frozenset({"float16", "bfloat16"})
 class Kept(NamedTuple):
     """What a row keeps beside the state of its transformation.
 
-    `state_dtype`: the type of floating state of the parameter's shape, None as the transformation has it.
+    `state_dtype`: the type of a parameter's floating arrays of state, None as the transformation has it.
     """
 
     state_dtype: str | None = None

@@ -58,3 +58,38 @@ def test_gradients_may_be_freed_while_a_slow_kernel_still_runs():
         p.grad = None
         torch.full_like(p, float("nan"))
     assert torch.equal(p, q)
+
+
+def test_a_scaled_loss_is_skipped_on_the_device_and_nothing_waits():
+    ours = on_gpu()
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    start = [p.detach().clone() for p in ours]
+    optimizers = torch_api.MaskedAdamW(ours, lr=0.01, fused=True), torch.optim.AdamW(theirs, lr=0.01, fused=True)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in optimizers]
+    for step in range(20):
+        grads = [g * 1024 for g in random_grads(ours)]
+        if step == 7:
+            grads[0][0] = torch.inf
+        for params, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            set_grads(params, grads)
+            scaler.scale(torch.zeros((), device="cuda"))
+            if step:  # the first step compiles
+                torch.cuda.set_sync_debug_mode("error")
+            scaler.step(optimizer)
+            torch.cuda.set_sync_debug_mode("default")
+            scaler.update(1024.0)
+    assert optimizers[0].skipped_steps == 1
+    assert max(map(movement_error, ours, theirs, start)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"master_weights": True}, {"stochastic_rounding": True}, {"ema_decay": 0.9}], ids=lambda o: next(iter(o))
+)
+def test_what_is_kept_beside_the_state_lies_on_the_device(options):
+    params = on_gpu(torch.bfloat16)
+    optimizer = torch_api.MaskedAdam(params, lr=0.01, state_dtype=torch.float32, **options)
+    for _ in range(3):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    assert all(t.is_cuda for state in optimizer.state.values() for t in state.values())
+    assert all(torch.isfinite(p).all() for p in params)

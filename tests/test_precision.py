@@ -293,14 +293,43 @@ def test_wide_moments_of_half_parameters_follow_the_float32_run_more_closely():
     assert errors[None] > 1e-3  # bfloat16 loses (1 - beta2) * g * g beside a moment that is 256 times as large
 
 
-@pytest.mark.parametrize("name", ["MaskedAdam", "MaskedAdamW", "MaskedSGD"])
+def drop_in(name, params):
+    cls = getattr(torch_api, name)
+    return cls(params, lr=1e-3) if name in FROM_OPTAX else cls(params)
+
+
+FROM_OPTAX = ["MaskedLion", "MaskedLamb", "MaskedLars", "MaskedAdaBelief", "MaskedYogi", "MaskedScheduleFreeAdamW"]
+DROP_IN = sorted(name for name in torch_api.__all__ if name.startswith("Masked"))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", DROP_IN)
 def test_float16_with_a_zero_gradient_stays_finite(name):
-    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-    optimizer = getattr(torch_api, name)([p], lr=1e-3)
-    for _ in range(3):
-        p.grad = torch.zeros_like(p)
+    p = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.float16))
+    optimizer = drop_in(name, [p])
+    for value in (0.0, 0.0, 1e-4, 0.0):
+        p.grad = torch.full_like(p, value)
         optimizer.step()
-    assert torch.isfinite(p).all()
+        assert torch.isfinite(p).all()
+        assert all(torch.isfinite(t).all() for t in optimizer.state[p].values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("name", [name for name in DROP_IN if name not in FROM_OPTAX and hasattr(torch.optim, name.removeprefix("Masked"))])
+def test_every_drop_in_trains_its_masters_as_torch_trains_float32(name):
+    theirs_class, options = getattr(torch.optim, name.removeprefix("Masked")), {"eps": (1e-7, 1e-3)} if name == "MaskedAdafactor" else {}
+    params = random_params(torch.bfloat16, shapes=[(4, 6), (8, 3)], scale=1.0)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    start = clones(wide)
+    ours = getattr(torch_api, name)(params, master_weights=True, state_dtype=torch.float32, **options)
+    theirs = theirs_class(wide, **options)
+    for _ in range(20):
+        grads = [g.to(torch.bfloat16) for g in random_grads(wide)]
+        set_grads(params, grads)
+        set_grads(wide, [g.float() for g in grads])
+        ours.step(), theirs.step()
+    for p, w, s in zip(params, wide, start, strict=True):
+        assert movement_error(ours.state[p]["master_param"], w, s) < 1e-5
+        assert torch.equal(p.detach(), ours.state[p]["master_param"].bfloat16())
 
 
 # ------------------------------------------------------------------ errors

@@ -50,8 +50,8 @@ class OptaxOptimizer(GroupedOptimizer):
         bound. As `torch.nn.utils.clip_grad_norm_` before the step, but the gradients are not written to.
       writeback: "inplace" moves each parameter that owns its storage into jax-owned memory, once; "copy" leaves all
         where they are and copies results into them. Both keep the tensors' identity; `report()` shows which and why.
-      state_dtype: the floating torch.dtype in which state of a parameter's shape is kept; None as the transformation has it,
-        which for torch's own optimizers is the parameter's. The arithmetic runs in float32 or wider all the same.
+      state_dtype: the floating torch.dtype in which a parameter's arrays of state (no scalars) are kept; None as the
+        transformation has it, which for torch's own optimizers is the parameter's. Arithmetic is in float32 or wider anyway.
       master_weights: update a float32 copy of each float16 and bfloat16 parameter, `state[p]["master_param"]`, and round it
         into the parameter. A parameter that is written to by hand is gone on from, element by element.
       stochastic_rounding: round results to float16 and bfloat16 parameters up or down at random, without bias, from the
