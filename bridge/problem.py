@@ -276,9 +276,8 @@ def layout(problem: Problem) -> Layout:
         alike = owner is not None and leaf.shape == wide[owner].shape
         like_it = owner is not None and not row.scaled and leaf.ndim > 0  # of one array for each leaf, whatever its shape
         dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype)
-        asked = (
-            owner is not None and (alike or leaf.ndim > 0) and row.kept.state_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-        )
+        may_be_asked = owner is not None and (alike or leaf.ndim > 0) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        asked = may_be_asked and row.kept.state_dtype is not None
         dtype = str(row.kept.state_dtype) if asked else dtype
         field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)
         (shared if owner is None else own[owner]).append(field)

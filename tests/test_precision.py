@@ -275,6 +275,14 @@ def test_moments_are_kept_in_the_type_asked_for(make, dtype, state):
     assert all(t.dtype == state for s in resumed.state.values() for t in s.values() if t.ndim and t.is_floating_point())
 
 
+def test_complex_state_keeps_its_type():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch_api.MaskedAdam([p], state_dtype=torch.bfloat16)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].dtype == torch.complex64
+
+
 def test_wide_moments_of_half_parameters_follow_the_float32_run_more_closely():
     errors = {}
     for state in (None, torch.float32):
