@@ -165,6 +165,8 @@ ARGUMENTS = [
     *(Bad(f"{name}={bad} for {cls.__name__}", refused(cls, **{name: bad})) for cls, name, bad in TORCHS),
     Bad("Nesterov without momentum", lambda net: MaskedSGD(net.parameters(), nesterov=True)),
     Bad("differentiable=True", adamw(differentiable=True)),
+    Bad("fused with foreach", adamw(fused=True, foreach=True)),
+    Bad("fused with differentiable", adamw(fused=True, differentiable=True)),
     Bad("an option that is no bool", adamw(amsgrad=1)),
     Bad("lr that is no number", adamw(lr="fast")),
     Bad("lr of two elements", adamw(lr=torch.tensor([0.1, 0.2]))),
