@@ -248,7 +248,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 self._salvage(launch, error, before)
                 raise
             if scaled:
-                self._scaling.keep(launch.device, skipped)
+                self._scaling.keep(launch.device, skipped[0])
             if moved:
                 launch.follow()
                 self._launches.known.clear()
