@@ -62,6 +62,18 @@ def betas_of_one_kind(group: Any) -> bool:
     return _in_tensor(group["betas"][0]) == _in_tensor(group["betas"][1])
 
 
+def _not_both(one: str, other: str, group: Any) -> bool:
+    return not (group.get(one) and group.get(other))
+
+
+def fused_is_alone() -> tuple[Check, ...]:
+    """`fused`, which GradScaler's path depends on, neither with differentiable nor with foreach."""
+    return (
+        Check(functools.partial(_not_both, "fused", "differentiable"), "`fused` does not support `differentiable`", RuntimeError),
+        Check(functools.partial(_not_both, "fused", "foreach"), "`fused` and `foreach` cannot be `True` together.", RuntimeError),
+    )
+
+
 def nesterov_has_momentum(group: Any) -> bool:
     """Nesterov's momentum is some, and undampened."""
     return not group["nesterov"] or bool(group["momentum"] > 0 and group["dampening"] == 0)

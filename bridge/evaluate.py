@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from .dlpack import x64
-from .precision import AVERAGE, KEY, MASTER, stochastic_round
+from .precision import AVERAGE, KEY, MASTER, nearest, stochastic_round
 from .problem import GRADIENTS, Field, Layout, Problem, Row, buffer_shape, flatten, layout, lift, lower, times, unflatten
 
 
@@ -138,7 +138,8 @@ def _wide(p: Any, beside: Mapping[str, Any], row: Row) -> Any:
     """The parameter in the type of the arithmetic: its master, but where the parameter was written to since, its own value."""
     if MASTER not in beside:
         return lift(p, row)
-    return jnp.where(beside[MASTER].astype(p.dtype) == p, beside[MASTER], lift(p, row))
+    own = lift(p, row)
+    return jnp.where(nearest(beside[MASTER], p.dtype) == own, beside[MASTER], own)
 
 
 def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: Mapping[str, Any], decay: Any) -> tuple[Any, dict[str, Any]]:

@@ -46,6 +46,20 @@ class Kept(NamedTuple):
 NOTHING = Kept()
 
 
+def nearest(x: jax.Array, dtype: Any) -> jax.Array:
+    """x, float32, rounded to the nearest number of a half type, and still float32.
+
+    Not by a cast there and back, which XLA may drop (its xla_allow_excess_precision): no rounding would be left. Of float16
+    `reduce_precision` alone would lose the subnormal numbers, the multiples of the smallest.
+    """
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.minexp == jnp.finfo(x.dtype).minexp:
+        return rounded
+    smallest = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / smallest) * smallest, rounded)
+
+
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     """x, float32, as one of the two nearest numbers of a half type, each as likely as x is near to it: right on average.
 
@@ -55,13 +69,13 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     Source: Croci et al., Stochastic rounding: implementation, error analysis and applications, R. Soc. Open Sci. 9 (2022)
     211631, https://doi.org/10.1098/rsos.211631 (mode 1).
     """
-    near, one = x.astype(dtype), jnp.asarray(1, jnp.uint16)
-    bits = jax.lax.bitcast_convert_type(near, jnp.uint16)
-    error = x - near.astype(x.dtype)
+    near, one = nearest(x, dtype), jnp.asarray(1, jnp.uint16)
+    bits = jax.lax.bitcast_convert_type(near.astype(dtype), jnp.uint16)
+    error = x - near
     # The numbers of one sign follow each other as their bits do; next to either zero is the first one on the side of x.
     beside_zero = jnp.where(x < 0, jnp.asarray(0x8001, jnp.uint16), one)
     stepped = jnp.where(near == 0, beside_zero, jnp.where((error > 0) == (x > 0), bits + one, bits - one))
     neighbour = jax.lax.bitcast_convert_type(stepped, jnp.dtype(dtype))
-    gap = jnp.abs(neighbour.astype(x.dtype) - near.astype(x.dtype))
+    gap = jnp.abs(neighbour.astype(x.dtype) - near)
     step = jax.random.uniform(key, x.shape, x.dtype) * gap < jnp.abs(error)
-    return jnp.where(step & jnp.isfinite(neighbour), neighbour, near)
+    return jnp.where(step & jnp.isfinite(neighbour), neighbour, near.astype(dtype))

@@ -22,6 +22,7 @@ from .checks import (
     betas_fit_foreach,
     betas_of_one_kind,
     etas_lie_around_one,
+    fused_is_alone,
     lr_fits_foreach,
     nesterov_has_momentum,
     not_negative,
@@ -384,6 +385,7 @@ ADAM = Rule(
         *_ADAM_LIKE,
         Check(betas_of_one_kind, "betas must be either both floats or both Tensors"),
         Check(betas_fit_foreach, f"betas[0] {_TENSOR}"),
+        *fused_is_alone(),
     ),
 )
 SGD = Rule(
@@ -393,6 +395,7 @@ SGD = Rule(
     checks=(
         *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
         Check(nesterov_has_momentum, "Nesterov momentum requires a momentum and zero dampening"),
+        *fused_is_alone(),
     ),
 )
 RMSPROP = Rule(
@@ -405,12 +408,15 @@ RMSPROP = Rule(
 ADAGRAD = Rule(
     adagrad,
     eager=True,
-    checks=not_negative(
-        lr=_LR,
-        lr_decay="Invalid lr_decay value: {lr_decay}",
-        weight_decay=_DECAY,
-        initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
-        eps=_EPS,
+    checks=(
+        *not_negative(
+            lr=_LR,
+            lr_decay="Invalid lr_decay value: {lr_decay}",
+            weight_decay=_DECAY,
+            initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
+            eps=_EPS,
+        ),
+        *fused_is_alone(),
     ),
 )
 ADADELTA = Rule(

@@ -25,6 +25,7 @@ import numpy as np
 from .analysis import calls_back
 from .dlpack import wait_for, x64
 from .evaluate import Arrays, evaluate_buffers
+from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real, times
 from .storage import Memory, settle
 
@@ -392,14 +393,15 @@ _chosen_passes: dict[Any, int] = {}
 def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: Any) -> int:
     """How many evaluations of the rule move the fewest bytes: one, a second for the parameter, or one for each result.
 
-    Asked of the compiler, on one small flat leaf, once for each rule and dtype (of torch's equations in float32, and in
-    complex: what is fused is the same in all real types); a leaf that must keep its shape is evaluated once, because
-    operations across its elements store their results anyway.
+    Asked of the compiler, on one small flat leaf, once for each rule and dtype: of torch's equations with nothing kept beside
+    them in float32, and in complex, because what is fused is the same in all real types. A leaf that must keep its shape is
+    evaluated once, because operations across its elements store their results anyway.
     """
     spec = problem.specs[0]
     if not spec.flat or extra.leaves:
         return 1
-    dtype = spec.dtype if problem.row.scaled or spec.dtype.startswith("complex") else "float32"
+    own_type = problem.row.scaled or problem.row.kept != NOTHING or spec.dtype.startswith("complex")
+    dtype = spec.dtype if own_type else "float32"
     small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
     key = (small, elements, clip, device.platform)
     if key not in _chosen_passes:

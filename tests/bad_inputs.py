@@ -165,6 +165,8 @@ ARGUMENTS = [
     *(Bad(f"{name}={bad} for {cls.__name__}", refused(cls, **{name: bad})) for cls, name, bad in TORCHS),
     Bad("Nesterov without momentum", lambda net: MaskedSGD(net.parameters(), nesterov=True)),
     Bad("differentiable=True", adamw(differentiable=True)),
+    Bad("fused with foreach", adamw(fused=True, foreach=True)),
+    Bad("fused with differentiable", adamw(fused=True, differentiable=True)),
     Bad("an option that is no bool", adamw(amsgrad=1)),
     Bad("lr that is no number", adamw(lr="fast")),
     Bad("lr of two elements", adamw(lr=torch.tensor([0.1, 0.2]))),
@@ -282,6 +284,9 @@ def averaged(named):
 
 
 STEPS = [
+    Bad("an average with decay one, later", lambda opt: setattr(opt, "ema_decay", 1.0), stepped(averaged)),
+    Bad("an average switched off", lambda opt: setattr(opt, "ema_decay", None), stepped(averaged)),
+    Bad("a norm below zero, later", lambda opt: setattr(opt, "max_grad_norm", -1.0), stepped(averaged)),
     Bad("a sparse gradient", lambda opt: opt.step(), stepped(after=sparse)),
     Bad("a gradient of another shape", lambda opt: opt.step(), stepped(after=other_gradient)),
     Bad("a parameter of another shape than its state", lambda opt: opt.step(), stepped(after=other_shape)),

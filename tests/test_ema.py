@@ -132,6 +132,18 @@ def test_the_decay_may_change_at_any_step_and_compiles_nothing():
     assert optimizer.state[p]["ema_param"].tolist() == [2.25] * 3  # 0.5, then 2, then 2 + (3 - 2) / 4
 
 
+def test_a_decay_set_later_is_checked_as_in_the_constructor():
+    optimizer, plain = (torch_api.MaskedSGD([torch.nn.Parameter(torch.zeros(3))], ema_decay=decay) for decay in (0.5, None))
+    for wrong in (1.0, -0.1, "0.9"):
+        with pytest.raises(ValueError, match=r"MaskedSGD: ema_decay is .*; expected a number from 0 to below 1, or None"):
+            optimizer.ema_decay = wrong
+    with pytest.raises(ValueError, match=r"ema_decay is None, but was 0.5 at construction; it cannot be switched on or off later"):
+        optimizer.ema_decay = None
+    with pytest.raises(ValueError, match=r"ema_decay is 0.9, but was None at construction"):
+        plain.ema_decay = 0.9
+    assert (optimizer.ema_decay, plain.ema_decay) == (0.5, None)
+
+
 def test_it_costs_its_own_bytes_only():
     p = torch.nn.Parameter(torch.zeros(4096))
     counts = {}

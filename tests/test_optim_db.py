@@ -240,6 +240,18 @@ def test_every_error_has_torchs_type_and_text(case, counted):
         masked(name)(given(wrong.params), **copy.deepcopy(wrong.kwargs))
 
 
+@pytest.mark.parametrize("other", ["foreach", "differentiable"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_fused_goes_with_neither_of_the_two_as_in_torch(name, other):
+    """Not in the database."""
+    raised = []
+    for make in (INFOS[name].optim_cls, masked(name)):
+        with pytest.raises(RuntimeError, match="fused") as caught:
+            make(given(None), fused=True, **{other: True})
+        raised.append(str(caught.value))
+    assert raised[0] == raised[1]
+
+
 WRONG_KEYS = [(n, e) for n, e in ERRORS if e.optimizer_error_input.params is None and "Tensor" not in e.optimizer_error_input.desc]
 
 

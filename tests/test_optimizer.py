@@ -257,6 +257,10 @@ def test_max_grad_norm_may_be_switched_on_and_off_between_steps():
         p.grad = torch.tensor([0.0, 6.0, 8.0, 0.0])
         optimizer.step()
         assert float((p.detach() - before).norm()) == pytest.approx(moved, rel=1e-5)
+    for wrong in (0, -1.0, "1"):
+        with pytest.raises(ValueError, match=r"MaskedSGD: max_grad_norm is .*; expected a positive number, or None for no bound"):
+            optimizer.max_grad_norm = wrong
+    assert optimizer.max_grad_norm is None
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from .arguments import Arguments, Closure
 from .averages import Exchange
 from .grouped import GroupedOptimizer
 from .launch import Launch, Launches, not_traced, restore
-from .options import Options
+from .options import Changeable, Options
 from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
 from .rows import Rows
 from .scaling import Scaling
@@ -76,6 +76,8 @@ class OptaxOptimizer(GroupedOptimizer):
     """
 
     _step_with: Callable[..., Any] | None = None  # a step with other hyper_params, where a class has that
+    max_grad_norm: Any = Changeable(switched=True)
+    ema_decay: Any = Changeable(switched=False)
     by_label = False  # whether groups have a rule by their label
     _carried = ("_rules", "_options", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
 
@@ -246,7 +248,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 self._salvage(launch, error, before)
                 raise
             if scaled:
-                self._scaling.keep(launch.device, skipped)
+                self._scaling.keep(launch.device, skipped[0])
             if moved:
                 launch.follow()
                 self._launches.known.clear()
@@ -334,7 +336,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     else:
                         values.append(float(value))
                 if row.kept.average:
-                    values.append(float(cast(float, self.ema_decay)))
+                    values.append(float(self.ema_decay))
                 if row.scaled:
                     values.append(scale if has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError):

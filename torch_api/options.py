@@ -35,10 +35,8 @@ class Options:
         """The options by name, or the error that says what is wrong with one."""
         check_keywords(owner, given, NAMES)
         options = cls(**given)
-        for name, fits, expected in _CHECKS:
-            value = getattr(options, name)
-            if not fits(value):
-                raise ValueError(f"{owner}: {name} is {value!r}; expected {expected}.")
+        for name in _CHECKS:
+            _check(owner, name, getattr(options, name))
         if options.master_weights and options.stochastic_rounding:
             raise ValueError(
                 f"{owner}: master_weights and stochastic_rounding are both asked for. With a float32 master nothing is lost in rounding: "
@@ -61,14 +59,43 @@ class Options:
         return torch.from_numpy(words).to(leaf.device)
 
 
+class Changeable:
+    """An option that is also an attribute, which may be set between steps and is checked then as in the constructor.
+
+    `switched`: to None and back too. There is no `__get__`: reading finds the optimizer's own attribute, at no cost.
+    """
+
+    def __init__(self, switched: bool) -> None:
+        self._switched = switched
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        owner, first = type(optimizer).__name__, getattr(optimizer._options, self._name)
+        _check(owner, self._name, value)
+        if not self._switched and (value is None) != (first is None):
+            raise ValueError(
+                f"{owner}: {self._name} is {value!r}, but was {first!r} at construction; it cannot be switched on or off later. "
+                "Construct another optimizer, and load the state_dict of this one."
+            )
+        optimizer.__dict__[self._name] = value
+
+
+def _check(owner: str, name: str, value: Any) -> None:
+    fits, expected = _CHECKS[name]
+    if not fits(value):
+        raise ValueError(f"{owner}: {name} is {value!r}; expected {expected}.")
+
+
 NAMES = frozenset(field.name for field in fields(Options))
 _is_flag = lambda value: isinstance(value, bool)  # noqa: E731
-_CHECKS: tuple[tuple[str, Any, str], ...] = (
-    ("max_grad_norm", lambda v: v is None or (is_number(v) and v > 0), "a positive number, or None for no bound"),
-    ("writeback", lambda v: v in ("inplace", "copy"), "'inplace' or 'copy'"),
-    ("state_dtype", lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a floating torch.dtype, or None"),
-    ("master_weights", _is_flag, "True or False"),
-    ("stochastic_rounding", _is_flag, "True or False"),
-    ("rounding_seed", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer, 0 or more"),
-    ("ema_decay", lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 to below 1, or None for no average"),
-)
+_CHECKS: dict[str, tuple[Any, str]] = {
+    "max_grad_norm": (lambda v: v is None or (is_number(v) and v > 0), "a positive number, or None for no bound"),
+    "writeback": (lambda v: v in ("inplace", "copy"), "'inplace' or 'copy'"),
+    "state_dtype": (lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a floating torch.dtype, or None"),
+    "master_weights": (_is_flag, "True or False"),
+    "stochastic_rounding": (_is_flag, "True or False"),
+    "rounding_seed": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "an integer, 0 or more"),
+    "ema_decay": (lambda v: v is None or (is_number(v) and 0 <= v < 1), "a number from 0 to below 1, or None for no average"),
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,12 +34,12 @@ class Scaling:
         given = [_scalar(x, default, device) for x, default in ((grad_scale, 1.0), (found_inf, 0.0))]
         return [*operands(given, [None, None]), count]
 
-    def keep(self, device: torch.device, counts: Sequence[jax.Array]) -> None:
+    def keep(self, device: torch.device, count: jax.Array) -> None:
         """Take the new count of a program."""
-        if counts:
-            self._skipped[device] = counts[0]
+        self._skipped[device] = count
 
 
 def _scalar(value: Any, default: float, device: torch.device) -> torch.Tensor:
-    value = default if value is None else value
+    if value is None:
+        return torch.full((), default, dtype=torch.float32, device=device)  # a number in `as_tensor` would make the host wait for the copy
     return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())
