@@ -325,3 +325,12 @@ def test_what_an_update_raises_is_raised_at_construction():
     with pytest.raises(RuntimeError, match="not written yet"):
         torch_api.OptaxOptimizer(params.items(), simple(update))
     assert params["a"].data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
+def test_state_without_elements_has_the_type_of_its_parameter(dtype):
+    p = torch.nn.Parameter(torch.ones(0, 3, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    optimizer = torch_api.MaskedAdam([p])
+    optimizer.step()
+    assert (optimizer.state[p]["exp_avg"].dtype, optimizer.state[p]["exp_avg"].shape) == (dtype, p.shape)
