@@ -93,6 +93,10 @@ class Leaf:
         for memory, view in zip(self.state, self.views, strict=False):  # hidden and shared state come last
             view.data = memory.tensor(self.device, like=view)
 
+    def forget(self) -> None:
+        """No longer know of state: what the optimizer's has of the parameter is looked at anew before the next update."""
+        self.state, self.fields, self.shown, self.views, self.seen = None, (), (), (), []
+
     def salvage(self) -> bool:
         """Give parameter and state valid memory if a failed call took theirs; True if the values are lost."""
         lost = self.memory is not None and self.memory.array.is_deleted()
