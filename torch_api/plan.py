@@ -253,9 +253,10 @@ def allocate(
         elif field.name in hidden:
             memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
-            tensor = torch.as_tensor(saved[field.name] if field.name in saved else begin(leaf, field), device=leaf.device)
+            is_saved = field.name in saved  # else it may be the parameter itself, which another optimizer may have put into jax's memory
+            tensor = torch.as_tensor(saved[field.name] if is_saved else begin(leaf, field), device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
-            memory = storage.memory_of(tensor) if like is None or tensor.stride() == leaf.strides else None
+            memory = storage.memory_of(tensor) if is_saved and (like is None or tensor.stride() == leaf.strides) else None
             if memory is None or memory in taken:
                 memory = storage.own(tensor, like=like)
         taken.add(memory)
