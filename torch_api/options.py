@@ -57,7 +57,7 @@ class Options:
             return leaf.local.detach().to(getattr(torch, field.dtype))
         # Parameters round independently of each other, and the same in every process that gives them the same names.
         words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)
-        return torch.from_numpy(words).to(leaf.device)
+        return torch.from_numpy(words.view(np.int32)).to(leaf.device)
 
 
 NAMES = frozenset(field.name for field in fields(Options))
