@@ -43,7 +43,7 @@ class Leaf:
         self.shown: tuple[torch.Tensor, ...] = ()
         self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
         self.seen: list[int] = []  # the addresses of these
-        self._look()
+        self.look()
 
     def decide(self, decision: masks.Decision) -> None:
         """Add a mask's decision; a leaf is trained where all agree, and the rule that froze it is the one to show."""
@@ -59,13 +59,14 @@ class Leaf:
 
     def place(self, writeback: str) -> None:
         """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed."""
-        self._look()
+        self.look()
         placement = storage.place(self.local, writeback if self.layout is None else "copy")
         self.memory, self.order, why = placement
         self.why = why if self.layout is None else shards.WHY_COPY
         self.address = self.local.data_ptr()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take note of how the parameter is now."""
         self.layout = shards.layout_of(self.param)
         p = self.local = self.param if self.layout is None else self.layout.local(self.param)
         self.shape, self.strides, self.dtype, self.device = p.shape, p.stride(), p.dtype, p.device
@@ -149,6 +150,8 @@ def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_gro
         if leaf is None:
             check_parameter(owner, name, p)
             leaf = Leaf.restored(name, p, index, gone[name].decided) if name in gone else Leaf(name, p, index)
+        else:
+            leaf.look()  # model.to() gives all of them another dtype at once
         leaf.group = index
         result.append(leaf)
     return result
