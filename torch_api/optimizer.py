@@ -155,6 +155,7 @@ class OptaxOptimizer(GroupedOptimizer):
             leaf.state = None
         for leaf in self._active:
             device_of(leaf.param)  # raises before the first parameter is moved
+            leaf.check_writable()
         for leaf in self._active:
             if leaf.param.requires_grad:
                 self._place_leaf(leaf)

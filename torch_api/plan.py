@@ -65,6 +65,14 @@ class Leaf:
         self.why = why if self.layout is None else shards.WHY_COPY
         self.address = self.local.data_ptr()
 
+    def check_writable(self) -> None:
+        """Raise for an expanded parameter that is to be trained."""
+        if self.param.requires_grad and any(stride == 0 and size > 1 for stride, size in zip(self.strides, self.shape, strict=True)):
+            raise ValueError(  # else the copy would fail after the state has moved on
+                f"parameter {self.name!r} has shape {tuple(self.shape)} and strides {self.strides}: several elements are one in memory, "
+                "and no update can be written to them. Give param.clone()."
+            )
+
     def look(self) -> None:
         """Take note of how the parameter is now."""
         self.layout = shards.layout_of(self.param)
