@@ -138,7 +138,7 @@ def adafactor(
         g = -g if maximize else g
         eps1 = float(jnp.finfo(dtype or p.dtype).eps) if eps[0] is None else eps[0]
         share = wide(step) ** wide(beta2_decay)
-        rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * jnp.maximum(wide(eps[1]), wide(_root_mean_square(p)))
+        rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * _at_least(wide(eps[1]), wide(_root_mean_square(p)))
         if variance is None:
             row_var = lerp(row_var, _mean(g * g, -1), share)
             col_var = lerp(col_var, _mean(g * g, -2), share)
@@ -146,11 +146,16 @@ def adafactor(
         else:
             estimate = variance = lerp(variance, g * g, share)
         update = g * jax.lax.rsqrt(jnp.maximum(estimate, cast(eps1 * eps1)))
-        clipped = rate / jnp.maximum(1, wide(_root_mean_square(update)) / wide(d))
+        clipped = rate / _at_least(wide(1.0), wide(_root_mean_square(update)) / wide(d))
         update = shrunk(p, 1 - wide(lr) * wide(weight_decay), -cast(clipped) * update)
         return update, {"step": step, "row_var": row_var, "col_var": col_var, "variance": variance}
 
     return per_leaf(begin, leaf)
+
+
+def _at_least(bound: jax.Array, x: jax.Array) -> jax.Array:
+    """The larger one, and the bound for NaN, as Python's max in torch: one element that is none leaves the others be."""
+    return jnp.where(x > bound, x, bound)
 
 
 def _mean(x: jax.Array, axis: int) -> jax.Array:

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
         if self.master_weights and half:
             fields.append((MASTER, None, wide))
         if self.stochastic_rounding and half:
-            fields.append((KEY, (2,), "uint32"))
+            fields.append((KEY, (2,), "int32"))  # the bits of uint32, which torch cannot unpickle
         if self.average:
             fields.append((AVERAGE, None, wide))
         return fields

@@ -57,10 +57,11 @@ class Memory:
         return view.view(like.shape) if dense_order(like) is None else view.as_strided(like.shape, like.stride())
 
     def _flat_view(self, device: torch.device) -> torch.Tensor:
+        bits, dtype = _BITS.get(np.dtype(self.array.dtype), (self.array.dtype, None))
         if not self.array.size:  # no bytes, nothing to look into
-            return torch.from_numpy(np.asarray(self.array).astype(_BITS.get(np.dtype(self.array.dtype), (self.array.dtype,))[0])).to(device)
-        view = torch.from_numpy(np.asarray(self)) if device.type == "cpu" else torch.as_tensor(self, device=device)
-        _, dtype = _BITS.get(np.dtype(self.array.dtype), (None, None))
+            view = torch.from_numpy(np.asarray(self.array).astype(bits)).to(device)
+        else:
+            view = torch.from_numpy(np.asarray(self)) if device.type == "cpu" else torch.as_tensor(self, device=device)
         return view if dtype is None else view.view(dtype)
 
 

@@ -114,6 +114,7 @@ PARAMETERS = [
     Bad("a sparse parameter", alone(lambda: torch.zeros(3).to_sparse())),
     Bad("a lazy module", lambda _: MaskedAdamW(torch.nn.LazyLinear(2).parameters())),
     Bad("a lazy conjugate", alone(lazy_conjugate)),
+    Bad("an expanded parameter", alone(lambda: torch.nn.Parameter(torch.zeros(1).expand(4)))),
     Bad("two parameters over one memory", lambda opt: opt.step(), stepped(after=over_one_memory)),
 ]
 

@@ -325,3 +325,41 @@ def test_what_an_update_raises_is_raised_at_construction():
     with pytest.raises(RuntimeError, match="not written yet"):
         torch_api.OptaxOptimizer(params.items(), simple(update))
     assert params["a"].data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
+def test_state_without_elements_has_the_type_of_its_parameter(dtype):
+    p = torch.nn.Parameter(torch.ones(0, 3, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    optimizer = torch_api.MaskedAdam([p])
+    optimizer.step()
+    assert (optimizer.state[p]["exp_avg"].dtype, optimizer.state[p]["exp_avg"].shape) == (dtype, p.shape)
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9, "master_weights": True}], ids=["plain", "kept beside"])
+def test_a_model_may_change_its_type_between_steps(options):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=0.1, **options)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        for n, p in model.named_parameters():
+            assert p.dtype == dtype
+            assert torch.allclose(p, (before[n] * (1 - 0.1 * 1e-2) - 0.1), atol=0.01)
+    assert all(optimizer.state[p]["step"] == 5 for p in model.parameters())
+
+
+@pytest.mark.parametrize("at", ["gradient", "parameter"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_element_spreads_in_adafactor_as_far_as_in_torch(at, bad):
+    both = [torch.nn.Parameter(torch.linspace(1, 2, 12).view(3, 4)) for _ in range(2)]
+    optimizers = torch.optim.Adafactor([both[0]], lr=0.1), torch_api.MaskedAdafactor([both[1]], lr=0.1)
+    for p, optimizer in zip(both, optimizers, strict=True):
+        p.grad = torch.linspace(-1, 1, 12).view(3, 4)
+        with torch.no_grad():
+            (p if at == "parameter" else p.grad)[1, 2] = bad
+        optimizer.step()
+    assert torch.allclose(both[0], both[1], equal_nan=True)

@@ -153,3 +153,67 @@ def test_it_costs_its_own_bytes_only():
         optimizer.step()
         counts[decay] = optimizer.bytes_accessed()
     assert counts[0.9] - counts[None] <= 8.1 * 4096
+
+
+@pytest.mark.parametrize("make", [torch_api.MaskedAdagrad, torch_api.MaskedAdam])
+def test_weights_loaded_after_construction_are_what_the_average_begins_with(make):
+    params = random_params()
+    optimizer = make(params, lr=1e-2, ema_decay=0.9)  # Adagrad has its state from here on
+    with torch.no_grad():
+        for p in params:
+            p.add_(10.0)
+    before = clones(params)
+    with optimizer.ema_params():
+        assert same(params, before)
+    train(optimizer, params, 1)
+    for p, start in zip(params, before, strict=True):
+        assert torch.allclose(optimizer.state[p]["ema_param"], start + 0.1 * (p - start), atol=1e-6)
+    resumed = make(clones(params), lr=1e-2, ema_decay=0.9)
+    resumed.load_state_dict(optimizer.state_dict())
+    for p, q in zip(params, resumed.param_groups[0]["params"], strict=True):
+        assert torch.equal(resumed.state[q]["ema_param"], optimizer.state[p]["ema_param"])
+
+
+def test_a_parameter_in_memory_of_another_optimizer_is_not_its_own_average():
+    p = torch.nn.Parameter(torch.ones(64))
+    p.grad = torch.ones(64)
+    torch_api.MaskedSGD([p], lr=0.1).step()
+    optimizer = torch_api.MaskedSGD([p], lr=0.1, writeback="copy", ema_decay=0.9)
+    optimizer.step()
+    average = optimizer.state[p]["ema_param"]
+    assert average.data_ptr() != p.data_ptr()
+    assert torch.allclose(p, torch.full((64,), 0.8))
+    assert torch.allclose(average, torch.full((64,), 0.89))
+
+
+def test_the_trained_bits_come_back_where_the_parameter_is_then():
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch_api.MaskedSGD([p], lr=0.1, ema_decay=0.9)
+    train(optimizer, [p], 2)
+    before = p.detach().clone()
+    with optimizer.ema_params():
+        p.data = p.data.clone()  # as model.to() does
+    assert torch.equal(p, before)
+
+
+def test_an_average_may_be_asked_for_and_given_up_between_steps():
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch_api.MaskedSGD([p], lr=0.1, momentum=0.9)
+    train(optimizer, [p], 2)
+    start, optimizer.ema_decay = p.detach().clone(), 0.5
+    train(optimizer, [p], 1)
+    assert torch.allclose(optimizer.state[p]["ema_param"], (start + p.detach()) / 2)
+    kept, optimizer.ema_decay = optimizer.state[p]["ema_param"].clone(), None
+    train(optimizer, [p], 1)
+    assert torch.equal(optimizer.state[p]["ema_param"], kept)
+
+
+def test_momentum_may_be_switched_on_between_saving_and_loading():
+    p = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch_api.MaskedSGD([p], lr=0.1, ema_decay=0.9)
+    train(optimizer, [p], 1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["momentum"] = 0.9
+    optimizer.load_state_dict(saved)  # without an average there would be no state, and nothing to object to
+    train(optimizer, [p], 1)
+    assert optimizer.state[p].keys() == {"momentum_buffer", "ema_param"}

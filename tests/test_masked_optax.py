@@ -183,6 +183,7 @@ def test_eval_params_leaves_frozen_and_new_parameters_alone():
     values = {n: p.detach().clone() for n, p in params.items()}
     with optimizer.eval_params():
         assert all(torch.equal(p, values[n]) for n, p in params.items())
+    assert not optimizer.state  # looking makes none
     for _ in range(3):
         for p in params.values():
             p.grad = torch.randn_like(p)

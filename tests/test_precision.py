@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +242,7 @@ def test_saved_and_resumed_it_goes_on_bit_for_bit(make, options):
     assert same(params, copies)
     assert same([p for group in optimizer.param_groups for p in group["params"]], copied_params)
     field = "master_param" if "master_weights" in options else "rounding_key"
+    assert same(pickle.loads(pickle.dumps([optimizer.state[p][field] for p in params])), [optimizer.state[p][field] for p in params])
     assert same([optimizer.state[p][field] for p in params], [resumed.state[p][field] for p in copies])
 
 

@@ -22,17 +22,17 @@ class Exchange:
     def hold(self, owner: str, name: str, values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
         """Write a value into each parameter, rounded to its dtype, and on leaving, however that comes, the bits that it had before.
 
-        The parameters stay where they are. One copy of those named is held meanwhile.
+        The parameters stay where they are, and may be moved meanwhile. One copy of those named is held meanwhile.
         """
         if self.inside:
             self.refuse(f"{owner}.{name}")
-        pairs = [(p.detach(), value, p.detach().clone(memory_format=torch.preserve_format)) for p, value in values]
+        pairs = [(p, value, p.detach().clone(memory_format=torch.preserve_format)) for p, value in values]
         self.inside = name
         try:
             for p, value, _ in pairs:
-                p.copy_(value)
+                p.detach().copy_(value)
             yield
         finally:
             for p, _, before in pairs:
-                p.copy_(before)
+                p.detach().copy_(before)  # where it is now: its data may have been replaced meanwhile
             self.inside = ""

@@ -188,7 +188,7 @@ def _checked_state(
     if fields is None or not given or only_scalars:
         return {}
     needed = {key for key, field in fields.items() if field.position is not None}
-    if not needed <= given.keys() or (strict and given.keys() - fields.keys()):
+    if (given.keys() - BESIDE and not needed <= given.keys()) or (strict and given.keys() - fields.keys()):
         raise ValueError(
             f"load_state_dict: state of {name!r} has the fields {sorted(given)}, expected {sorted(fields)}. It was saved by another "
             "optimizer, or with another option such as amsgrad or momentum."

@@ -14,6 +14,7 @@ import torch
 from bridge import step, storage
 from bridge.dlpack import device_of
 from bridge.evaluate import begin_buffers
+from bridge.precision import BESIDE
 from bridge.problem import Extra, Field, Problem, buffer_shape, layout
 from bridge.rules import Rule
 
@@ -133,10 +134,20 @@ class Launches:
         return next(reversed(self.known.values()), [])
 
     def begin(self, hyperparams: Callable[[], np.ndarray]) -> None:
-        """Give state to the leaves that have it from construction on."""
+        """Give state to the leaves that have it from construction on.
+
+        What is kept beside it (an average, a master) begins with the first update, at the weights of that time: a checkpoint
+        may be loaded into the model meanwhile.
+        """
         leaves = [leaf for leaf in self._active if leaf.spec is not None and self._rules[leaf.group].eager]
+        begun = [(leaf, BESIDE - self._state.get(leaf.param, {}).keys()) for leaf in leaves]
         if leaves:
             self._give_state(leaves, hyperparams())
+        for leaf, names in begun:
+            if names & set(leaf.fields):
+                leaf.forget()
+                for name in names:
+                    self._state[leaf.param].pop(name, None)
 
     def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[Launch]:
         """Launches for a set of live leaves, with state for leaves that have none yet, begun with these numbers.

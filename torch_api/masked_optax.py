@@ -146,7 +146,7 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         Raises:
           RuntimeError: `step`, or `eval_params` again, inside the context.
         """
-        members = [(p, float(group["b1"]), self.state[p]) for group in self.param_groups for p in group["params"]]
+        members = [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
         averages = ((p, (p.detach() - (1.0 - b1) * state["z"]) / b1) for p, b1, state in members if "z" in state)
         with self._exchange.hold(type(self).__name__, "eval_params", averages):
             yield

@@ -149,15 +149,15 @@ class OptaxOptimizer(GroupedOptimizer):
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
-        self.arrangement = Rows(
-            type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, self._options.kept
-        )
+        kept = self._options.kept(self.ema_decay is not None)
+        self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, kept)
         self._signature = self._group_signature()
         self._active = list(filter(self._is_active, self._leaves))
         for leaf in self._leaves:
             leaf.state = None
         for leaf in self._active:
             device_of(leaf.param)  # raises before the first parameter is moved
+            leaf.check_writable()
         for leaf in self._active:
             if leaf.param.requires_grad:
                 self._place_leaf(leaf)
@@ -177,7 +177,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
-        signature: list[Any] = [self.max_grad_norm is None]
+        signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None]
         for group in self.param_groups:
             signature += (id(group), group.get("trainable", True), *map(id, group["params"]))
         for group, name, decisive in self.arrangement.watched:

@@ -44,11 +44,10 @@ class Options:
             )
         return options
 
-    @property
-    def kept(self) -> precision.Kept:
-        """What the rows keep beside the state of their transformations."""
+    def kept(self, average: bool) -> precision.Kept:
+        """What the rows keep beside the state of their transformations; an average or none, which may change between steps."""
         dtype = None if self.state_dtype is None else str(numpy_dtype(self.state_dtype))
-        return precision.Kept(dtype, self.master_weights, self.stochastic_rounding, self.ema_decay is not None)
+        return precision.Kept(dtype, self.master_weights, self.stochastic_rounding, average)
 
     def begin(self, leaf: Leaf, field: Field) -> torch.Tensor:
         """What a field kept beside the transformation's state begins with."""
@@ -56,7 +55,7 @@ class Options:
             return leaf.local.detach().to(getattr(torch, field.dtype))
         # Parameters round independently of each other, and the same in every process that gives them the same names.
         words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)
-        return torch.from_numpy(words).to(leaf.device)
+        return torch.from_numpy(words.view(np.int32)).to(leaf.device)
 
 
 class Changeable:

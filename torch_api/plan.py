@@ -43,7 +43,7 @@ class Leaf:
         self.shown: tuple[torch.Tensor, ...] = ()
         self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
         self.seen: list[int] = []  # the addresses of these
-        self._look()
+        self.look()
 
     def decide(self, decision: masks.Decision) -> None:
         """Add a mask's decision; a leaf is trained where all agree, and the rule that froze it is the one to show."""
@@ -59,13 +59,22 @@ class Leaf:
 
     def place(self, writeback: str) -> None:
         """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed."""
-        self._look()
+        self.look()
         placement = storage.place(self.local, writeback if self.layout is None else "copy")
         self.memory, self.order, why = placement
         self.why = why if self.layout is None else shards.WHY_COPY
         self.address = self.local.data_ptr()
 
-    def _look(self) -> None:
+    def check_writable(self) -> None:
+        """Raise for an expanded parameter that is to be trained."""
+        if self.param.requires_grad and any(stride == 0 and size > 1 for stride, size in zip(self.strides, self.shape, strict=True)):
+            raise ValueError(  # else the copy would fail after the state has moved on
+                f"parameter {self.name!r} has shape {tuple(self.shape)} and strides {self.strides}: several elements are one in memory, "
+                "and no update can be written to them. Give param.clone()."
+            )
+
+    def look(self) -> None:
+        """Take note of how the parameter is now."""
         self.layout = shards.layout_of(self.param)
         p = self.local = self.param if self.layout is None else self.layout.local(self.param)
         self.shape, self.strides, self.dtype, self.device = p.shape, p.stride(), p.dtype, p.device
@@ -92,6 +101,10 @@ class Leaf:
         self.state = tuple(map(storage.renewed, self.state or ()))
         for memory, view in zip(self.state, self.views, strict=False):  # hidden and shared state come last
             view.data = memory.tensor(self.device, like=view)
+
+    def forget(self) -> None:
+        """No longer know of state: what the optimizer's has of the parameter is looked at anew before the next update."""
+        self.state, self.fields, self.shown, self.views, self.seen = None, (), (), (), []
 
     def salvage(self) -> bool:
         """Give parameter and state valid memory if a failed call took theirs; True if the values are lost."""
@@ -145,6 +158,8 @@ def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_gro
         if leaf is None:
             check_parameter(owner, name, p)
             leaf = Leaf.restored(name, p, index, gone[name].decided) if name in gone else Leaf(name, p, index)
+        else:
+            leaf.look()  # model.to() gives all of them another dtype at once
         leaf.group = index
         result.append(leaf)
     return result
@@ -249,9 +264,10 @@ def allocate(
         elif field.name in hidden:
             memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
-            tensor = torch.as_tensor(saved[field.name] if field.name in saved else begin(leaf, field), device=leaf.device)
+            is_saved = field.name in saved  # else it may be the parameter itself, which another optimizer may have put into jax's memory
+            tensor = torch.as_tensor(saved[field.name] if is_saved else begin(leaf, field), device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
-            memory = storage.memory_of(tensor) if like is None or tensor.stride() == leaf.strides else None
+            memory = storage.memory_of(tensor) if is_saved and (like is None or tensor.stride() == leaf.strides) else None
             if memory is None or memory in taken:
                 memory = storage.own(tensor, like=like)
         taken.add(memory)
