@@ -154,9 +154,7 @@ def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: M
         update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
     moved = p + update
     if KEY in beside:
-        bits = jax.lax.bitcast_convert_type(beside[KEY], jnp.uint32)
-        now, following = jax.random.split(jax.random.wrap_key_data(bits, impl="threefry2x32"))
-        new, kept[KEY] = stochastic_round(moved, old.dtype, now), jax.lax.bitcast_convert_type(jax.random.key_data(following), jnp.int32)
+        new, kept[KEY] = stochastic_round(moved, old.dtype, beside[KEY]), beside[KEY] + jnp.asarray([0, 1], jnp.int32)
     else:
         new = lower(moved, old.dtype, row)
     if factor is not None:

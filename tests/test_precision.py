@@ -14,7 +14,7 @@ import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 
 import torch_api
-from bridge.precision import nearest, stochastic_round
+from bridge.precision import nearest, shares, stochastic_round
 
 HALF = [torch.bfloat16, torch.float16]
 DRAWS = 4096
@@ -41,10 +41,14 @@ def numbers(dtype):
     return np.concatenate([special, rng.normal(size=64), 10.0 ** rng.uniform(-4, 4, 32)]).astype(np.float32)
 
 
+def key(parameter, count=0):
+    return jnp.asarray([parameter, count], jnp.int32)
+
+
 def drawn(dtype, round_):
     x = numbers(dtype)
     name = str(dtype).removeprefix("torch.")
-    keys = jax.random.split(jax.random.key(0), DRAWS)
+    keys = np.stack([np.full(DRAWS, 7), np.arange(DRAWS)], 1).astype(np.int32)  # a parameter's keys of successive steps
     return x, np.asarray(jax.vmap(lambda key: round_(jnp.asarray(x), jnp.dtype(name), key))(keys).astype(jnp.float32))
 
 
@@ -84,9 +88,36 @@ def test_the_statistic_catches_rounding_to_nearest_and_rounding_up(dtype):
         assert np.median(bias(x, results, dtype)) > 5
 
 
+def pairs(draw):
+    """Numbers that must know nothing of each other: beside each other, of successive steps, of parameters with keys alike."""
+    first, later, other = draw(key(3, 5)), draw(key(3, 6)), draw(key(2, 5))
+    return {
+        "neighbours": (first[:-1], first[1:]),
+        "steps": (first, later),
+        "parameters": (first, other),
+        "far": (first[: 1 << 15], first[1 << 15 :]),
+    }
+
+
+def dependence(a, b):
+    """Chi-squared of the 16x16 table of two columns of shares against independence and uniformity, in its standard deviations."""
+    table = np.histogram2d(a, b, 16, [[0, 1], [0, 1]])[0]
+    expected = len(a) / table.size
+    return (((table - expected) ** 2 / expected).sum() - (table.size - 1)) / np.sqrt(2 * (table.size - 1))
+
+
+def test_shares_are_uniform_and_independent():
+    draw = jax.jit(lambda key: shares((1 << 16,), key))
+    assert max(dependence(*map(np.asarray, pair)) for pair in pairs(draw).values()) < 5
+    assert 0 <= float(draw(key(0)).min()) < float(draw(key(0)).max()) < 1
+    # The statistic sees one word that is left out, and positions that are not mixed.
+    assert dependence(*map(np.asarray, pairs(lambda k: draw(k.at[1].set(0)))["steps"])) > 5
+    assert dependence(*map(np.asarray, pairs(lambda k: jnp.arange(1 << 16) / (1 << 16))["neighbours"])) > 5
+
+
 def test_numbers_beyond_the_largest_and_no_numbers_round_as_ever():
     x = jnp.asarray([65519.0, 65520.0, 1e30, -1e30, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
-    results = stochastic_round(x, jnp.dtype("float16"), jax.random.key(1))
+    results = stochastic_round(x, jnp.dtype("float16"), key(1))
     np.testing.assert_array_equal(np.asarray(results), np.asarray(x.astype(jnp.float16)))
 
 
@@ -120,11 +151,10 @@ def casts_there_and_back(jaxpr):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_rounding_is_one_that_the_compiler_may_drop(dtype):
-    key = jax.random.key(0)
     trace = lambda f: list(casts_there_and_back(jax.make_jaxpr(f)(jnp.ones(4)).jaxpr))  # noqa: E731
     assert trace(lambda x: x.astype(dtype).astype(jnp.float32))
     assert not trace(lambda x: nearest(x, jnp.dtype(dtype)))
-    assert not trace(lambda x: stochastic_round(x, jnp.dtype(dtype), key))
+    assert not trace(lambda x: stochastic_round(x, jnp.dtype(dtype), key(0)))
 
 
 # ------------------------------------------------------------------ stochastic_rounding=True
