@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracles import NumpyAdam, NumpySGD, clones, movement_error, random_grads, random_params, run_pair, set_grads
 
+import bridge
 import torch_api
 from bridge import rules, storage
 
@@ -519,6 +520,7 @@ def test_copies_go_on_alone_and_alike(how):
         {k: v for k, v in row.items() if k != "write-back"} for row in optimizer.report().rows
     ]
     params, twins = ([p for g in o.param_groups for p in g["params"]] for o in (optimizer, twin))
+    compiled = bridge.compilations()
     for _ in range(3):
         grads = random_grads(params)
         set_grads(params, grads)
@@ -526,6 +528,8 @@ def test_copies_go_on_alone_and_alike(how):
         optimizer.step()
         twin.step()
     assert all(torch.equal(p, q) and p.data_ptr() != q.data_ptr() for p, q in zip(params, twins, strict=True))
+    assert twin.report().rows == optimizer.report().rows  # the copy's parameters are updated in place too
+    assert bridge.compilations() == compiled
 
 
 def test_tied_parameters_are_one_parameter():

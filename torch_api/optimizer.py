@@ -145,8 +145,11 @@ class OptaxOptimizer(GroupedOptimizer):
 
     # ------------------------------------------------------------------ placement
 
-    def _place(self) -> None:
-        """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise."""
+    def _place(self, move: bool = True) -> None:
+        """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise.
+
+        `move` False leaves the memory to the first step: an unpickler still holds on to what it has made.
+        """
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         kept = self._options.kept(self.ema_decay is not None)
@@ -159,7 +162,7 @@ class OptaxOptimizer(GroupedOptimizer):
             device_of(leaf.param)  # raises before the first parameter is moved
             leaf.check_writable()
         for leaf in self._active:
-            if leaf.param.requires_grad:
+            if leaf.param.requires_grad and move:
                 self._place_leaf(leaf)
         self._active.sort(key=sort_key)
         rules = list(map(self.rule_of, self.param_groups))
@@ -418,7 +421,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 mine = [leaf for leaf in self._leaves if leaf.group == index]
                 for leaf, trained in zip(mine, group[groups.TRAINABLE_PARAMS], strict=True):
                     leaf.trained = trained
-        self._place()
+        self._place(move=decided is None)
         self._follow_fused()
 
     def state_fields(self, leaf: Leaf, group: Mapping[str, Any]) -> dict[str, Field] | None:

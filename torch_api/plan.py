@@ -37,7 +37,7 @@ class Leaf:
         self.memory: storage.Memory | None = None
         self.order: tuple[int, ...] | None = None
         self.address: int | None = None  # where the bytes were last seen; None before placement
-        self.why = "not placed: frozen"
+        self.why = "from the first step on"
         self.state: tuple[storage.Memory, ...] | None = None
         self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
         self.shown: tuple[torch.Tensor, ...] = ()

@@ -64,9 +64,15 @@ def _row(leaf: Leaf, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict
         "lr": None if frozen else float(group["lr"]) * lr_scale(group) * leaf.lr_scale,
         "decay": None if frozen else decay,
         "state bytes": sum(t.numel() * t.element_size() for t in leaf.held(state).values() if isinstance(t, torch.Tensor)),
-        "write-back": "none" if frozen else "inplace" if leaf.memory is not None else f"copy: {leaf.why}",
+        "write-back": "none" if frozen else _write_back(leaf),
         "size": leaf.param.numel(),
     }
+
+
+def _write_back(leaf: Leaf) -> str:
+    if leaf.address is None:
+        return leaf.why
+    return "inplace" if leaf.memory is not None else f"copy: {leaf.why}"
 
 
 def _text(value: Any) -> str:
