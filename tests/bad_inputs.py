@@ -286,7 +286,6 @@ def averaged(named):
 
 STEPS = [
     Bad("an average with decay one, later", lambda opt: setattr(opt, "ema_decay", 1.0), stepped(averaged)),
-    Bad("an average switched off", lambda opt: setattr(opt, "ema_decay", None), stepped(averaged)),
     Bad("a norm below zero, later", lambda opt: setattr(opt, "max_grad_norm", -1.0), stepped(averaged)),
     Bad("a sparse gradient", lambda opt: opt.step(), stepped(after=sparse)),
     Bad("a gradient of another shape", lambda opt: opt.step(), stepped(after=other_gradient)),

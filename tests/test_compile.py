@@ -112,6 +112,7 @@ def closure_compiled(backend):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("form", [model_compiled, step_compiled])
 @pytest.mark.parametrize("name", PAIRS)

@@ -77,6 +77,7 @@ def test_two_hundred_optimizers_in_the_backward_pass_compile_ten_programs_and_ar
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_parameters_outlive_their_many_optimizers():
     model = Deep(3)
     optimizers, _ = in_backward(model, lambda params: torch_api.MaskedAdam(params))
@@ -270,6 +271,7 @@ def test_workers_that_live_on_between_epochs_and_read_the_parameters_see_them_as
     torch.testing.assert_close(p.detach(), before - 2)
 
 
+@pytest.mark.slow
 def test_a_step_in_a_forked_worker_is_a_clear_error_and_the_parent_goes_on(forks):
     (p,) = random_params(shapes=[(3,)])
     optimizer = torch_api.MaskedSGD([p], lr=1.0)

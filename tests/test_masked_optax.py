@@ -52,6 +52,7 @@ def run_both(name, options, steps=20, wrong=1.0, **engine):
     return params, {n: torch.tensor(np.array(x)) for n, x in tree.items()}, start, optimizer, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), ALL, ids=str)
 def test_each_class_moves_as_optax_moves(name, options):
     ours, theirs, start, _, _ = run_both(name, options)

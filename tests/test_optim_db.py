@@ -196,6 +196,7 @@ class Run:
                 yield p.dtype, movement_error(p, q, s), equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS, ids=ident)
 def test_every_configuration_moves_as_torch_moves(case, counted, record_property):
     name, config = case
@@ -291,6 +292,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), [(n, b) for n, all_ in BROKEN.items() if n in INFOS for b in all_], ids=str)
 def test_a_broken_rule_is_caught_by_torch(name, broken):
     torch.manual_seed(1)
@@ -322,6 +324,7 @@ class Tied(torch.nn.Module):
         return self.head(y) if with_head else y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INFOS)
 def test_tied_weights_missing_gradients_and_frozen_weights(name):
     model, twin = Tied(), Tied()

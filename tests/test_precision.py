@@ -223,6 +223,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -243,6 +244,7 @@ def test_the_master_is_trained_as_a_float32_parameter_is_and_the_parameter_is_it
         assert torch.equal(p.detach(), master.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=lambda o: next(iter(o)))
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -379,6 +381,7 @@ FROM_OPTAX = ["MaskedLion", "MaskedLamb", "MaskedLars", "MaskedAdaBelief", "Mask
 DROP_IN = sorted(name for name in torch_api.__all__ if name.startswith("Masked"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", DROP_IN)
 def test_float16_with_a_zero_gradient_stays_finite(name):
@@ -391,6 +394,7 @@ def test_float16_with_a_zero_gradient_stays_finite(name):
         assert all(torch.isfinite(t).all() for t in optimizer.state[p].values() if t.is_floating_point())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DROP_IN if name not in FROM_OPTAX and hasattr(torch.optim, name.removeprefix("Masked"))])
 def test_every_drop_in_trains_its_masters_as_torch_trains_float32(name):
     theirs_class, options = getattr(torch.optim, name.removeprefix("Masked")), {"eps": (1e-7, 1e-3)} if name == "MaskedAdafactor" else {}

@@ -43,6 +43,7 @@ def snapshot(optimizer, params):
     return [p.detach().clone() for p in params], [{k: t.clone() for k, t in optimizer.state[p].items()} for p in params]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_on_the_device_as_on_the_host(make):
     params = random_params()

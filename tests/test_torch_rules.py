@@ -75,6 +75,7 @@ def error(ours, theirs, start):
     return movement_error(torch.tensor(ours), torch.tensor(theirs), torch.tensor(start))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "index"), [(n, i) for n, all_ in OPTIONS.items() for i in range(len(all_))])
 def test_each_rule_moves_as_its_paper_says(name, index):
     for shape in [SHAPES.get(name, (6, 4)), *([(7,)] if name == "adafactor" else [])]:
@@ -102,6 +103,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), [(n, b) for n, all_ in BROKEN.items() for b in all_], ids=str)
 def test_a_broken_rule_is_caught_by_its_paper(name, broken):
     shape = SHAPES.get(name, (6, 4))
@@ -122,6 +124,7 @@ def test_leaves_of_different_ranks_share_one_state():
     np.testing.assert_allclose(updates["vector"], -0.01, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("shape", [(4, 4), (16, 32), (48, 20), (1, 7)])
 def test_newton_schulz_rounds_as_torch_does(shape, steps):

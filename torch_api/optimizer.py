@@ -76,8 +76,8 @@ class OptaxOptimizer(GroupedOptimizer):
     """
 
     _step_with: Callable[..., Any] | None = None  # a step with other hyper_params, where a class has that
-    max_grad_norm: Any = Changeable(switched=True)
-    ema_decay: Any = Changeable(switched=False)
+    max_grad_norm: Any = Changeable()
+    ema_decay: Any = Changeable()
     by_label = False  # whether groups have a rule by their label
     _carried = ("_rules", "_options", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
 

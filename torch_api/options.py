@@ -61,23 +61,14 @@ class Options:
 class Changeable:
     """An option that is also an attribute, which may be set between steps and is checked then as in the constructor.
 
-    `switched`: to None and back too. There is no `__get__`: reading finds the optimizer's own attribute, at no cost.
+    There is no `__get__`: reading finds the optimizer's own attribute, at no cost.
     """
-
-    def __init__(self, switched: bool) -> None:
-        self._switched = switched
 
     def __set_name__(self, _: type, name: str) -> None:
         self._name = name
 
     def __set__(self, optimizer: Any, value: Any) -> None:
-        owner, first = type(optimizer).__name__, getattr(optimizer._options, self._name)
-        _check(owner, self._name, value)
-        if not self._switched and (value is None) != (first is None):
-            raise ValueError(
-                f"{owner}: {self._name} is {value!r}, but was {first!r} at construction; it cannot be switched on or off later. "
-                "Construct another optimizer, and load the state_dict of this one."
-            )
+        _check(type(optimizer).__name__, self._name, value)
         optimizer.__dict__[self._name] = value
 
 
