@@ -71,6 +71,7 @@ def test_checkpoints_load_in_both_directions_mid_run(name):
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", PAIRS)
 def test_resuming_equals_going_on_bit_for_bit(name, dtype):

@@ -199,6 +199,7 @@ def test_a_copy_of_a_compiled_models_optimizer_goes_on_alike():
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin_net.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch_api.OptaxOptimizer, torch_api.PartitionedOptimizer, torch_api.MultiOptimizer])
 @pytest.mark.usefixtures("standard_promotion")
 def test_every_class_breaks_the_graph_alike(kind):

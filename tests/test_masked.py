@@ -46,6 +46,7 @@ def test_arguments_have_torchs_order_and_defaults(name):
         assert (ours[n].kind, ours[n].default) == (p.kind, p.default), n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_and_pickles_go_on_alike(name):
     p = torch.nn.Parameter(torch.randn(3, 3))

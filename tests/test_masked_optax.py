@@ -73,12 +73,14 @@ def test_types_of_state_reach_optax():
         assert all(optimizer.state[p][field].dtype is torch.bfloat16 for p in params.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_rate_is_caught_by_optax(name):
     ours, theirs, start, _, _ = run_both(name, {}, wrong=1.001)
     assert max(movement_error(ours[n], theirs[n], start[n]) for n in ours) > 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_masks_freeze_numbers_do_not_compile_and_checkpoints_resume(name):
     params = parameters()

@@ -327,6 +327,7 @@ def test_what_is_frozen_or_of_a_mask_keeps_nothing_beside():
 # ------------------------------------------------------------------ state_dtype
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", [MAKERS["adam"], MAKERS["factory"], MAKERS["together"]], ids=["adam", "factory", "together"])
 @pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)

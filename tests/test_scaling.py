@@ -73,6 +73,7 @@ def test_as_torchs_fused_adamw():
         assert torch.equal(ours.state[p]["step"], theirs.state[q]["step"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "ema_decay": 0.9}], ids=["plain", "clip and average"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_skipped_step_changes_nothing_and_the_next_goes_on(make, options):

@@ -241,6 +241,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_averaged_models_follow_the_weights(name, options):
@@ -278,6 +279,7 @@ class HostAdamW(torch_api.MaskedAdamW):
     _step_supports_amp_scaling = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [False, True], ids=["", "unscale_ and clip"])
 @pytest.mark.parametrize("classes", [(HostSGD, torch.optim.SGD), (HostAdamW, torch.optim.AdamW)], ids=["SGD", "AdamW"])
 def test_the_grad_scaler_scales_skips_and_grows_as_with_torch(classes, clip):
