@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
+import pytest
 import torch
 
 from bridge.problem import _literals_keep_their_type
+from bridge.step import request_fusion
 
 
 class NumpyAdam:
@@ -91,6 +94,12 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 # How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
 # program works out powers of a decay rate in float64 there, which pure JAX does in float32.
 CLOSE = 1e-6 if _literals_keep_their_type() else 3e-5
+
+
+# For tests of bytes: XLA's older CPU compiler writes each result from a loop of its own.
+FUSES = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8) or not request_fusion(), reason="XLA writes each result from a loop of its own here"
+)
 
 
 def project_frames(call):

@@ -1,22 +1,16 @@
 """What a step of any transformation costs: compilations, bytes, frames, state."""
 
-import jax
 import numpy as np
 import optax
 import optax.contrib
 import pytest
 import torch
-from oracles import project_frames
+from oracles import FUSES, project_frames
 
 import bridge
 import torch_api
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-FUSION = pytest.mark.skipif(not bridge.step.request_fusion(), reason="XLA was started without multi-output fusion")
-MODERN = pytest.mark.skipif(
-    tuple(map(int, jax.__version__.split(".")[:2])) < (0, 8), reason="XLA knows no multi-output fusion on the CPU here"
-)
 
 
 def parameters(shapes=((8, 6), (6,), (8, 6), (3, 8)), seed=0):
@@ -121,8 +115,7 @@ def test_a_mask_allocates_no_state_for_what_it_freezes():
     assert torch.equal(params["head.weight"], before)
 
 
-@MODERN
-@FUSION
+@FUSES
 @pytest.mark.parametrize(
     ("name", "bytes_each", "hyperparams"),
     [

@@ -5,7 +5,7 @@ import io
 import optax
 import pytest
 import torch
-from oracles import clones, movement_error, random_grads, random_params, set_grads
+from oracles import FUSES, clones, movement_error, random_grads, random_params, set_grads
 
 import bridge
 import torch_api
@@ -141,6 +141,7 @@ def test_a_decay_set_later_is_checked_as_in_the_constructor():
     assert optimizer.ema_decay == 0.5
 
 
+@FUSES
 def test_it_costs_its_own_bytes_only():
     p = torch.nn.Parameter(torch.zeros(4096))
     counts = {}

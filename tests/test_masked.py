@@ -8,17 +8,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from oracles import clones, movement_error, random_params, run_pair, set_grads
+from oracles import FUSES, clones, movement_error, random_params, run_pair, set_grads
 
 import bridge
 import torch_api
 from bridge import matrix_rules, rules
 
 NAMES = ["RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Muon", "Adafactor", "Adam", "AdamW", "SGD"]
-FUSION = pytest.mark.skipif(not bridge.step.request_fusion(), reason="XLA was started without multi-output fusion")
-MODERN = pytest.mark.skipif(
-    tuple(map(int, __import__("jax").__version__.split(".")[:2])) < (0, 8), reason="XLA knows no multi-output fusion on the CPU here"
-)
 
 
 def masked(name):
@@ -91,8 +87,7 @@ def test_frozen_bits_addresses_and_compilations(name):
     assert optimizer.state_dict()["state"].keys() >= {0, 1} if name != "SGD" else True
 
 
-@FUSION
-@MODERN
+@FUSES
 @pytest.mark.parametrize(
     ("name", "bytes_per_element"),
     {"RMSprop": 20, "Adagrad": 20, "ASGD": 20, "NAdam": 28, "RAdam": 28, "Adamax": 28, "Adadelta": 28, "Rprop": 28}.items(),

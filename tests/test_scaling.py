@@ -3,7 +3,7 @@
 import optax
 import pytest
 import torch
-from oracles import clones, movement_error, random_params, set_grads
+from oracles import FUSES, clones, movement_error, random_params, set_grads
 
 import bridge
 import torch_api
@@ -173,6 +173,7 @@ def test_only_fused_true_asks_for_it():
     assert float(optimizer.state[params[0]]["step"]) == 2
 
 
+@FUSES
 def test_the_check_costs_one_reading_of_the_gradients():
     p = torch.nn.Parameter(torch.zeros(65536))
     counts = []
