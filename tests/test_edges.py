@@ -363,3 +363,52 @@ def test_one_bad_element_spreads_in_adafactor_as_far_as_in_torch(at, bad):
             (p if at == "parameter" else p.grad)[1, 2] = bad
         optimizer.step()
     assert torch.allclose(both[0], both[1], equal_nan=True)
+
+
+def refuses_seven():
+    """A transformation whose `init` does not take a leaf of seven elements."""
+
+    def init(params):
+        if any(x.size == 7 for x in jax.tree.leaves(params)):
+            raise ValueError("init refuses seven")
+        return optax.EmptyState()
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+def unchanged_by(optimizer, call, params):
+    """`call` raises, and what the optimizer holds and does is as before."""
+    before = [{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decided) for leaf in optimizer.leaves]
+    with pytest.raises(ValueError, match=r"refuses seven|several elements are one in memory"):
+        call()
+    assert ([{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decided) for leaf in optimizer.leaves]) == before
+    values = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not any(map(torch.equal, values, params))
+
+
+def test_a_group_that_is_refused_when_it_is_placed_leaves_the_optimizer_as_it_was():
+    p = torch.nn.Parameter(torch.ones(3))
+    expanded, seven = torch.nn.Parameter(torch.ones(1).expand(4)), torch.nn.Parameter(torch.ones(7))
+    adam = torch_api.MaskedAdamW([("a", p)])
+    unchanged_by(adam, lambda: adam.add_param_group({"params": [("b", expanded)]}), [p])
+    ready = torch_api.OptaxOptimizer([("a", p)], refuses_seven())
+    unchanged_by(ready, lambda: ready.add_param_group({"params": [("b", seven)]}), [p])
+
+
+def test_a_group_of_two_labels_is_added_whole_or_not_at_all():
+    p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    both = torch_api.PartitionedOptimizer(
+        [("x.a", p), ("y.a", q)], {"x": optax.sgd(0.1), "y": refuses_seven()}, lambda name, _: name.partition(".")[0]
+    )
+    new = [("x.b", torch.nn.Parameter(torch.ones(4))), ("y.b", torch.nn.Parameter(torch.ones(7)))]
+    unchanged_by(both, lambda: both.add_param_group({"params": new}), [p, q])
+
+
+def test_a_parameter_that_cannot_be_thawed_stays_frozen():
+    p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(7))
+    optimizer = torch_api.OptaxOptimizer([("a", p), ("b", q)], refuses_seven(), mask="a")
+    unchanged_by(optimizer, lambda: optimizer.set_trainable("b", True), [p])
+    assert not optimizer.state.get(q)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -47,21 +48,39 @@ class GroupedOptimizer(Optimizer, ABC):
             param_group = dict(param_group)
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
             groups.take_lr_scale(param_group)
-        before = len(self.param_groups)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
-        super().add_param_group(groups.without_duplicates(owner, param_group))
-        try:
+        with self._all_or_nothing():
+            super().add_param_group(groups.without_duplicates(owner, param_group))
             leaves = self._new_leaves(self.param_groups[-1])
             for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
-                leaf.decide(decision._replace(rule=f"group {before} {decision.rule}") if mask is not None else decision)
+                rule = decision.rule if mask is None else f"group {len(self.param_groups) - 1} {decision.rule}"
+                leaf.decide(decision._replace(rule=rule))
             if self._constructed:
                 self._resolve(leaves, self._selectors)
+            self._leaves = self._leaves + leaves
+            if self._constructed:
+                self._place()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Groups, leaves and what was decided of them are as before if anything is raised inside."""
+        before = [(group, group.get(groups.TRAINABLE_PARAMS)) for group in self.param_groups]
+        leaves = [(leaf, leaf.decided) for leaf in self._leaves]
+        try:
+            yield
         except BaseException:
-            del self.param_groups[before:]
+            self.param_groups[:] = [group for group, _ in before]
+            for group, column in before:
+                if column is None:
+                    group.pop(groups.TRAINABLE_PARAMS, None)
+                else:
+                    group[groups.TRAINABLE_PARAMS] = column
+            self._leaves = [leaf for leaf, _ in leaves]
+            for leaf, decided in leaves:
+                leaf.decided = decided
+            if self._constructed:
+                self._place()
             raise
-        self._leaves += leaves
-        if self._constructed:
-            self._place()
 
     def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
         leaves = []
@@ -109,15 +128,21 @@ class GroupedOptimizer(Optimizer, ABC):
           selector: any selector of the README but arrays; only what it picks changes. True lifts a mask of elements.
           trainable: True to train, False to freeze.
           keep_state: when freezing, keep the moments and step count for later, or drop them.
+
+        Raises:
+          ValueError, TypeError: a selector that fits nothing, or a parameter that the update does not take; the optimizer is
+            then as before.
         """
         picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
-        check_leaves([x for x, d in zip(self._leaves, picked, strict=True) if trainable and d.value], self.rule_of, self.param_groups, True)
-        for leaf, decision in zip(self._leaves, picked, strict=True):
-            if decision.value:
-                leaf.trained, leaf.rule = trainable, decision.rule
+        chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
+        if trainable:
+            check_leaves([leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)
+        with self._all_or_nothing():
+            for leaf, rule in chosen:
+                leaf.trained, leaf.rule = trainable, rule
                 leaf.elements = None if trainable else leaf.elements
-                if not trainable and not keep_state:
-                    self.state.pop(leaf.param, None)
-        for index, group in enumerate(self.param_groups):
-            group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
-        self._place()
+            for index, group in enumerate(self.param_groups):
+                group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
+            self._place()
+        for leaf, _ in chosen if not (trainable or keep_state) else ():
+            self.state.pop(leaf.param, None)

@@ -128,8 +128,9 @@ class PartitionedOptimizer(OptaxOptimizer):
         else:
             names = groups.names(group, len(self.leaves))
             labels = [cast(Any, self._labels)(name, p) for name, p in zip(names, group["params"], strict=True)]
-        for part in self._split(group, labels):
-            super().add_param_group(part)
+        with self._all_or_nothing():
+            for part in self._split(group, labels):
+                super().add_param_group(part)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -81,15 +81,19 @@ class Leaf:
 
     @property
     def decided(self) -> tuple[Any, ...]:
-        """All that was decided of the parameter, for `restored`."""
+        """All that was decided of the parameter."""
         return self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale
+
+    @decided.setter
+    def decided(self, decided: tuple[Any, ...]) -> None:
+        self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale = decided
 
     @classmethod
     def restored(cls, name: str, param: torch.Tensor, group: int, decided: tuple[Any, ...]) -> Leaf:
         """A leaf with the decisions that were made of another: in a copied optimizer, or of a parameter that it replaces."""
         leaf = cls(name, param, group)
-        leaf.trained, leaf.rule, elements, leaf.decay, leaf.label, leaf.lr_scale = decided
-        leaf.elements = elements if elements is not None and elements.shape == tuple(leaf.shape) else None
+        leaf.decided = decided
+        leaf.elements = leaf.elements if leaf.elements is not None and leaf.elements.shape == tuple(leaf.shape) else None
         return leaf
 
     def follow(self) -> None:
