@@ -60,6 +60,11 @@ def movement_error(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor
     return float(torch.linalg.vector_norm(ours - theirs) / moved)
 
 
+def same(ours, theirs):
+    """Whether two lists of tensors have the same bits."""
+    return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
 SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1, 6), (33,)]
 
 

@@ -5,7 +5,7 @@ import io
 import optax
 import pytest
 import torch
-from oracles import FUSES, clones, movement_error, random_grads, random_params, set_grads
+from oracles import FUSES, clones, movement_error, random_grads, random_params, same, set_grads
 
 import bridge
 import torch_api
@@ -25,10 +25,6 @@ def train(optimizer, params, steps, after=lambda: None):
         set_grads(params, random_grads(params))
         optimizer.step()
         after()
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.slow
