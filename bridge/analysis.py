@@ -73,7 +73,6 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
     return tuple(found)
 
 
-@functools.lru_cache(256)
 def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra) -> bool:
     """Whether a part of such a leaf is updated as within the whole: each element by itself, in a program that knows no size.
 
@@ -81,12 +80,14 @@ def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra) -> 
       row, skeleton, extra: as in `views`.
       spec: the leaf as `views` gave it.
     """
-    if row.unit is not None or not spec.flat:
-        return False
-    dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
-    sizes = [Spec(spec.path, (n,), dtype) for n in (4096, 4099)]
+    return row.unit is None and spec.flat and _knows_no_size(row, () if spec.path is None else skeleton, spec.path, spec.dtype, extra)
+
+
+@functools.lru_cache(256)
+def _knows_no_size(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra) -> bool:
+    dtype = dtype if row.scaled else _REAL.get(dtype, dtype)  # torch's equations see complex leaves as pairs
     try:
-        programs = [_Program(Problem(row, (part,), () if part.path is None else skeleton), extra) for part in sizes]
+        programs = [_Program(Problem(row, (Spec(path, (n,), dtype),), skeleton), extra) for n in (4096, 4099)]
     except Exception:  # noqa: BLE001 - user code that does not take a leaf of another size may raise anything
         return False
     return all(program.elementwise for program in programs) and programs[0].text(0) == programs[1].text(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from .masks import path_name
 
 # jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign).
 ALIGNMENT = 64
+_flat = methodcaller("reshape", -1)
 
 EXTENSION_DTYPES = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
@@ -31,12 +33,12 @@ EXTENSION_DTYPES = {
 
 
 # Public in newer jax, in jax.experimental before.
-_ENABLE_X64: Any = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
+X64: Any = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
 
 
 def x64(on: bool = True) -> Any:
     """A context in which jax keeps 64-bit types, or does not; local to the thread, never the global flag."""
-    return _ENABLE_X64(on)
+    return X64(on)
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:
@@ -93,6 +95,11 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
         # Each export orders jax's stream after torch's current one.
         flat = [(t if d is None else t.permute(d)).detach().reshape(-1) for t, d in zip(tensors, order, strict=True)]
         return [_tensor_to_jax(t, None, "") for t in flat]
+    if not any(order):
+        try:
+            return list(map(_flat, map(torch.Tensor.numpy, tensors)))
+        except (RuntimeError, TypeError):  # one requires grad, is a lazy conjugate, or of a type that numpy has not
+            pass
     out: list[Any] = []
     for tensor, dims in zip(tensors, order, strict=True):
         tensor = tensor.detach()
@@ -106,17 +113,20 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     return out
 
 
-def wait_for(token: jax.Array) -> None:
-    """Order what torch does next after the execution that gave `token`, a result that nobody donates.
+def wait_for(tokens: Sequence[jax.Array]) -> None:
+    """Order what torch does next after the executions that gave `tokens`, in order, results that nobody donates.
 
     On the CPU this waits: jax dispatches asynchronously and may still be reading torch's memory. On a GPU nothing
-    waits on the host: the export makes torch's current stream wait for the execution.
+    waits on the host: the export makes torch's current stream wait for the last execution, which runs after the others.
     """
-    device = next(iter(token.devices()))
+    if not tokens:
+        return
+    device = next(iter(tokens[-1].devices()))
     if device.platform == "cpu":
-        token.block_until_ready()
+        for token in tokens:
+            token.block_until_ready()
     else:
-        export: Any = token.__dlpack__  # jax.Array's stub has no `stream`
+        export: Any = tokens[-1].__dlpack__  # jax.Array's stub has no `stream`
         export(stream=torch.cuda.current_stream(device.local_hardware_id).cuda_stream)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Literal
 
 from .dlpack import x64
 from .precision import AVERAGE, KEY, MASTER, nearest, stochastic_round
@@ -42,6 +44,31 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
         numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
         state = begin(problem, numbers, [unflatten(p, spec) for p, spec in zip(params, problem.specs, strict=True)])
         return _copied(_buffered(problem, plan, state))
+
+
+@functools.lru_cache(1024)
+def constants(problem: Problem, values: tuple[float, ...]) -> tuple[Any, ...]:
+    """For each field of a leaf that is updated by itself the number that all its elements begin with; None if there is no such number.
+
+    Read from the traced program of `begin`, so that state of zeros needs no program for each shape.
+    """
+    numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
+    leaves = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in problem.specs]
+    with x64():
+        closed = jax.make_jaxpr(lambda params: begin(problem, numbers, params).own[0])(leaves)
+    made = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+
+    def constant(var: Any) -> Any:
+        if isinstance(var, Literal):
+            return np.asarray(var.val)[()] if np.ndim(var.val) == 0 else None
+        eqn = made.get(var)
+        spread = eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "copy_p")
+        source = constant(eqn.invars[0]) if eqn is not None and spread else None
+        return None if source is None else np.asarray(source).astype(var.aval.dtype)[()]
+
+    found = iter([constant(var) for var in closed.jaxpr.outvars])
+    begun = [(field, None if field.position is None else next(found)) for field in layout(problem).own[0]]
+    return tuple(value.item() if value is not None and field.key is None else None for field, value in begun)
 
 
 def _copied(state: Arrays) -> Arrays:

@@ -4,22 +4,26 @@ jax cannot donate a buffer that it imported, so the buffers here are jax's own a
 `unsafe_buffer_pointer()` sees each new value at the same address once the buffer has been donated to the call that
 computes it. The view is made through the array interface, never through DLPack: a DLPack export pins the buffer, and
 XLA then copies instead of reusing it. `Memory` is what both sides hold on to.
+
+Small tensors may lie side by side in the rows of one memory, a pack, so that one loop updates all of them. Each still
+has a torch storage of its own, over its own bytes alone.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import EXTENSION_DTYPES, dense_order, device_of, numpy_dtype, to_torch, x64
+from .dlpack import ALIGNMENT, EXTENSION_DTYPES, dense_order, device_of, numpy_dtype, operands, to_torch, x64
 
 # The array interfaces of numpy and CUDA know no bfloat16 or float8: their bits travel as integers of the same width.
 _BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}
@@ -28,55 +32,89 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 
 
 class Memory:
-    """One jax-owned buffer that a torch tensor looks into.
+    """One jax-owned buffer that torch tensors look into.
 
     `array` is the jax array that owns the bytes now; each donated call ends by putting its result here. The torch
-    storage holds this object, so that parameters outlive the optimizer, and the object holds the array.
+    storages hold this object, so that parameters outlive the optimizer, and the object holds the array.
+
+    `lengths`: of a pack, how many elements of each row are a tensor's, the rest being padding; None for one tensor's
+    memory. `windows`: by row, through what a torch storage looks into it; `holders`: the tensor that is to look there.
     """
 
-    __slots__ = ("__array_interface__", "__cuda_array_interface__", "__weakref__", "address", "array")
+    __slots__ = ("__weakref__", "address", "array", "holders", "lengths", "windows")
 
-    def __init__(self, array: jax.Array) -> None:
-        self.array = array
+    def __init__(self, array: jax.Array, lengths: Sequence[int] | None = None) -> None:
+        self.array, self.lengths = array, lengths
         self.address = array.unsafe_buffer_pointer()
-        bits, _ = _BITS.get(np.dtype(array.dtype), (array.dtype, None))
-        interface = {"data": (self.address, False), "shape": array.shape, "typestr": np.dtype(bits).str, "version": 3}
-        if next(iter(array.devices())).platform == "cpu":
-            self.__array_interface__ = interface
-        else:
-            self.__cuda_array_interface__ = interface
+        self.windows: weakref.WeakValueDictionary[int, _Window] = weakref.WeakValueDictionary()
+        self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def tensor(self, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
-        """A torch tensor over this memory, which it keeps alive; of the buffer's shape, or shape and strides of `like`.
+    @property
+    def rows(self) -> range:
+        """The rows of a pack; none where it is one tensor's memory."""
+        return range(0 if self.lengths is None else len(self.lengths))
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.array.shape[1:]) * self.array.dtype.itemsize
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that look into the rows of a pack."""
+        return [tensor for tensor in (holder() for holder in self.holders.values()) if tensor is not None]
+
+    def tensor(self, device: torch.device, like: torch.Tensor | None = None, row: int | None = None) -> torch.Tensor:
+        """A torch tensor over this memory or one row of it, which it keeps alive; of the shape there, or shape and strides of `like`.
 
         Where `like` is not dense, the tensor is contiguous.
         """
-        view = self._flat_view(device)
+        shape = self.array.shape if row is None else self.array.shape[1:]
+        view = self._view(row * self.row_bytes if row else 0, shape if like is None else (like.numel(),), device, row)
         if like is None:
             return view
         return view.view(like.shape) if dense_order(like) is None else view.as_strided(like.shape, like.stride())
 
-    def _flat_view(self, device: torch.device) -> torch.Tensor:
+    def _view(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
         bits, dtype = _BITS.get(np.dtype(self.array.dtype), (self.array.dtype, None))
-        if not self.array.size:  # no bytes, nothing to look into
-            view = torch.from_numpy(np.asarray(self.array).astype(bits)).to(device)
+        if not math.prod(shape):  # no bytes, nothing to look into
+            view = torch.from_numpy(np.zeros(shape, bits)).to(device)
         else:
-            view = torch.from_numpy(np.asarray(self)) if device.type == "cpu" else torch.as_tensor(self, device=device)
+            window = _Window(self, self.address + start, shape, bits)
+            if row is not None:
+                self.windows[row] = window
+            view = torch.from_numpy(np.asarray(window)) if device.type == "cpu" else torch.as_tensor(window, device=device)
         return view if dtype is None else view.view(dtype)
+
+
+class _Window:
+    """Some bytes of a memory as numpy or CUDA see them: an array or a tensor over it keeps it alive, and it the memory."""
+
+    def __init__(self, memory: Memory, start: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self.memory = memory
+        interface = {"data": (start, False), "shape": shape, "typestr": np.dtype(dtype).str, "version": 3}
+        if next(iter(memory.array.devices())).platform == "cpu":
+            self.__array_interface__ = interface
+        else:
+            self.__cuda_array_interface__ = interface
 
 
 class Placement(NamedTuple):
     """How one tensor takes part: `memory` None means that results are copied into the tensor's own storage.
 
-    `order` permutes the tensor's dimensions to the order of its memory (None: as they are); `why` is for the report.
+    `order` permutes the tensor's dimensions to the order of its memory (None: as they are); `why` is for the report;
+    `row` is the tensor's in a pack.
     """
 
     memory: Memory | None
     order: tuple[int, ...] | None
     why: str
+    row: int | None = None
 
 
-def place(tensor: torch.Tensor, writeback: str = "inplace") -> Placement:
+IN_PLACE = "in jax-owned memory"
+_SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
+
+
+def place(tensor: torch.Tensor, writeback: str = "inplace", *, alone: bool = False, back: tuple[Memory, int] | None = None) -> Placement:
     """Move a parameter's bytes into jax-owned memory that it then looks into, where it owns its storage alone.
 
     The tensor keeps shape, strides, dtype, device, values and identity; its `data_ptr` changes once. A tensor that is
@@ -86,18 +124,55 @@ def place(tensor: torch.Tensor, writeback: str = "inplace") -> Placement:
     Args:
       tensor: a dense CPU or CUDA tensor; a leaf, or detached.
       writeback: "inplace", or "copy" to leave every tensor where it is.
+      alone: whether a tensor that lies in a pack must have a memory of its own.
+      back: the row of a pack that is the tensor's; it returns there if it fits and no tensor looks into that row.
     """
     order = dense_order(tensor)
     dims = None if order is None or order == tuple(range(tensor.ndim)) else order
-    known = _memories.get(tensor.data_ptr())
-    if known is not None and _covers(known, tensor, order):
-        return Placement(known, dims, "in jax-owned memory") if writeback == "inplace" else Placement(None, dims, "asked for")
-    why = "asked for" if writeback == "copy" else _cannot_own(tensor, order)
+    known, row = located(tensor)
+    if known is not None and (row is None or not alone or writeback == "copy"):
+        return Placement(known, dims, IN_PLACE, row) if writeback == "inplace" else Placement(None, dims, "asked for")
+    why = "asked for" if writeback == "copy" else cannot_own(tensor)
     if why:
         return Placement(None, dims, why)
-    memory = own(tensor, like=tensor)
-    tensor.data = memory.tensor(tensor.device, like=tensor)
-    return Placement(memory, dims, "in jax-owned memory")
+    memory, row = back if back is not None and not alone and fits(tensor, *back) else (own(tensor, like=tensor), None)
+    window = memory.tensor(tensor.device, like=tensor, row=row)
+    tensor.data = window if row is None else window.copy_(tensor.detach())
+    if row is not None:
+        memory.holders[row] = weakref.ref(tensor)
+    return Placement(memory, dims, IN_PLACE, row)
+
+
+def fits(tensor: torch.Tensor, memory: Memory, row: int) -> bool:
+    """Whether the row is as long as the tensor, of its dtype and device, and no tensor looks into it."""
+    if memory.lengths is None or memory.array.is_deleted() or row in memory.windows:
+        return False
+    same = np.dtype(memory.array.dtype) == numpy_dtype(tensor.dtype) and memory.array.devices() == {device_of(tensor)}
+    return same and memory.lengths[row] == tensor.numel()
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> Memory:
+    """Move small tensors of one dtype and device, each the only holder of its storage, side by side into the rows of one new memory.
+
+    Each row begins at a multiple of 64 bytes, and each tensor gets a torch storage of exactly its own bytes: saving one
+    saves no other. Shape, strides, dtype, device, values and identity stay.
+    """
+    first = tensors[0]
+    lengths = [tensor.numel() for tensor in tensors]
+    shape = len(tensors), pack_width(first.dtype, max(lengths))
+    memory = register(full(shape, numpy_dtype(first.dtype), 0, device_of(first)), lengths)
+    windows = [memory.tensor(first.device, like=tensor, row=row) for row, tensor in enumerate(tensors)]
+    torch._foreach_copy_(windows, [tensor.detach() for tensor in tensors])
+    for tensor, window in zip(tensors, windows, strict=True):
+        tensor.data = window
+    memory.holders = {row: weakref.ref(tensor) for row, tensor in enumerate(tensors)}
+    return memory
+
+
+def pack_width(dtype: torch.dtype, elements: int) -> int:
+    """The elements of the shortest row that holds so many and leaves the next one aligned."""
+    unit = max(ALIGNMENT // dtype.itemsize, 1)
+    return -(-elements // unit) * unit
 
 
 def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
@@ -107,47 +182,76 @@ def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
     a step on ResNet-50 shapes where flat buffers take 31).
     A 0-d tensor that is not `like` a parameter stays 0-d.
     """
-    shape = () if like is None and not tensor.ndim else (tensor.numel(),)
-    with x64(), jax.transfer_guard("allow"), jax.default_device(device_of(tensor)):
-        # Ready before torch writes into it: the fill runs asynchronously.
-        memory = register(jnp.zeros(shape, numpy_dtype(tensor.dtype)).block_until_ready())
-    memory.tensor(tensor.device, tensor if like is None else like).copy_(tensor.detach())
+    (flat,) = operands([tensor], [None if like is None else dense_order(like)])
+    return register(_fresh(flat.reshape(()) if like is None and not tensor.ndim else flat, device_of(tensor)))
+
+
+def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:
+    """A new array of one value, ready, that only jax holds."""
+    if math.prod(shape) * np.dtype(dtype).itemsize <= _SMALL and device.platform == "cpu":
+        return _fresh(np.full(shape, value, dtype), device)
+    with x64(), jax.transfer_guard("allow"), jax.default_device(device):
+        return jnp.full(shape, value, dtype).block_until_ready()
+
+
+def constant(values: np.ndarray, device: Any) -> Any:
+    """An argument that stays the same from call to call: on a device that has memory of its own, there."""
+    return values if device.platform == "cpu" else _fresh(values, device)
+
+
+def _fresh(values: Any, device: Any) -> jax.Array:
+    """A copy of an array that only jax holds; ready, because torch may write into it."""
+    with x64(), jax.transfer_guard("allow"), jax.default_device(device):
+        if isinstance(values, np.ndarray) and values.nbytes <= _SMALL:
+            # jnp.array would compile a program for each shape. XLA copies by itself what is not aligned.
+            space = np.empty(values.nbytes + 2 * ALIGNMENT, np.uint8)
+            start = -space.ctypes.data % ALIGNMENT + values.itemsize
+            unaligned = space[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+            unaligned[...] = values
+            array = jax.device_put(unaligned, device).block_until_ready()
+            if device.platform != "cpu" or array.unsafe_buffer_pointer() != unaligned.ctypes.data:
+                return array
+        return jnp.array(values, copy=True).block_until_ready()
+
+
+def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
+    """The memory of an array that nobody else holds, known by the address of each row from now on."""
+    memory = Memory(array, lengths)
+    _know(memory)
     return memory
 
 
-def register(array: jax.Array) -> Memory:
-    """The memory of an array that nobody else holds, known by address from now on."""
-    memory = Memory(array)
-    if array.size:
+def _know(memory: Memory) -> None:
+    if memory.array.size:
         _memories[memory.address] = memory
-    return memory
+        for row in memory.rows:
+            _memories[memory.address + row * memory.row_bytes] = memory
+
+
+def located(tensor: torch.Tensor) -> tuple[Memory | None, int | None]:
+    """The memory that a dense tensor looks into, whole, or of a pack a whole row's; None if its bytes are torch's own."""
+    memory = _memories.get(tensor.data_ptr())
+    if memory is None or not _covers(memory, tensor):
+        return None, None
+    return memory, (tensor.data_ptr() - memory.address) // memory.row_bytes if memory.lengths is not None else None
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory that a dense tensor looks into, whole, or None if its bytes are torch's own."""
-    known = _memories.get(tensor.data_ptr())
-    return known if known is not None and _covers(known, tensor, dense_order(tensor)) else None
-
-
-def settle(memories: Iterable[Memory], arrays: Iterable[jax.Array]) -> bool:
-    """Hand the results of a donated call to the memories that they were computed in.
-
-    Returns:
-      Whether a result lies elsewhere, because something outside held a buffer (a numpy view of one of
-      `jax.live_arrays()`, say) and XLA copied it. Tensors over that memory must then look again: see `renewed`.
-    """
-    moved = False
-    for memory, array in zip(memories, arrays, strict=True):
-        memory.array = array
-        moved |= array.unsafe_buffer_pointer() != memory.address and bool(array.size)
-    return moved
+    """The memory that a dense tensor looks into and shares with no other, or None."""
+    memory, row = located(tensor)
+    return memory if row is None else None
 
 
 def renewed(memory: Memory) -> Memory:
-    """The memory itself, or if its array came to lie elsewhere a new one over it."""
-    if not memory.array.size or memory.array.unsafe_buffer_pointer() == memory.address:
-        return memory
-    return register(memory.array)
+    """The memory, known by the address where its array lies now; of a pack all tensors look there, whoever has them."""
+    if memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:
+        memory.address = memory.array.unsafe_buffer_pointer()
+        _know(memory)
+        for row, holder in memory.holders.items():
+            tensor = holder()
+            if tensor is not None:
+                tensor.data = memory.tensor(tensor.device, like=tensor, row=row)
+    return memory
 
 
 def write_back(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array], order: Sequence[tuple[int, ...] | None]) -> None:
@@ -170,24 +274,27 @@ def return_freed() -> None:
         trim(0)
 
 
-def _covers(memory: Memory, tensor: torch.Tensor, order: tuple[int, ...] | None) -> bool:
-    """Whether the tensor is dense and the whole of the memory: a slice at the same start is not."""
-    if order is None or memory.array.is_deleted():
+def _covers(memory: Memory, tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense and the whole of the memory, or of a row: a slice at the same start is not."""
+    if memory.array.is_deleted() or dense_order(tensor) is None or np.dtype(memory.array.dtype) != numpy_dtype(tensor.dtype):
         return False
-    return memory.array.size == tensor.numel() and np.dtype(memory.array.dtype) == numpy_dtype(tensor.dtype)
+    if memory.lengths is None:
+        return memory.address == tensor.data_ptr() and memory.array.size == tensor.numel()
+    row, rest = divmod(tensor.data_ptr() - memory.address, memory.row_bytes)
+    return row in memory.rows and not rest and tensor.numel() == memory.lengths[row]
 
 
-def _cannot_own(tensor: torch.Tensor, order: tuple[int, ...] | None) -> str:
+def cannot_own(tensor: torch.Tensor) -> str:
     """Why the tensor must keep the storage that it has, or ''."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if not tensor.numel():
         return "no elements"
-    if order is None:
+    if dense_order(tensor) is None:
         return "not dense"
     if tensor._is_view() or tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
-    if not tensor.untyped_storage().resizable():
+    if not tensor.untyped_storage().resizable() and located(tensor)[0] is None:
         return "in memory of another library"
     if tensor.is_shared() and tensor.device.type == "cpu":
         return "in shared memory"

@@ -12,6 +12,7 @@ import torch
 import bridge
 import torch_api
 from bridge import step
+from bridge.problem import NO_EXTRA
 from torch_api import (
     MaskedAdadelta,
     MaskedAdafactor,
@@ -264,7 +265,7 @@ def on_two_devices(optimizer):
 
 
 def launched(optimizer):
-    optimizer._launches.build((0, 1, 2, 3), step.NO_EXTRA, False, optimizer._hyperparams())
+    optimizer._launches.build((0, 1, 2, 3), NO_EXTRA, False, optimizer._hyperparams())
 
 
 def forked(optimizer):

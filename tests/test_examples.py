@@ -15,6 +15,8 @@ def run(name, folder, *arguments):
     """What the example prints, from an empty folder and with warnings as errors; its own assertions hold."""
     # With any -W, matplotlib's parser turns on its own debugging warnings, which matplotlib 3.8 trips.
     old = ["-W", "ignore:::pyparsing"] if version("matplotlib").startswith("3.8.") else []
+    # Thawing a body and players that take turns compile, and say so.
+    old += [x for owner in ("PartitionedOptimizer", "MaskedAdamW") for x in ("-W", f"ignore:{owner}.step compiled")]
     command = [sys.executable, "-W", "error", *old, str(ROOT / "examples" / f"{name}.py"), *arguments]
     # jax's default, as a user has it: optax's own functions are not made for strict promotion.
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}

@@ -12,11 +12,11 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import step
+from bridge import flags
 
 ROOT = Path(__file__).parent.parent
 fused_loops = pytest.mark.skipif(
-    step.FUSION_FLAG not in os.environ.get("XLA_FLAGS", "") or jax.__version_info__ < (0, 10),
+    flags.FUSION_FLAG not in os.environ.get("XLA_FLAGS", "") or jax.__version_info__ < (0, 10),
     reason="XLA_FLAGS ask for other CPU code, or this XLA does not write several results from one loop",
 )
 

@@ -16,6 +16,7 @@ import torch
 
 import torch_api
 from bridge import storage
+from bridge.step import settle
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 LAYOUTS = {
@@ -55,7 +56,7 @@ def test_a_donated_call_writes_where_the_parameter_looks(dtype):
     with storage.x64():
         result = jax.jit(lambda x: x + x, donate_argnums=0)(memory.array).block_until_ready()
     address = param.data_ptr()
-    storage.settle([memory], [result])
+    settle([memory], [result])
     assert param.data_ptr() == address == memory.array.unsafe_buffer_pointer()
     assert torch.equal(param.detach(), torch.full((6, 4), 2.0, dtype=dtype))
 
@@ -377,14 +378,14 @@ def test_a_call_that_fails_after_donation_leaves_valid_memory_and_says_so(monkey
     optimizer = torch_api.MaskedAdam([("w", param)], lr=1.0)
     param.grad = torch.ones(64)
     optimizer.step()
-    (launch,) = next(iter(optimizer._launches.known.values()))
-    compiled = launch.program._compiled
+    ((launch,),) = next(iter(optimizer._launches.known.values()))
+    compiled = launch.program.update
 
     def broken(*arguments):
         compiled(*arguments)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(launch.program, "_compiled", broken)
+    monkeypatch.setattr(launch.program, "update", broken)
     with pytest.raises(RuntimeError, match="the device is gone") as caught:
         optimizer.step()
     assert "parameters and state of ['w'] are lost and hold NaN" in caught.value.__notes__[0]

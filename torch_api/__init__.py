@@ -1,5 +1,6 @@
 """The torch side of maskbridge: torch.optim.Optimizer classes whose update runs in JAX, in place."""
 
+from .cache import CacheInfo, CompilationWarning
 from .masked import (
     MaskedAdadelta,
     MaskedAdafactor,
@@ -21,6 +22,8 @@ from .partitioned import MultiOptimizer, PartitionedOptimizer
 from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
 
 __all__ = [
+    "CacheInfo",
+    "CompilationWarning",
     "MaskedASGD",
     "MaskedAdaBelief",
     "MaskedAdadelta",

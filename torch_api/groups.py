@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from bridge.masks import near_and_all, required_arguments
+from bridge.problem import Row
 from bridge.rules import Rule
-from bridge.step import Row
 
 # A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not.
 TAKEN_LR_SCALE = "initial_lr_scale"

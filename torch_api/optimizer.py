@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge import step, storage
-from bridge.dlpack import device_of, operands
+from bridge import step, storage, update
+from bridge.dlpack import device_of
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
 from bridge.rules import Rule
 
-from . import checkpoint, groups, options, report
+from . import checkpoint, groups, options, packs, report
 from .arguments import Arguments, Closure
 from .averages import Exchange
+from .cache import Cache, CacheInfo
 from .grouped import GroupedOptimizer
-from .launch import Launch, Launches, not_traced, restore
+from .launch import not_traced, restore
+from .launches import Launches
 from .options import Changeable, Options
-from .plan import Leaf, bad_gradient, check_norm, followed, same_memory, sort_key
+from .plan import Leaf, bad_gradient, check_norm, followed
 from .rows import Rows
 from .scaling import Scaling
+from .sight import Sight
 from .transformation import as_rule
 
-_memory = attrgetter("memory")
 _address = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
 _ALL = "all"  # the key of the only rule
@@ -137,7 +140,8 @@ class OptaxOptimizer(GroupedOptimizer):
     def _begin(self) -> None:
         """What no copy or pickle carries."""
         self._extra, self._argument_names = NO_EXTRA, ()
-        self._scaling, self._exchange = Scaling(), Exchange()
+        self._scaling, self._exchange, self._sight = Scaling(), Exchange(), Sight()
+        self._cache = Cache(type(self).__name__)
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -155,28 +159,26 @@ class OptaxOptimizer(GroupedOptimizer):
         kept = self._options.kept(self.ema_decay is not None)
         self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, kept)
         self._signature = self._group_signature()
+        self._sight.forget()
         self._active = list(filter(self._is_active, self._leaves))
         for leaf in self._leaves:
             leaf.state = None
         for leaf in self._active:
             device_of(leaf.param)  # raises before the first parameter is moved
             leaf.check_writable()
-        for leaf in self._active:
-            if leaf.param.requires_grad and move:
-                self._place_leaf(leaf)
-        self._active.sort(key=sort_key)
+        if move:
+            self._place_leaves([leaf for leaf in self._active if leaf.param.requires_grad])
+        self._active.sort(key=self.arrangement.sort_key)
         rules = list(map(self.rule_of, self.param_groups))
         self._launches = Launches(
-            type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin
+            type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin, self._cache
         )
         self._launches.begin(self._hyperparams)
 
-    def _place_leaf(self, leaf: Leaf) -> None:
-        with torch.inference_mode(False):  # else the parameter would become an inference tensor
-            leaf.place(self._options.writeback)
-        twin = next((x for x in self._active if leaf.memory is not None and x.memory is leaf.memory and x is not leaf), None)
-        if twin is not None:
-            raise ValueError(same_memory(type(self).__name__, twin, leaf))
+    def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
+        with torch.inference_mode(False):  # else the parameters would become inference tensors
+            packs.place(leaves, self.arrangement.pack_key, self._options.writeback)
+        packs.check_apart(type(self).__name__, self._active)
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
@@ -222,42 +224,46 @@ class OptaxOptimizer(GroupedOptimizer):
             extra_args = offered | extra_args
         if extra_args:
             arguments = self._arguments(extra_args)
-        live, grads = self._live()
+        if self._group_signature() != self._signature:
+            self._place()
+        live, grads = self._sight.glance(self.state) or self._look()
         if not live:
             return loss
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
         given = self.__dict__  # GradScaler sets and deletes these two
         scaled = "found_inf" in given or given.get("grad_scale") is not None
-        launches = self._launches.known.get((live, extra, scaled))
-        for launch in launches or ():
-            if list(map(_address, launch.views)) != launch.seen:
+        on_device = self._launches.known.get((live, extra, scaled))
+        for part in map(self._active.__getitem__, live) if on_device is None else itertools.chain.from_iterable(on_device):
+            if list(map(_address, part.views)) != part.seen:
                 self._place()  # the data of a state tensor was replaced by hand: go on from what is there
-                launches = None
+                on_device = None
                 break
-        if launches is None:
-            launches = self._launches.build(live, extra, scaled, hyperparams)
-        before = [pair for launch in launches if launch.program.calls_back for pair in launch.copied()]
-        for launch in launches:
-            params = list(map(_memory, launch.inplace))
-            kept = operands(launch.kept, launch.kept_order) if launch.kept else []
-            gradients = operands(grads[launch.part], launch.order)
-            scaling = self._scaling.arrays(launch.device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
+        self._cache.hits += on_device is not None
+        if on_device is None:
+            on_device = self._launches.build(live, extra, scaled, hyperparams)
+            self._sight.forget(self._launches.began)
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for launch in itertools.chain.from_iterable(on_device):
+            before += launch.copied() if launch.program.calls_back else ()
+        for launches in on_device:
+            scaling = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
             try:
-                copies, moved, skipped = launch.program.apply(
-                    params, launch.state, kept, gradients, launch.masks, hyperparams, further, scaling
-                )
+                copies, moved, skipped, arrived = step.run(launches, grads, hyperparams, further, scaling)
             except BaseException as error:
-                self._salvage(launch, error, before)
+                if self._launches.salvage(error, before):
+                    self._place()
                 raise
             if scaled:
-                self._scaling.keep(launch.device, skipped[0])
+                self._scaling.keep(launches[0].device, skipped[0])
             if moved:
-                launch.follow()
-                self._launches.known.clear()
-            if copies:
-                storage.write_back(launch.kept, copies, launch.kept_order)
-            torch.autograd.graph.increment_version(launch.params)
+                self._launches.follow(launches)
+            for launch, new in zip(launches, copies, strict=True):
+                if new:
+                    storage.write_back(launch.kept, new, launch.kept_order)
+                torch.autograd.graph.increment_version(launch.params)
+            for handler, number, frame in arrived:
+                handler(number, frame)
         if search is not None and search.error is not None:
             restore(before)
             raise search.error
@@ -274,10 +280,8 @@ class OptaxOptimizer(GroupedOptimizer):
             self._place()
         return arguments
 
-    def _live(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-        """The active leaves that have a gradient now, and the gradients; every one is checked before any is used."""
-        if self._group_signature() != self._signature:
-            self._place()
+    def _look(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+        """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""
         live: list[int] = []
         grads: list[torch.Tensor] = []
         state = self.state
@@ -291,39 +295,34 @@ class OptaxOptimizer(GroupedOptimizer):
                 here, g = leaf.layout.local(p), leaf.layout.gradient(g)
             elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
             if (elsewhere or leaf.spec is None) and self._placed_anew(leaf):
-                return self._live()
+                return self._look()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
             if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.shown)):
                 self._place()  # the state was replaced or cleared by hand: go on from what is there
-                return self._live()
+                return self._look()
             live.append(i)
             grads.append(g)
+        self._sight.remember(self._active)
         return tuple(live), grads
 
     def _placed_anew(self, leaf: Leaf) -> bool:
-        """Follow a parameter whose `data` was replaced; True if launches were made for something else and are gone."""
-        before = leaf.signature
-        self._place_leaf(leaf)
+        """Follow parameters whose `data` was replaced; True if launches were made for something else and are gone."""
         if leaf.spec is None:  # it required no grad when the leaves were arranged
             self._place()
             return True
-        if before is None or before == leaf.signature:
+        live = [x for x in self._active if x.spec is not None and x.layout is None and x.param.requires_grad and x.param.grad is not None]
+        elsewhere = [leaf, *(x for x in live if x is not leaf and x.param.data_ptr() != x.address)]
+        before = [x.signature for x in elsewhere]
+        self._place_leaves(elsewhere)  # all at once: those that were packed are packed again
+        if all(old in (None, x.signature) for old, x in zip(before, elsewhere, strict=True)):
             return False
         self._place()
         return True
 
-    def _salvage(self, launch: Launch, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        lost = launch.salvage()
-        restore(before)
-        if lost and not before:
-            error.add_note(f"The update failed half-way; parameters and state of {lost} are lost and hold NaN. Load a checkpoint.")
-        if lost:
-            self._place()
-
     def _hyperparams(self) -> np.ndarray:
         """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
-        values = [1.0] * step.ONES
+        values = [1.0] * update.ONES
         values.append(self.max_grad_norm or 0.0)
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
@@ -346,6 +345,7 @@ class OptaxOptimizer(GroupedOptimizer):
             for group in self.param_groups:  # says which value of which key was no number
                 groups.check_group(type(self).__name__, group, self.rule_of(group), allowed=group)
             raise
+        values += [0.0] * (self.arrangement.width - len(values))
         return np.array(values)
 
     @property
@@ -431,6 +431,10 @@ class OptaxOptimizer(GroupedOptimizer):
     def bytes_accessed(self) -> float:
         """Bytes that one step moves by the compiler's count, for the set of live leaves that was seen last."""
         return sum(launch.program.bytes_accessed for launch in self._launches.latest)
+
+    def cache_info(self) -> CacheInfo:
+        """How many steps found their programs at hand, and how many programs were used and compiled."""
+        return self._cache.info
 
     def report(self) -> report.Report:
         """One line per parameter, as text when printed, as a table in a notebook, and as `rows` for programs."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge import masks, step, storage
+from bridge import masks, storage
 from bridge.dlpack import numpy_dtype
 from bridge.problem import Field, buffer_shape
 from bridge.rules import Rule
@@ -22,7 +22,7 @@ class Leaf:
 
     __slots__ = (
         "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "layout", "local", "lr_scale", "memory", "name",
-        "order", "param", "row", "rule", "seen", "shape", "shown", "spec", "state", "strides", "trained", "views", "why",
+        "order", "param", "row", "rule", "seen", "shape", "shown", "slot", "spec", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -35,6 +35,7 @@ class Leaf:
         self.row = 0
         self.spec: Any = None  # how its transformation sees it
         self.memory: storage.Memory | None = None
+        self.slot: int | None = None  # its row, where the memory is a pack
         self.order: tuple[int, ...] | None = None
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "from the first step on"
@@ -57,11 +58,12 @@ class Leaf:
         elif not value or self.rule == "mask=None":
             self.trained, self.rule = bool(value), rule
 
-    def place(self, writeback: str) -> None:
+    def place(self, writeback: str, alone: bool = False) -> None:
         """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed."""
         self.look()
-        placement = storage.place(self.local, writeback if self.layout is None else "copy")
-        self.memory, self.order, why = placement
+        back = None if self.memory is None or self.slot is None else (self.memory, self.slot)
+        placement = storage.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back)
+        self.memory, self.order, why, self.slot = placement
         self.why = why if self.layout is None else shards.WHY_COPY
         self.address = self.local.data_ptr()
 
@@ -97,14 +99,17 @@ class Leaf:
         return leaf
 
     def follow(self) -> None:
-        """Look at the new place of parameter and state after results came to lie elsewhere."""
+        """Look at the new place of parameter and state after results came to lie elsewhere; tensors in a pack follow it by themselves."""
         if self.memory is not None:
-            self.memory = storage.renewed(self.memory)
-            self.param.data = self.memory.tensor(self.device, like=self.param)
+            memory = storage.renewed(self.memory)
+            if self.slot is None:
+                self.param.data = memory.tensor(self.device, like=self.param)
             self.address = self.param.data_ptr()
-        self.state = tuple(map(storage.renewed, self.state or ()))
-        for memory, view in zip(self.state, self.views, strict=False):  # hidden and shared state come last
-            view.data = memory.tensor(self.device, like=view)
+        self.state = None if self.state is None else tuple(map(storage.renewed, self.state))
+        for memory, view in zip(self.state or (), self.views, strict=False):  # hidden and shared state come last
+            if self.slot is None:
+                view.data = memory.tensor(self.device, like=view)
+        self.seen = [view.data_ptr() for view in self.views]
 
     def forget(self) -> None:
         """No longer know of state: what the optimizer's has of the parameter is looked at anew before the next update."""
@@ -117,7 +122,7 @@ class Leaf:
             self.param.data = torch.full_like(self.param, torch.nan)
         for memory, view in zip(self.state or (), self.views, strict=False):
             if memory.array.is_deleted():
-                view.data = torch.full_like(view, torch.nan)
+                view.data = lost_like(view)
                 lost = True
         return lost
 
@@ -127,7 +132,8 @@ class Leaf:
         if self.address is None:
             return None
         held = None if self.layout is None else self.address  # a launch holds on to the local tensor
-        return self.memory is None, self.order, self.shape, self.strides, self.dtype, self.device, held
+        where = self.memory is None if self.slot is None else (id(self.memory), self.slot)
+        return where, self.order, self.shape, self.strides, self.dtype, self.device, held
 
     def held(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """State of the parameter, with what this process holds of each DTensor."""
@@ -136,6 +142,11 @@ class Leaf:
     @property
     def buffer_shape(self) -> tuple[int]:
         return (self.shape.numel(),)
+
+
+def lost_like(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds whose values are lost: NaN, and 0 where there is none."""
+    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() or tensor.is_complex() else torch.zeros_like(tensor)
 
 
 def check_leaves(
@@ -169,11 +180,6 @@ def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_gro
     return result
 
 
-def sort_key(leaf: Leaf) -> tuple[Any, ...]:
-    """Leaves in this order give equal programs for equal sets of shapes, whichever parameters they are."""
-    return (str(leaf.device), leaf.row, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None, leaf.memory is not None)
-
-
 def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
     """Raise where a bound on the global norm is asked for, but this process holds only parts of the gradients."""
     sharded = next((leaf for leaf in leaves if leaf.layout is not None and leaf.layout.sharded and leaf.param.requires_grad), None)
@@ -182,14 +188,6 @@ def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
             f"{owner}: max_grad_norm is {bound}, but {shards.described(sharded.param, sharded.name)}, and the norm over all of them needs "
             "communication. Give max_grad_norm=None, and call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before step()."
         )
-
-
-def same_memory(owner: str, one: Leaf, other: Leaf) -> str:
-    """The text of the error for two parameters that would be updated in one memory."""
-    return (
-        f"{owner}: parameters {one.name!r} and {other.name!r} look into the same memory. Tie them by one Parameter object, or give each "
-        "memory of its own: param.data = param.data.clone()."
-    )
 
 
 def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
@@ -213,24 +211,28 @@ def has_state(fields: Iterable[Field], saved: Mapping[str, Any]) -> bool:
     return any(name in saved for name in moments or [field.name for field in own])
 
 
-def describe(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> step.Leaf:
-    """What the compiled update must know of a leaf; its state need not exist yet, so that compiling comes before it.
+def is_wider(field: Field, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> bool:
+    """Whether a saved field of the parameter's shape keeps the type that it was saved in."""
+    return field.name in saved and field.shape is None and field.name not in hidden
+
+
+def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Shape and dtype of each buffer of a leaf's state; it need not exist yet, so that compiling comes before it.
 
     Raises:
       ValueError: the saved state has another shape than the parameter, or lacks a field.
     """
     if leaf.state is not None:
-        state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in leaf.state)
-    else:
-        given = has_state(fields, saved)
-        if given:
-            _check_saved(leaf, fields, hidden, saved)
-        wider = lambda field: field.name in saved and given and field.shape is None and field.name not in hidden  # noqa: E731
-        state = tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
-    return step.Leaf(leaf.row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
+        return tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in leaf.state)
+    given = has_state(fields, saved)
+    if given:
+        check_saved(leaf, fields, hidden, saved)
+    wider = lambda field: given and is_wider(field, hidden, saved)  # noqa: E731
+    return tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
 
 
-def _check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
+def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
+    """Raise for saved state of another shape than the parameter's, or without a field."""
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
     for field in fields:
         if field.name not in hidden and field.name not in saved and field.position is not None:
@@ -285,4 +287,6 @@ def allocate(
 
 def param_array(leaf: Leaf) -> Any:
     """The parameter's buffer as jax has it, or a copy."""
-    return leaf.memory.array if leaf.memory is not None else storage.own(leaf.local, like=leaf.local).array
+    if leaf.memory is not None and leaf.slot is None:
+        return leaf.memory.array
+    return storage.own(leaf.local, like=leaf.local).array

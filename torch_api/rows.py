@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from bridge import analysis, step
+from bridge import analysis, update
 from bridge.dlpack import dense_order, numpy_dtype
-from bridge.precision import Kept
+from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
+from bridge.storage import pack_width
 
 from .groups import check_group, check_parameter_fits, group_reader
 from .plan import Leaf
 from .shards import described
 
 _is_none = partial(is_, None)
+# Bytes of the largest parameter that is packed. Packing costs one more reading and writing of its gradient, and saves some
+# microseconds for its own arguments, its own loop and its own views.
+LARGEST_IN_PACK = 131072
 
 
 class Rows:
@@ -71,6 +75,11 @@ class Rows:
         # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
         self.rows = [(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
         self.static = tuple(row for _, _, _, row, _ in self.rows)
+        first: dict[Row, int] = {}
+        self._kinds = [first.setdefault(row, i) for i, row in enumerate(self.static)]
+        # Where each row begins among the hyperparams, whose length is rounded up so that programs serve other numbers of rows.
+        *self.offsets, end = itertools.accumulate((row.width for row in self.static), initial=update.ONES + 1)
+        self.width = 1 << max(end - 1, 31).bit_length()
         # Values that decide which program runs: (group, name, what of the value does; None: all of it).
         self.watched = [
             (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if name in rules[g].whole else bool)
@@ -131,8 +140,25 @@ class Rows:
 
     def cut(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:
         """The numbers of one step, by row."""
-        flat = iter(hyperparams[step.ONES + 1 :].tolist())
+        flat = iter(hyperparams[update.ONES + 1 :].tolist())
         return [tuple(itertools.islice(flat, row.width)) for row in self.static]
+
+    def sort_key(self, leaf: Leaf) -> tuple[Any, ...]:
+        """Leaves in this order give equal programs for equal sets of shapes, whichever parameters they are."""
+        kind = -1 if leaf.spec is None else self._kinds[leaf.row]
+        alike = str(leaf.device), kind, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None
+        return *alike, leaf.memory is not None, leaf.row
+
+    def pack_key(self, leaf: Leaf) -> Any:
+        """What leaves must have in common to be updated side by side; None for one that must be by itself."""
+        row, size = self.static[leaf.row], leaf.shape.numel()
+        if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
+            return None
+        if not 0 < size * leaf.dtype.itemsize <= LARGEST_IN_PACK:
+            return None
+        if not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra):
+            return None
+        return self._kinds[leaf.row], leaf.dtype, leaf.device, pack_width(leaf.dtype, size)
 
     def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
         """The state of a leaf: its own, and what all leaves of its transformation share."""

@@ -1,0 +1,420 @@
+"""The update as a function that jax traces: (params, state, grads, hyperparams) -> (params, state), for one static `Plan`.
+
+Every number that a user may change between steps is an element of one float64 vector, so no value of it recompiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .evaluate import Arrays, evaluate_buffers
+from .precision import NOTHING
+from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real, times
+from .split import for_each
+
+# Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
+ONES = 4
+
+_traces = 0
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the program must know of one live leaf: its transformation, its arrays, and which way its result goes.
+
+    `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
+    every field of state; `spec` is then that of one row. None for a leaf by itself.
+    """
+
+    row: Row
+    spec: Spec
+    state: tuple[Signature, ...]
+    inplace: bool
+    elements: bool
+    count: int | None = None
+
+    @property
+    def buffer(self) -> Signature:
+        size = math.prod(self.spec.shape)
+        return (size,) if self.count is None else (self.count, size), self.spec.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is static about one update, and so the key of its program.
+
+    `width`: of the vector of hyperparams. `measured`: the norm and the finite check are over more than these leaves, and
+    come from calls of `Program.measure`. `shared` has the state that belongs to no leaf, for each unit of the rows in
+    ascending order. `scaled`: the gradients are those of a scaled loss, and the update is skipped where one is not finite.
+    """
+
+    leaves: tuple[Leaf, ...]
+    clip: bool
+    device: Any
+    width: int
+    skeleton: tuple[Path, ...] = ()
+    shared: tuple[tuple[Signature, ...], ...] = ()
+    extra: Extra = NO_EXTRA
+    scaled: bool = False
+    measured: bool = False
+
+    def problem(self, leaf: Leaf) -> Problem:
+        """A leaf that is updated by itself."""
+        return Problem(leaf.row, (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
+
+    @property
+    def units(self) -> list[tuple[Problem, list[int]]]:
+        """Each transformation that is evaluated over several leaves together, with the positions of its leaves."""
+        positions: dict[int, list[int]] = {}
+        for position, leaf in enumerate(self.leaves):
+            unit = leaf.row.unit
+            if unit is not None:
+                positions.setdefault(unit, []).append(position)
+        problems = [
+            Problem(self.leaves[at[0]].row, tuple(self.leaves[i].spec for i in at), self.skeleton) for _, at in sorted(positions.items())
+        ]
+        return list(zip(problems, [at for _, at in sorted(positions.items())], strict=True))
+
+    @property
+    def offsets(self) -> int:
+        """How many leaves there are, those of packs one by one."""
+        return sum(leaf.count or 1 for leaf in self.leaves)
+
+
+def traces() -> int:
+    """How often an update has been traced in this process."""
+    return _traces
+
+
+def update(
+    plan: Plan,
+    params: list[Any],
+    state: list[Any],
+    kept: list[Any],
+    grads: list[Any],
+    masks: list[Any],
+    hyperparams: Any,
+    offsets: Any,
+    live: Any,
+    extra: list[Any],
+    scaling: list[Any],
+    measure: Any,
+) -> tuple[list[Any], list[Any], list[Any], list[Any], Any]:
+    """New parameters, state, kept leaves and count of skipped updates, and a result that nobody donates.
+
+    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have.
+    """
+    global _traces
+    _traces += 1
+    ones, values = hyperparams[:ONES], _values(plan, hyperparams, offsets)
+    grads = [_in_rows(g, leaf.count) for g, leaf in zip(grads, plan.leaves, strict=True)]
+    donated, read, given, states = iter(params), iter(kept), iter(masks), iter(state)
+    leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
+    leaf_lives = _lives([leaf.count for leaf in plan.leaves], live)
+    old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
+    own = [[next(states) for _ in leaf.state] for leaf in plan.leaves]
+    if (plan.clip or plan.scaled) and not plan.measured:
+        measure = _measure(plan.clip, grads, leaf_masks, leaf_lives, scaling, measure)
+    scale, skip, skipped = _consequences(plan.clip, hyperparams[ONES], scaling, measure)
+    results: list[Any] = [None] * len(plan.leaves)
+    alike: dict[Any, list[int]] = {}
+    for position, leaf in enumerate(plan.leaves):
+        if leaf.row.unit is None:
+            alike.setdefault((leaf, leaf_masks[position] is None), []).append(position)
+    common = ones, scale, skip, extra
+    for (leaf, _), at in alike.items():
+        problem = plan.problem(leaf)
+        one = _leaf_update(problem, _passes(problem, leaf.elements, plan.clip, plan.extra, plan.device), plan.extra)
+        parts = [_parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
+        if leaf.count is None:
+            new = for_each(one, [arrays for arrays, _ in parts], [scalars for _, scalars in parts], common)
+        else:
+            new = [_pack_update(one, leaf_lives[i], *part, common) for i, part in zip(at, parts, strict=True)]
+        for i, (new_p, *columns) in zip(at, new, strict=True):
+            results[i] = new_p, _joined(problem, *columns)
+    new_shared: list[Any] = []
+    for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
+        shared = [next(states) for _ in signatures]
+        multipliers = [values[i][-1] for i in at]
+        p, state_of, g, m = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks))
+        restored = plan.extra.restored(extra)
+        new = _unit_update(problem, p, state_of, g, m, shared, values[at[0]], multipliers, scale, restored)
+        new_shared += _unless(skip, new.shared, shared)
+        for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
+            results[i] = _unless(skip, result, (old_params[i], own[i]))
+    # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
+    # the order of their arguments, and those without a buffer of their own last.
+    new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
+    new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
+    return new_params, [x for _, fields in results for x in fields] + new_shared, new_kept, skipped, ones[0].astype(jnp.float32)
+
+
+def _values(plan: Plan, hyperparams: Any, offsets: Any) -> list[Any]:
+    """The numbers of each leaf's row; of a pack one row of them for each of its leaves."""
+    at, out = 0, []
+    for leaf in plan.leaves:
+        width = leaf.row.width
+        cut = lambda start, width=width: jax.lax.dynamic_slice(hyperparams, (start,), (width,))  # noqa: E731
+        count = leaf.count or 1
+        out.append(cut(offsets[at]) if leaf.count is None else jax.vmap(cut)(offsets[at : at + count]))
+        at += count
+    return out
+
+
+def _in_rows(grad: Any, count: int | None) -> Any:
+    """A flat gradient in the rows of a pack."""
+    return grad if count is None else grad.reshape(count, -1)
+
+
+def _lives(counts: Sequence[int | None], live: Any) -> list[Any]:
+    """For each pack which of its rows are updated; None for a leaf by itself."""
+    at, out = 0, []
+    for count in counts:
+        out.append(None if count is None else live[at : at + count])
+        at += count or 0
+    return out
+
+
+def _parted(problem: Problem, p: Any, state: Sequence[Any], g: Any, mask: Any, values: Any) -> tuple[Any, Any]:
+    """What an update reads of one leaf: its arrays, and the scalars of its state with the numbers of its row."""
+    fields = layout(problem).own[0]
+    columns = [[x for field, x in zip(fields, state, strict=True) if (field.shape == ()) is scalar] for scalar in (False, True)]
+    return (p, columns[0], g, mask), (columns[1], values)
+
+
+def _joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    """The state of a leaf in the order of its fields."""
+    columns = {False: iter(arrays), True: iter(scalars)}
+    return [next(columns[field.shape == ()]) for field in layout(problem).own[0]]
+
+
+def _pack_update(one: Any, live: Any, arrays: Any, scalars: Any, common: Any) -> Any:
+    """The update of a leaf over the rows of a pack; rows that are not `live` keep their bits."""
+    new = jax.vmap(one, in_axes=(0, 0, None))(arrays, scalars, common)
+    before = arrays[0], arrays[1], scalars[0]
+    return jax.tree.map(lambda after, before: jnp.where(_along(live, before), after, before), new, before)
+
+
+def _along(live: Any, x: Any) -> Any:
+    """A flag for each row, ready to be broadcast over the rows of x."""
+    return live.reshape(live.shape + (1,) * (x.ndim - 1))
+
+
+class Passes(NamedTuple):
+    """How often a rule is evaluated: once, once more for the parameter, and once more for each field of state from the second on.
+
+    `beside`: what is kept beside the state comes with the parameter.
+    """
+
+    evaluations: int
+    beside: bool
+
+
+@functools.lru_cache(1024)
+def _leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[..., Any]:
+    """The update of one leaf: (arrays, scalars) as of `_parted`, and what all leaves have in common, to (p, arrays, scalars)."""
+    fields = layout(problem).own[0]
+
+    def leaf(arrays: Any, scalars: Any, common: Any) -> tuple[Any, list[Any], list[Any]]:
+        (p, _, g, mask), (_, values), (ones, scale, skip, further) = arrays, scalars, common
+        state = _joined(problem, arrays[1], scalars[0])
+
+        def result(factor: Any) -> tuple[Any, list[Any]]:
+            before = Arrays([_kept_in(mask, p, problem)], [_kept_in(mask, g, problem)], [state], [])
+            new = evaluate_buffers(problem, before, values, [values[-1]], scale, factor, extra.restored(further))
+            return new.params[0], list(new.own[0])
+
+        # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
+        # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
+        # nothing can fold together; the arithmetic that this repeats is free beside the memory traffic.
+        new_p, new_state = result(None)
+        if passes.evaluations > 1:
+            new_p, other = result(ones[0])
+            if passes.beside:
+                new_state = [b if field.position is None else a for field, a, b in zip(fields, new_state, other, strict=True)]
+        for nth, position in enumerate(_evaluated(fields, passes.beside)):
+            if 1 <= nth <= passes.evaluations - 2:
+                new_state[position] = result(ones[nth])[1][position]
+        new = (new_p, new_state) if mask is None else _masked(mask, fields, (p, state), (new_p, new_state))
+        new_p, new_state = _unless(skip, new, (p, state))
+        (_, new_arrays, _, _), (new_scalars, _) = _parted(problem, new_p, new_state, g, mask, values)
+        return new_p, new_arrays, new_scalars
+
+    return leaf
+
+
+def _evaluated(fields: Sequence[Field], beside: bool) -> list[int]:
+    """The fields of the leaf's shape that may have evaluations of their own."""
+    return [i for i, field in enumerate(fields) if field.shape is None and not (beside and field.position is None)]
+
+
+def _unit_update(
+    problem: Problem,
+    params: list[Any],
+    own: list[Any],
+    grads: list[Any],
+    masks: list[Any],
+    shared: list[Any],
+    values: Any,
+    multipliers: list[Any],
+    scale: Any,
+    extra: dict[str, Any],
+) -> Arrays:
+    """The update of leaves that one transformation must see together."""
+    seen = [[_kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (params, grads)]
+    new = evaluate_buffers(problem, Arrays(seen[0], seen[1], own, shared), values, multipliers, scale, None, extra)
+    kept = [
+        after if mask is None else _masked(mask, fields, before, after)
+        for mask, fields, before, after in zip(
+            masks, layout(problem).own, zip(params, own, strict=True), zip(new.params, new.own, strict=True), strict=True
+        )
+    ]
+    return new._replace(params=[p for p, _ in kept], own=[state for _, state in kept])
+
+
+def _kept_in(mask: Any, x: Any, problem: Problem) -> Any:
+    """The array with 0 where the mask is False, if the transformation may look from one element to another."""
+    return x if mask is None or (problem.specs[0].path is None and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
+
+
+def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+    """The new values where the mask is True, the old where it is False."""
+    state = [
+        jnp.where(mask, after, before) if field.shape is None else after
+        for field, before, after in zip(fields, old[1], new[1], strict=True)
+    ]
+    return jnp.where(mask, new[0], old[0]), state
+
+
+def _unless(skip: Any, new: Any, old: Any) -> Any:
+    """The new values, or all old ones where the update is skipped."""
+    return new if skip is None else jax.tree.map(lambda after, before: jnp.where(skip, before, after), new, old)
+
+
+def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any) -> Any:
+    """What the gradients of a plan add to a norm and a finite check that are over more: see `_measure`."""
+    given = iter(masks)
+    leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
+    grads = [_in_rows(g, leaf.count) for g, leaf in zip(grads, plan.leaves, strict=True)]
+    return _measure(plan.clip, grads, leaf_masks, _lives([leaf.count for leaf in plan.leaves], live), scaling, measure)
+
+
+def _measure(clip: bool, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Sequence[Any], before: Any) -> Any:
+    """What was found of other gradients, and of these: float64 (2,), the sum of their squares, and a 0 that is NaN if one is not finite.
+
+    Both are one reading of each gradient.
+    """
+    squares, zeros = before[0], before[1]
+    for g, mask, live in zip(grads, masks, lives, strict=True):
+        trained = mask if live is None else _along(live, g)
+        seen = lambda x, trained=trained: x if trained is None else jnp.where(trained, x, jnp.zeros_like(x))  # noqa: E731
+        if clip:
+            wide = times(real(seen(g)), _unscaling(scaling))
+            squares += jnp.sum(wide * wide).astype(jnp.float64)
+        if scaling:
+            # 0 * g is 0 where g is finite and else NaN: the predicates of `isfinite` would be stored.
+            zeros += jnp.sum(real(seen(g * jnp.zeros((), g.dtype)))).astype(jnp.float64)
+    return jnp.stack([squares, zeros])
+
+
+def _unscaling(scaling: Sequence[Any]) -> Any:
+    """The factor that undoes the loss scale, if there is one."""
+    return 1 / scaling[0][0].astype(jnp.float64) if scaling else None
+
+
+def _consequences(clip: bool, bound: Any, scaling: Sequence[Any], measure: Any) -> tuple[Any, Any, list[Any]]:
+    """What the gradients are to be multiplied by, whether to skip the update, and the count of skipped ones with this.
+
+    The factor brings the global norm down to the bound, as torch's clip_grad_norm_: one scalar, so that no clipped gradient is
+    ever stored. A norm of NaN or infinity gives what torch's gives.
+    """
+    scale, skip, skipped = _unscaling(scaling), None, []
+    if clip:
+        factor = jnp.minimum(bound / (jnp.sqrt(measure[0]) + 1e-6), 1.0)
+        scale = factor if scale is None else factor * scale
+    if scaling:
+        _, found, count = scaling
+        skip = (found[0] > 0) | ~jnp.isfinite(measure[1])
+        skipped = [count + skip.astype(count.dtype)]
+    return scale, skip, skipped
+
+
+def abstract(plan: Plan) -> tuple[Any, ...]:
+    """Shape and dtype of the arguments of `update`, in its order."""
+    sharding = jax.sharding.SingleDeviceSharding(plan.device)
+    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
+    params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
+    kept = [array(*leaf.buffer) for leaf in plan.leaves if not leaf.inplace]
+    state = [array(*s) for signatures in (*(leaf.state for leaf in plan.leaves), *plan.shared) for s in signatures]
+    grads = [array((math.prod(leaf.buffer[0]),), leaf.buffer[1]) for leaf in plan.leaves]
+    masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
+    hyperparams, offsets = jax.ShapeDtypeStruct((plan.width,), np.float64), jax.ShapeDtypeStruct((plan.offsets,), np.int32)
+    live = jax.ShapeDtypeStruct((sum(leaf.count or 0 for leaf in plan.leaves),), np.bool_)
+    extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, Same)]
+    scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
+    measure = jax.ShapeDtypeStruct((2,), np.float64)
+    return params, state, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure
+
+
+_chosen_passes: dict[Any, Passes] = {}
+_ONCE = Passes(1, beside=False)
+
+
+def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: Any) -> Passes:
+    """How many evaluations of the rule move the fewest bytes.
+
+    Asked of the compiler, on one small flat leaf, once for each rule and dtype: of torch's equations with nothing kept beside
+    them in float32, and in complex, because what is fused is the same in all real types. A leaf that must keep its shape is
+    evaluated once, because operations across its elements store their results anyway.
+    """
+    spec, kept = problem.specs[0], problem.row.kept != NOTHING
+    if not spec.flat or extra.leaves:
+        return _ONCE
+    own_type = problem.row.scaled or kept or spec.dtype.startswith("complex")
+    dtype = spec.dtype if own_type else "float32"
+    small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
+    key = (small, elements, clip, device.platform)
+    if key not in _chosen_passes:
+        try:
+            fields = layout(small).own[0]
+            ways = {Passes(n, False) for n in (1, 2, 1 + len(_evaluated(fields, False)))}
+            ways |= {Passes(n, True) for n in (2, 1 + len(_evaluated(fields, True)))} if kept else set()
+            if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
+                ways = {way for way in ways if way.beside or way.evaluations == 1}
+            ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
+            counts = {way: bytes_accessed(_probe(small, elements, clip, device, way)) for way in sorted(ways)}
+        except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
+            counts = {_ONCE: 0.0}
+        _chosen_passes[key] = min(counts, key=lambda way: (counts[way], way))
+    return _chosen_passes[key]
+
+
+def _probe(problem: Problem, elements: bool, clip: bool, device: Any, passes: Passes) -> Any:
+    """The compiled update of one small leaf, donated as in a program."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
+    spec = problem.specs[0]
+    p = array(spec.shape, spec.dtype)
+    state = [array(buffer_shape(field, spec), field.dtype) for field in layout(problem).own[0]]
+    mask = array(p.shape, np.bool_) if elements else None
+    values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (problem.row.width, ONES))
+    scale = jax.ShapeDtypeStruct((), np.float64) if clip else None
+    update = _leaf_update(problem, passes, NO_EXTRA)
+
+    def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any) -> Any:
+        return update(*_parted(problem, p, state, g, mask, values), (ones, scale, None, []))
+
+    return jax.jit(donated, donate_argnums=(0, 1)).lower(p, state, p, mask, values, ones, scale).compile()
+
+
+def bytes_accessed(compiled: Any) -> float:
+    """Bytes that one call of a compiled program moves, by the compiler's count."""
+    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # absent where nothing is computed

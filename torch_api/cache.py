@@ -1,0 +1,126 @@
+"""Which compiled programs an optimizer has used, and why it needed one more."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bridge import step, update
+from bridge.problem import Extra
+
+# After so many programs for one set of live leaves each, none is made for a whole set any more.
+_SETS = 3
+
+
+class CompilationWarning(UserWarning):
+    """A step after the first compiled a program; the text says why."""
+
+
+class CacheInfo(NamedTuple):
+    """What the steps of an optimizer found ready.
+
+    hits: steps whose set of live parameters was at hand. misses: those for which it was put together. programs: compiled
+    programs that this optimizer has used. compilations: those of them that were compiled for it.
+    """
+
+    hits: int
+    misses: int
+    programs: int
+    compilations: int
+
+
+class Situation(NamedTuple):
+    """What decides which programs a step runs: of each live parameter its signature, and what all have in common."""
+
+    leaves: Sequence[tuple[str, update.Leaf]]
+    clip: bool
+    scaled: bool
+    extra: Extra
+
+
+class Cache:
+    """The programs of one optimizer."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self.hits = self.misses = self._compilations = self._sets = 0
+        self._programs: set[step.Program] = set()
+        self._last: Situation | None = None
+
+    @property
+    def info(self) -> CacheInfo:
+        return CacheInfo(self.hits, self.misses, len(self._programs), self._compilations)
+
+    @property
+    def restless(self) -> bool:
+        """Whether sets of live leaves change so often that programs should serve any."""
+        return self._sets > _SETS
+
+    def programs(self, plans: Sequence[update.Plan]) -> list[step.Program]:
+        """The programs of these plans."""
+        before = step.compilations()
+        found = step.programs(plans)
+        self._compilations += step.compilations() - before
+        self._sets += sum(len(set(p.plan.leaves)) > 1 for p in set(found) - self._programs)
+        self._programs.update(found)
+        return found
+
+    def note(self, situation: Situation, compiled: int) -> None:
+        """Warn if a step that is not the first had to compile."""
+        last, self._last = self._last, situation
+        self.misses += 1
+        if compiled and last is not None:
+            what = "a program" if compiled == 1 else f"{compiled} programs"
+            warnings.warn(f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=_level())
+
+
+def _level() -> int:
+    """The stack level, seen from the caller, of the frame that called the step: the first that is neither torch's nor ours."""
+    level, frame = 0, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_api", "bridge"):
+        level, frame = level + 1, frame.f_back
+    return level + 1
+
+
+def _cause(before: Situation, now: Situation) -> str:
+    causes = []
+    if before.clip != now.clip:
+        causes.append(f"max_grad_norm is {'set' if now.clip else 'None'} now")
+    if before.scaled != now.scaled:
+        causes.append(f"the gradients are {'' if now.scaled else 'no longer '}those of a scaled loss")
+    if before.extra != now.extra:
+        causes.append("the further arguments of step are others, or have other shapes or types")
+    old, new = dict(before.leaves), dict(now.leaves)
+    changed = [(name, what) for name in old.keys() & new.keys() for what in _changes(old[name], new[name])]
+    for what in dict.fromkeys(what for _, what in sorted(changed)):
+        causes.append(f"{what} of {_listed(sorted(name for name, other in changed if other == what))}")
+    causes += [f"{_listed(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
+    causes += [f"{_listed(sorted(old.keys() - new.keys()))} do not, frozen or without gradient"] if old.keys() - new.keys() else []
+    return "; ".join(causes) or "its programs were given up for those of other optimizers"
+
+
+def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
+    """What is different about one parameter."""
+    if before.row != now.row:
+        old, new = dict(before.row.statics), dict(now.row.statics)
+        names = [name for name in new if name in old and old[name] != new[name]]
+        yield from (f"{name} is {new[name]!r}, was {old[name]!r}," for name in names)
+        if not names:
+            yield "the hyperparameters that are in use, or what is kept beside the state, are others"
+    if before.spec.dtype != now.spec.dtype:
+        yield f"the dtype is {now.spec.dtype}, was {before.spec.dtype},"
+    elif before.spec != now.spec:
+        yield "the shape is another"
+    if before.inplace != now.inplace:
+        yield "the way of writing back is another"
+    if [dtype for _, dtype in before.state] != [dtype for _, dtype in now.state]:
+        yield "the dtype of the state is another"
+    if before.elements != now.elements:
+        yield "the mask of elements is another"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

@@ -1,0 +1,173 @@
+"""Packs: small parameters of equal signature side by side in one memory, and so their state and gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge import storage
+from bridge.dlpack import device_of, numpy_dtype
+from bridge.problem import Field, buffer_shape
+
+from .plan import Leaf, has_state, is_wider
+
+# Fewer leaves of a kind stay by themselves.
+FEWEST = 4
+
+
+def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], writeback: str) -> None:
+    """Give each leaf its memory: the rows of a pack for small ones of equal key, for others a memory of their own.
+
+    A leaf that is in jax-owned memory already stays there, in a pack as long as all leaves of that pack have one key:
+    else two updates would want to have the one buffer.
+    """
+    keys: dict[storage.Memory, set[Hashable | None]] = {}
+    found = []
+    for leaf in leaves:
+        leaf.look()
+        memory, row = storage.located(leaf.local)
+        key = key_of(leaf) if writeback == "inplace" else None
+        if row is not None and memory is not None:
+            keys.setdefault(memory, set()).add(key)
+        found.append((leaf, key, memory, row))
+    wanted: dict[Hashable, list[Leaf]] = {}
+    for leaf, key, memory, row in found:
+        at_home = memory is not None and (row is None or (key is not None and len(keys[memory]) == 1))
+        goes_back = leaf.memory is not None and leaf.slot is not None and storage.fits(leaf.local, leaf.memory, leaf.slot)
+        if key is None or at_home or goes_back or storage.cannot_own(leaf.local):
+            leaf.place(writeback, alone=row is not None and not at_home)
+        else:
+            wanted.setdefault(key, []).append(leaf)
+    for alike in wanted.values():
+        if len(alike) >= FEWEST:
+            storage.pack([leaf.local for leaf in alike])
+        for leaf in alike:
+            leaf.place(writeback, alone=len(alike) < FEWEST)
+
+
+def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
+    """Raise for two parameters that would be updated in one memory."""
+    owners: dict[Any, Leaf] = {}
+    for leaf in leaves:
+        twin = owners.setdefault((leaf.memory, leaf.slot), leaf)
+        if twin is not leaf and leaf.memory is not None:
+            raise ValueError(
+                f"{owner}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one Parameter object, or "
+                "give each memory of its own: param.data = param.data.clone()."
+            )
+
+
+class Pack:
+    """The state of one pack in one optimizer, and the rows that its gradients are gathered in.
+
+    Args:
+      leaf: any leaf of it.
+      fields: the state of each.
+      constants: what each field begins with, where that is one number.
+      members: the row and the saved state of every leaf of the pack that may be trained.
+      taken: the memories that others have; those of this state are added.
+    """
+
+    __slots__ = ("_constants", "_fields", "_gradients", "memory", "state")
+
+    def __init__(
+        self,
+        leaf: Leaf,
+        fields: Sequence[Field],
+        hidden: Mapping[str, float],
+        constants: Sequence[Any],
+        members: Sequence[tuple[int, Mapping[str, Any]]],
+        taken: set[storage.Memory],
+    ) -> None:
+        assert leaf.memory is not None
+        self.memory, self._fields = leaf.memory, fields
+        self._gradients: torch.Tensor | None = None
+        saved = [(row, state) for row, state in members if has_state(fields, state)]
+        dtypes = [_dtype(field, hidden, [state for _, state in saved]) for field in fields]
+        kept = self._as_saved(saved, dtypes, hidden, taken)
+        self._constants = constants if kept is None else None  # what rows hold until their leaf has begun
+        self.state = kept or tuple(
+            self._begun(leaf, field, dtype, constant) for field, dtype, constant in zip(fields, dtypes, constants, strict=True)
+        )
+        taken.update(self.state)
+
+    def _begun(self, leaf: Leaf, field: Field, dtype: str, constant: Any) -> storage.Memory:
+        """New rows for one field, all begun with the constant."""
+        count, width = self.memory.array.shape
+        inner = (width,) if field.shape is None else buffer_shape(field)
+        lengths = self.memory.lengths if field.shape is None else [int(np.prod(inner))] * count
+        return storage.register(storage.full((count, *inner), jnp.dtype(dtype), constant or 0, device_of(leaf.param)), lengths)
+
+    def _as_saved(
+        self, saved: Sequence[tuple[int, Mapping[str, Any]]], dtypes: Sequence[str], hidden: Mapping[str, float], taken: set[storage.Memory]
+    ) -> tuple[storage.Memory, ...] | None:
+        """The rows that the saved state lies in, if all of it does, each tensor in the row of its leaf, and nobody looks into others."""
+        memories = []
+        for field, dtype in zip(self._fields, dtypes, strict=True):
+            if field.name in hidden or not all(isinstance(state.get(field.name), torch.Tensor) for _, state in saved):
+                return None
+            found = {(storage.located(state[field.name]), row) for row, state in saved}
+            homes = {memory for (memory, at), row in found if at == row}
+            memory = homes.pop() if len(homes) == 1 and all(at == row for (_, at), row in found) else None
+            if memory is None or memory in taken or memory in memories or len(memory.rows) != len(self.memory.rows):
+                return None
+            if str(memory.array.dtype) != dtype or set(memory.windows) - {row for row, _ in saved}:
+                return None
+            memories.append(memory)
+        return tuple(memories) or None
+
+    def give(
+        self,
+        leaf: Leaf,
+        hidden: Mapping[str, float],
+        values: Sequence[Any],
+        saved: Mapping[str, Any],
+        begin: Callable[[Leaf, Field], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """The leaf's own rows, begun with `values` (flat tensors or numbers) or as they were saved, as tensors by field name."""
+        views = {}
+        given = has_state(self._fields, saved)
+        for position, (field, memory, value) in enumerate(zip(self._fields, self.state, values, strict=True)):
+            like = leaf.local.detach() if field.shape is None else None
+            looked_at = leaf.slot in memory.windows
+            view = memory.tensor(leaf.device, like, leaf.slot)
+            view = view.view(field.shape) if field.shape and like is None else view
+            if field.name in hidden:
+                view.fill_(hidden[field.name] if given else float(value))
+            elif field.position is None or given:
+                known = saved.get(field.name)
+                source = torch.as_tensor(begin(leaf, field) if known is None else known, device=leaf.device)
+                if source.data_ptr() != view.data_ptr():
+                    view.copy_(source.reshape(view.shape) if like is None else source)
+            elif isinstance(value, torch.Tensor):
+                view.copy_(value.reshape(view.shape) if like is None else value.as_strided(view.shape, view.stride()))
+            elif looked_at or self._constants is None or self._constants[position] != value:
+                view.fill_(value)
+            if field.name not in hidden:
+                memory.holders[leaf.slot or 0] = weakref.ref(view)
+                views[field.name] = view
+        return views
+
+    def gradient(self, leaf: Leaf) -> torch.Tensor:
+        """Where the leaf's gradient goes."""
+        rows, start = self.gradients(leaf), (leaf.slot or 0) * self.memory.array.shape[1]
+        size, strides = leaf.shape, leaf.strides
+        return rows.as_strided(size, strides, start)
+
+    def gradients(self, leaf: Leaf) -> torch.Tensor:
+        """The rows of all gradients."""
+        if self._gradients is None:
+            with torch.inference_mode(False):
+                self._gradients = torch.zeros(self.memory.array.shape, dtype=leaf.dtype, device=leaf.device)
+        return self._gradients
+
+
+def _dtype(field: Field, hidden: Mapping[str, float], saved: Iterable[Mapping[str, Any]]) -> str:
+    """The type of a field's rows: that of the transformation, or the wider one that some leaf's was saved in."""
+    types = {str(numpy_dtype(state[field.name].dtype)) for state in saved if is_wider(field, hidden, state)} - {field.dtype}
+    return max(types, key=lambda name: jnp.dtype(name).itemsize) if types else field.dtype

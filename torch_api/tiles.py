@@ -1,0 +1,53 @@
+"""Tiles: how the leaves of one step are divided among compiled programs.
+
+A few leaves are one program. Of many, those that have equals are updated some at a time by a program for that many equal
+leaves, which is compiled once and called for one after the other: compiling takes as long as there are kinds of leaves,
+whichever of them have a gradient. What is left is one program more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+# So many loops make one program, whatever they are: it compiles in a fraction of a second and is called once.
+FEW = 16
+# Equal leaves that are worth a program of their own.
+EQUALS = 4
+# Elements that one call should update at least: below, calling costs more than 1% of it.
+ELEMENTS = 1 << 20
+_STEP = 4  # from one size of tile to the next
+
+
+def divided(kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[bool], few: bool, restless: bool) -> Iterator[list[int]]:
+    """The positions of the leaves that each program takes.
+
+    Args:
+      kinds: of each live leaf (a pack counts as one) what it must have in common with others of its tile; None for one that has none.
+      sizes: its elements.
+      frequent: whether EQUALS leaves or more that may be live are like it.
+      few: whether no more than FEW may be live.
+      restless: whether so many sets of live leaves were seen that none should have a program for itself.
+    """
+    rest: list[int] = []
+    alike: dict[Hashable, list[int]] = {}
+    for position, (kind, is_frequent) in enumerate(zip(kinds, frequent, strict=True)):
+        if kind is None or not (restless or (is_frequent and not few)):
+            rest.append(position)
+        else:
+            alike.setdefault(kind, []).append(position)
+    if rest:
+        yield rest
+    for positions in alike.values():
+        start = 0
+        for size in tile_sizes(sizes[positions[0]]):
+            while len(positions) - start >= size:
+                yield positions[start : start + size]
+                start += size
+
+
+def tile_sizes(elements: int) -> list[int]:
+    """How many leaves of so many elements a program may take: at most three sizes, the last 1."""
+    largest = 1
+    while largest < _STEP**2 and largest * elements < ELEMENTS:
+        largest *= _STEP
+    return [largest // _STEP**n for n in range(3) if largest >= _STEP**n]
