@@ -1,0 +1,74 @@
+"""What tests of packs share: small parameters, optimizers with and without packs, runs of several with equal gradients."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from oracles import clones, movement_error, random_grads, set_grads
+
+from torch_api import rows
+
+# Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
+SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
+
+
+def parameters(dtype=torch.float32, shapes=SHAPES):
+    return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in shapes]
+
+
+@contextmanager
+def no_packs():
+    """Optimizers made here have every leaf by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "LARGEST_IN_PACK", 0)
+        yield
+
+
+def slots(optimizer):
+    return [leaf.slot for leaf in optimizer._active]
+
+
+def packed(optimizer, least=5):
+    """The optimizer, which has packs."""
+    assert sum(slot is not None for slot in slots(optimizer)) >= least
+    return optimizer
+
+
+def by_themselves(make, params):
+    """An optimizer of copies with every leaf by itself, and the copies."""
+    other = clones(params)
+    with no_packs():
+        optimizer = make(other)
+    assert set(slots(optimizer)) == {None}
+    return optimizer, other
+
+
+def some(params, share=0.7):
+    """Gradients of a random part of the parameters."""
+    return [torch.randn_like(p) if torch.rand(()) < share else None for p in params]
+
+
+def feed(pairs, grads):
+    for optimizer, params in pairs:
+        set_grads(params, grads)
+        optimizer.step()
+
+
+def run(pairs, steps=5, grads=random_grads):
+    for _ in range(steps):
+        feed(pairs, grads(pairs[0][1]))
+
+
+def near(params, others, start, bound=1e-6):
+    for p, q, s in zip(params, others, start, strict=True):
+        assert movement_error(p, q, s) <= bound
+
+
+def states(optimizer, params):
+    return [tensor for p in params for _, tensor in sorted(optimizer.state[p].items())]
+
+
+def same_states(one, params, other, others):
+    for p, q in zip(params, others, strict=True):
+        assert one.state[p].keys() == other.state[q].keys()
+        assert all(torch.equal(tensor, other.state[q][name]) for name, tensor in one.state[p].items())

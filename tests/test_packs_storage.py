@@ -1,0 +1,346 @@
+"""Packs: storages, edits by hand, checkpoints and several optimizers, as if every small parameter had a memory of its own."""
+
+import copy
+import gc
+import io
+import pickle
+
+import jax
+import numpy as np
+import pytest
+import torch
+from oracles import clones, random_grads, same
+from packing import near, no_packs, packed, parameters, run, slots, some, states
+
+import torch_api
+from bridge import storage
+
+# ---------------------------------------------------------------------- storages
+
+
+def saved_bytes(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return len(buffer.getvalue())
+
+
+def test_each_parameter_and_state_tensor_has_a_storage_of_its_own_bytes():
+    params = parameters()
+    ours = packed(torch_api.MaskedAdamW(params, amsgrad=True))
+    run([(ours, params)], 2)
+    tensors = [*params, *states(ours, params)]
+    assert [t.untyped_storage().nbytes() for t in tensors] == [t.nbytes for t in tensors]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+    for p in (params[0], params[9]):
+        for t in (p, ours.state[p]["exp_avg_sq"], ours.state[p]["step"]):
+            assert saved_bytes(t) == saved_bytes(t.detach().clone().requires_grad_(t.requires_grad) if t is not p else clones([p])[0])
+    assert saved_bytes(torch.zeros(16)) < saved_bytes(torch.zeros(16 * 13))  # sizes would tell
+
+
+def test_safetensors_saves_them(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    params = parameters()
+    run([(packed(torch_api.MaskedAdam(params)), params)], 1)
+    safetensors.save_file({str(i): p.detach() for i, p in enumerate(params)}, tmp_path / "x")
+    loaded = safetensors.load_file(tmp_path / "x")
+    assert same([loaded[str(i)] for i in range(len(params))], params)
+
+
+def test_addresses_of_parameters_and_state_stay():
+    params = parameters()
+    ours = packed(torch_api.MaskedAdamW(params, amsgrad=True))
+    run([(ours, params)], 1)
+    tensors = [*params, *states(ours, params)]
+    addresses = [t.data_ptr() for t in tensors]
+    run([(ours, params)], 20, some)
+    assert addresses == [t.data_ptr() for t in tensors]
+    assert all(a is b for a, b in zip(tensors, [*params, *states(ours, params)], strict=True))
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_parameters_and_state_outlive_the_optimizer_and_each_other():
+    params = parameters()
+    ours = packed(torch_api.MaskedAdam(params))
+    run([(ours, params)], 2)
+    kept = [*params, ours.state[params[3]]["exp_avg"]]
+    values = [t.detach().clone() for t in kept]
+    del ours
+    gc.collect()
+    junk = [torch.full((n,), 7.0) for n in range(1, 300)]
+    assert same(kept, values)
+    alone = kept[3]
+    del params, kept, junk
+    gc.collect()
+    junk = [torch.full((n,), 7.0) for n in range(1, 300)]
+    assert torch.equal(alone, values[3])
+    del junk
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def trained_pair():
+    params = parameters()
+    start, others = clones(params), clones(params)
+    ours = packed(torch_api.MaskedAdam([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01), 13)
+    runs = [(ours, params), (torch.optim.Adam(others, lr=0.01), others)]
+    run(runs, 3)
+    return runs, start
+
+
+def replace(optimizer, p):
+    optimizer.state[p]["exp_avg"] = torch.full_like(optimizer.state[p]["exp_avg"], 0.5)
+
+
+def pop(optimizer, p):
+    optimizer.state.pop(p)
+
+
+def other_data(optimizer, p):
+    optimizer.state[p]["exp_avg"].data = torch.full_like(optimizer.state[p]["exp_avg"], 0.25)
+
+
+def filled(optimizer, p):
+    optimizer.state[p]["exp_avg_sq"].fill_(2.0)
+
+
+def swapped(optimizer, p):
+    group = optimizer.param_groups[0]["params"]
+    one, other = optimizer.state[group[0]], optimizer.state[group[2]]
+    one["step"], other["step"] = torch.tensor(9.0), torch.tensor(4.0)
+
+
+@pytest.mark.parametrize("edit", [replace, pop, other_data, filled, swapped])
+def test_state_edited_by_hand_is_gone_on_from_as_torch_does(edit):
+    runs, start = trained_pair()
+    for _ in range(2):
+        for optimizer, params in runs:
+            edit(optimizer, params[1])
+        run(runs, 2)
+    (ours, params), (theirs, others) = runs
+    near(params, others, start)
+    assert [float(ours.state[p]["step"]) for p in params] == [float(theirs.state[q]["step"]) for q in others]
+
+
+def test_replaced_data_goes_back_into_its_row_when_nobody_holds_the_old():
+    runs, start = trained_pair()
+    (ours, params), _ = runs
+    memory, address = ours._leaves[1].memory, params[1].data_ptr()
+    for _ in range(3):
+        value = torch.randn(4, 4)
+        for _, ps in runs:
+            ps[1].data = value.clone()
+        assert params[1].data_ptr() != address
+        run(runs, 2)
+        assert params[1].data_ptr() == address
+        assert storage.located(params[1].detach())[0] is memory
+    near(params, runs[1][1], start)
+
+
+HOLD = {"the tensor": lambda p: p.data, "a view": lambda p: p.data[1:3], "a view of a view": lambda p: p.detach().view(-1)[3:][::2]}
+
+
+@pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD.keys())
+def test_old_data_that_somebody_holds_keeps_its_values(hold):
+    runs, start = trained_pair()
+    (_, params), (_, others) = runs
+    held = hold(params[1])
+    values, new = held.clone(), torch.randn(4, 4)
+    for _, ps in runs:
+        ps[1].data = new.clone()
+    run(runs, 4)
+    assert torch.equal(held, values)
+    near(params, others, start)
+    assert len({p.data_ptr() for p in params}) == len(params)
+
+
+def held_and_replaced(optimizer, p):
+    """The old tensors must keep their values, which the caller checks."""
+    optimizer.state[p] = {name: torch.full_like(tensor, 2.0) for name, tensor in optimizer.state[p].items()}
+
+
+@pytest.mark.parametrize("edit", [pop, replace, held_and_replaced])
+def test_old_state_that_somebody_holds_keeps_its_values(edit):
+    runs, start = trained_pair()
+    (ours, params), (_, others) = runs
+    held = list(ours.state[params[1]].values())
+    values = [t.clone() for t in held]
+    for optimizer, ps in runs:
+        edit(optimizer, ps[1])
+    kept = [i for i, t in enumerate(held) if all(t is not now for now in ours.state.get(params[1], {}).values())]
+    assert kept
+    run(runs, 3)
+    assert same([held[i] for i in kept], [values[i] for i in kept])
+    near(params, others, start)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["a dead row", "a row of another optimizer"])
+def test_rows_that_had_no_part_in_the_step_are_followed_too(second):
+    params = parameters(shapes=[(10,)] * 6)
+    start, others = clones(params), clones(params)
+    runs = [(packed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
+    run(runs, 2)
+    moving = [(torch_api.MaskedSGD(params[3:], lr=0.1), params[3:]), (torch.optim.SGD(others[3:], lr=0.1), others[3:])] if second else runs
+    some_only = random_grads if second else lambda ps: [None, *random_grads(ps[1:])]
+    run(moving, 1, some_only)
+    held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers: XLA must copy instead of reusing them
+    run(moving, 1, some_only)
+    assert {storage.located(p.detach())[0] for p in params} == {runs[0][0]._leaves[5].memory}
+    del held
+    run(runs, 2)
+    near(params, others, start)
+
+
+def test_a_model_in_bfloat16_between_steps():
+    class Model(torch.nn.Module):
+        def __init__(self, start):
+            super().__init__()
+            self.all = torch.nn.ParameterList(torch.nn.Parameter(p.detach().clone()) for p in start)
+
+    start = parameters(shapes=[(10,), (4, 4), (3, 5), (2, 5), (7,)])
+    make = lambda model: torch_api.MaskedAdam(model.parameters(), lr=0.01)  # noqa: E731
+    one, other = Model(start), Model(start)
+    ours = packed(make(one))
+    with no_packs():
+        theirs = make(other)
+        runs = [(ours, list(one.parameters())), (theirs, list(other.parameters()))]
+        for convert in (lambda model: model, lambda model: model.bfloat16(), lambda model: model.float()):
+            convert(one)
+            convert(other)
+            run(runs, 3)
+    near(runs[0][1], runs[1][1], start, 1e-6)
+    assert set(slots(theirs)) == {None}
+
+
+# ---------------------------------------------------------------------- masks, several optimizers
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_freezing_and_thawing_leaves_the_moments_of_others(keep):
+    runs, start = trained_pair()
+    (ours, params), (theirs, others) = runs
+    frozen = (1, 5, 9)
+    others_state = lambda: [t.clone() for i, p in enumerate(params) for t in ours.state.get(p, {}).values() if i not in frozen]  # noqa: E731
+    before = others_state()
+    for i in frozen:
+        ours.set_trainable(f"p{i}", False, keep_state=keep)
+        others[i].requires_grad_(False)
+    assert same(others_state(), before)
+    values = [params[i].detach().clone() for i in frozen]
+    run(runs, 3, lambda ps: [None if i in frozen else torch.randn_like(p) for i, p in enumerate(ps)])
+    assert same([params[i] for i in frozen], values)
+    before = others_state()
+    for i in frozen:
+        ours.set_trainable(f"p{i}", True)
+        assert keep == (params[i] in ours.state)
+        others[i].requires_grad_(True)
+        if not keep:
+            theirs.state.pop(others[i])
+    assert same(others_state(), before)
+    run(runs, 3)
+    near(params, others, start)
+
+
+@pytest.mark.parametrize("coarse_first", [True, False])
+def test_two_optimizers_of_coarser_and_finer_groups_over_the_same_parameters(coarse_first):
+    params = parameters(shapes=[(10,)] * 8 + [(4, 4)] * 4)
+    start, others = clones(params), clones(params)
+    halves = lambda ps: [{"params": ps[:6]}, {"params": ps[6:], "maximize": True}]  # noqa: E731
+    ours = [lambda: torch_api.MaskedAdam(params, lr=0.01), lambda: torch_api.MaskedSGD(halves(params), lr=0.1, momentum=0.9)]
+    theirs = [torch.optim.Adam(others, lr=0.01), torch.optim.SGD(halves(others), lr=0.1, momentum=0.9)]
+    order = (0, 1) if coarse_first else (1, 0)
+    made = {i: ours[i]() for i in order}
+    for _ in range(6):
+        for i in order:
+            run([(made[i], params), (theirs[i], others)], 1, some)
+    near(params, others, start)
+
+
+def test_a_finer_optimizer_over_half_of_a_pack():
+    params = parameters(shapes=[(10,)] * 8)
+    start, others = clones(params), clones(params)
+    ours = packed(torch_api.MaskedAdam(params, lr=0.01)), torch_api.MaskedSGD(params[:4], lr=0.1)
+    theirs = torch.optim.Adam(others, lr=0.01), torch.optim.SGD(others[:4], lr=0.1)
+    for _ in range(4):
+        run([(ours[0], params), (theirs[0], others)], 1)
+        run([(ours[1], params[:4]), (theirs[1], others[:4])], 1)
+    near(params, others, start)
+
+
+# ---------------------------------------------------------------------- checkpoints and copies
+
+
+def through_pickle(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+def test_copies_go_on_by_themselves(copied):
+    params = parameters(shapes=[(10,)] * 6)
+    ours = packed(torch_api.MaskedAdam(params, lr=0.01), 6)
+    run([(ours, params)], 3)
+    values = clones(params)
+    twin, twins = copied((ours, params))
+    run([(twin, twins)], 2)
+    assert same(params, values)
+    assert not {p.data_ptr() for p in params} & {p.data_ptr() for p in twins}
+    twin, twins = copied((ours, params))
+    run([(ours, params), (twin, twins)], 4)
+    near(twins, params, values)
+    assert [t.untyped_storage().nbytes() for t in states(twin, twins)] == [t.nbytes for t in states(ours, params)]
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+def test_copies_are_packed_too(copied):
+    params = parameters(shapes=[(10,)] * 6)
+    ours = packed(torch_api.MaskedAdam(params, lr=0.01), 6)
+    run([(ours, params)], 1)
+    twin, twins = copied((ours, params))
+    run([(twin, twins)], 2)
+    packed(twin, 6)
+
+
+def test_parameters_of_another_dtype_are_packed_again():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+    ours = packed(torch_api.MaskedAdam(model.parameters(), lr=0.01), 12)
+    run([(ours, list(model.parameters()))], 1)
+    model.bfloat16()
+    run([(ours, list(model.parameters()))], 2)
+    packed(ours, 12)
+
+
+def test_state_dicts_load_from_torch_and_into_it_in_the_middle():
+    runs, start = trained_pair()
+    (ours, params), (theirs, others) = runs
+    saved = copy.deepcopy(ours.state_dict()), copy.deepcopy(theirs.state_dict())
+    memories = {leaf.memory for leaf in ours._active}
+    run(runs, 2)
+    ours.load_state_dict(saved[1])
+    theirs.load_state_dict(saved[0])
+    run(runs, 3, some)
+    near(params, others, start)
+    assert {leaf.memory for leaf in packed(ours, 13)._active} == memories
+    assert [t.untyped_storage().nbytes() for t in states(ours, params)] == [t.nbytes for t in states(ours, params)]
+    for name, tensor in ours.state_dict()["state"][3].items():
+        torch.testing.assert_close(tensor, theirs.state_dict()["state"][3][name], rtol=1e-5, atol=1e-8)
+
+
+def test_a_state_dict_of_leaves_by_themselves_with_state_for_some_only():
+    params = parameters()
+    make = lambda ps: torch_api.MaskedAdam(ps, lr=0.01)  # noqa: E731
+    start = clones(params)
+    others = clones(params)
+    theirs = torch.optim.Adam(others, lr=0.01)
+    run([(theirs, others)], 3, lambda ps: [torch.randn_like(p) if i % 3 else None for i, p in enumerate(ps)])
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            p.copy_(q)
+    ours = packed(make(params), 13)
+    ours.load_state_dict(theirs.state_dict())
+    run([(ours, params), (theirs, others)], 4, some)
+    run([(ours, params), (theirs, others)], 1)
+    near(params, others, start)
+    assert [float(ours.state[p]["step"]) for p in params] == [float(theirs.state[q]["step"]) for q in others]

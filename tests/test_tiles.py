@@ -1,0 +1,440 @@
+"""Tiles: many equal leaves are updated some at a time, by programs that serve whichever of them have a gradient."""
+
+import gc
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from oracles import clones, random_grads, same, set_grads
+from packing import feed, near, run, some, states
+
+import bridge
+import torch_api
+from bridge import split
+from bridge.dlpack import x64
+from torch_api import rows, tiles
+from torch_api.cache import CompilationWarning
+
+SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_by_themselves(monkeypatch):
+    """Small leaves stand for large ones: none is packed, and tiles are of 16, 4 and 1."""
+    monkeypatch.setattr(rows, "LARGEST_IN_PACK", 0)
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    return [torch.nn.Parameter(0.1 * torch.randn(shape, dtype=dtype)) for shape in shapes]
+
+
+def pair(masked, original, shapes=SHAPES, **options):
+    params = parameters(shapes)
+    others = clones(params)
+    return [(masked(params, **options), params), (original(others, **options), others)], clones(params)
+
+
+def sizes(optimizer):
+    """How many leaves each program of the last step took."""
+    return [len(launch.leaves) for launch in optimizer._launches.latest]
+
+
+PAIRS = {
+    "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch_api.MaskedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    "NAdam": (torch_api.MaskedNAdam, torch.optim.NAdam, {"lr": 0.01}),
+}
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SGD", "NAdam"))])
+def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compile_nothing(name):
+    masked, original, options = PAIRS[name]
+    runs, start = pair(masked, original, **options)
+    (ours, params), (_, others) = runs
+    compiled = []
+    for _ in range(30):
+        grads = some(params)
+        held = [(p.detach().clone(), {k: t.clone() for k, t in ours.state.get(p, {}).items()}) for p in params]
+        feed(runs, grads)
+        compiled.append(ours.cache_info().compilations)
+        for p, g, (value, state) in zip(params, grads, held, strict=True):
+            assert torch.equal(p, value) == (g is None)
+            assert g is not None or same(ours.state.get(p, {}).values(), state.values())
+    near(params, others, start)
+    for p, q in zip(params, others, strict=True):
+        assert runs[0][0].state[p].keys() == runs[1][0].state[q].keys()
+        assert "step" not in ours.state[p] or float(ours.state[p]["step"]) == float(runs[1][0].state[q]["step"])
+    by_shape = {}
+    for program in ours._cache._programs:
+        if len({leaf.spec for leaf in program.plan.leaves}) == 1:
+            by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
+    assert all(len(counts) <= 4 and counts <= {16, 4, 1} for counts in by_shape.values()), by_shape
+    assert compiled[-1] == compiled[14], "live sets of a restless optimizer are tiles that there are already"
+    assert ours.cache_info().programs <= 4 * 3 + 4
+
+
+def test_tiles_are_of_equal_leaves_and_the_rest_is_one_program():
+    runs, _ = pair(torch_api.MaskedSGD, torch.optim.SGD, lr=0.1)
+    (ours, params), _ = runs
+    run(runs, 1)
+    assert sorted(sizes(ours)) == sorted([1, 16, 1, 1, 4, 4, 4, 1, 1, 4, 4, 1])
+    launches = ours._launches.latest
+    assert sorted(id(p) for launch in launches for p in (leaf.param for leaf in launch.leaves)) == sorted(map(id, params))
+    assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
+    assert len({launch.program for launch in launches}) == ours.cache_info().programs == 2 + 2 + 2 + 1
+
+
+def test_few_leaves_are_one_program():
+    params = parameters([(5, 7)] * tiles.FEW)
+    ours = torch_api.MaskedSGD(params, lr=0.1)
+    run([(ours, params)], 1)
+    assert sizes(ours) == [tiles.FEW]
+
+
+@pytest.mark.parametrize("elements", [1, 35, 1 << 16, 1 << 18, 1 << 20, 1 << 24])
+def test_sizes_of_tiles(elements):
+    found = tiles.tile_sizes(elements)
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 1
+    assert len(found) <= 3
+    assert found[0] == 1 or elements * found[0] // 4 < tiles.ELEMENTS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_leaf_is_in_one_tile(seed):
+    random = np.random.default_rng(seed)
+    kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
+    frequent = [kind in (0, 1, 2) for kind in kinds]
+    elements = [100 if kind is None else 1 << 17 + kind for kind in kinds]
+    for few, restless in ((False, False), (True, False), (False, True), (True, True)):
+        found = list(tiles.divided(kinds, elements, frequent, few, restless))
+        assert sorted(i for tile in found for i in tile) == list(range(60))
+        mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
+        assert len(mixed) <= 1
+        assert all(kinds[i] is None for tile in mixed for i in tile) or not restless
+        assert restless or not few or len(found) == 1
+
+
+# ---------------------------------------------------------------------- all gradients together
+
+
+def test_the_norm_is_over_all_programs_and_live_leaves_as_torchs():
+    params = parameters()
+    start, others = clones(params), clones(params)
+    ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=0.7)
+    theirs = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    for step in range(6):
+        grads = [g if g is None else (50.0, 0.01)[step % 2] * g for g in (random_grads(params) if step < 2 else some(params))]
+        set_grads(params, grads)
+        set_grads(others, grads)
+        torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 0.7)
+        ours.step()
+        theirs.step()
+        assert len(sizes(ours)) > 3
+    near(params, others, start)
+
+
+@pytest.mark.parametrize("where", [0, 20, 35, 41])
+@pytest.mark.parametrize("bound", [None, pytest.param(0.5, marks=pytest.mark.slow)], ids=["plain", "clipped"])
+def test_of_a_scaled_loss_one_bad_gradient_skips_the_programs_of_all(where, bound):
+    params = parameters()
+    start, others = clones(params), clones(params)
+    ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, fused=True, max_grad_norm=bound)
+    theirs = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    scaler.scale(torch.zeros(()))  # which makes its tensors
+    for step in range(4):
+        grads = random_grads(params)
+        set_grads(params, [g * scaler.get_scale() for g in grads])
+        values, state = clones(params), [t.clone() for t in states(ours, params)]
+        if step == 2:
+            params[where].grad.view(-1)[3] = torch.inf
+        scaler.step(ours)
+        scaler.update()
+        assert same(params, values) == (step == 2)
+        if step == 2:
+            assert same(states(ours, params), state)
+        else:
+            set_grads(others, grads)
+            torch.nn.utils.clip_grad_norm_(others, bound or torch.inf)
+            theirs.step()
+        assert ours.skipped_steps == (step >= 2)
+        assert len(sizes(ours)) > 3
+    assert scaler.get_scale() == 32.0
+    near(params, others, start)
+
+
+# ---------------------------------------------------------------------- what is compiled, and why
+
+
+def test_cache_info_counts():
+    params = parameters()
+    ours = torch_api.MaskedSGD(params, lr=0.0789, momentum=0.9, dampening=0.25)
+    assert ours.cache_info() == (0, 0, 0, 0)
+    before = bridge.compilations()
+    run([(ours, params)], 3)
+    first = ours.cache_info()
+    assert (first.hits, first.misses) == (2, 1)
+    assert first.compilations == bridge.compilations() - before
+    assert first.programs == len({launch.program for launch in ours._launches.latest})
+    grads = random_grads(params)
+    grads[0] = None
+    for _ in range(2):
+        feed([(ours, params)], grads)
+    run([(ours, params)], 1)
+    assert ours.cache_info()[:2] == (4, 2)
+    twin = torch_api.MaskedSGD(clones(params), lr=0.5, momentum=0.8, dampening=0.125)
+    run([(twin, twin.param_groups[0]["params"])], 1)
+    assert twin.cache_info() == (0, 1, first.programs, 0)
+
+
+def named(count=3, shape=(3, 19)):
+    params = parameters([shape] * count)
+    return [(f"w{i}", p) for i, p in enumerate(params)], params
+
+
+def thaw(optimizer, params):
+    optimizer.set_trainable("w1", True)
+
+
+def freeze(optimizer, params):
+    optimizer.set_trainable("w2", False)
+
+
+def amsgrad(optimizer, params):
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.state.clear()
+
+
+def maximize(optimizer, params):
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def other_dtype(optimizer, params):
+    params[0].grad, params[0].data = None, params[0].data.to(torch.float64)
+
+
+def clip(optimizer, params):
+    optimizer.max_grad_norm = 1.0
+
+
+def scaled(optimizer, params):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+
+
+def without_gradient(optimizer, params):
+    params[2].requires_grad_(False)
+
+
+CAUSES = {
+    "thawed": (thaw, r"'w1' take part now$"),
+    "frozen": (freeze, r"'w2' do not, frozen or without gradient$"),
+    "requires_grad": (without_gradient, r"'w2' do not, frozen or without gradient$"),
+    "amsgrad": (amsgrad, r"amsgrad is True, was False, of 'w0', 'w2'"),
+    "maximize": (maximize, r"maximize is True, was False, of 'w0', 'w2'$"),
+    "dtype": (other_dtype, r"the dtype is float64, was float32, of 'w0'"),
+    "max_grad_norm": (clip, r"max_grad_norm is set now$"),
+    "scaled": (scaled, r"the gradients are those of a scaled loss$"),
+}
+
+
+@pytest.mark.parametrize(("change", "cause"), CAUSES.values(), ids=CAUSES.keys())
+def test_the_warning_names_the_cause(change, cause):
+    shape = 3, 20 + list(CAUSES).index(next(k for k, v in CAUSES.items() if v[0] is change))  # no other test has these programs
+    pairs, params = named(shape=shape)
+    ours = torch_api.MaskedAdamW(pairs, mask=["w0", "w2"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([(ours, params)], 2)
+    compiled = ours.cache_info().compilations
+    change(ours, params)
+    with pytest.warns(CompilationWarning, match=rf"^MaskedAdamW\.step compiled a program more: .*{cause}") as caught:
+        run([(ours, params)], 1)
+    assert len(caught) == 1
+    assert ours.cache_info().compilations == compiled + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([(ours, params)], 2)
+
+
+def test_the_warning_points_to_who_called_step():
+    pairs, params = named(shape=(3, 31))
+    ours = torch_api.MaskedAdamW(pairs)
+    run([(ours, params)], 1)
+    set_grads(params, [None, *random_grads(params[1:])])
+    with pytest.warns(CompilationWarning) as caught:
+        ours.step()
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_that_is_made_an_error_loses_nothing():
+    pairs, params = named(shape=(3, 32))
+    others = clones(params)
+    start = clones(params)
+    ours, theirs = torch_api.MaskedAdamW(pairs, lr=0.01), torch.optim.AdamW(others, lr=0.01)
+    run([(ours, params), (theirs, others)], 1)
+    grads = [None, *random_grads(params[1:])]
+    set_grads(params, grads)
+    values = clones(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CompilationWarning):
+            ours.step()
+        assert same(params, values)
+        feed([(ours, params), (theirs, others)], grads)
+    near(params, others, start)
+
+
+def test_no_number_warns_or_misses():
+    pairs, params = named(shape=(3, 41))
+    ours = torch_api.MaskedAdamW(pairs, max_grad_norm=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(ours, 0.1, total_steps=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(10):
+            run([(ours, params)], 1)
+            schedule.step()
+            ours.param_groups[0] |= {"weight_decay": 0.1 * step, "eps": 1e-8 + 1e-9 * step}
+            ours.max_grad_norm = 1.0 + step
+    assert ours.cache_info()[:2] == (9, 1)
+
+
+def test_a_pattern_that_was_seen_compiles_nothing_and_warns_nothing():
+    params = parameters()
+    ours = torch_api.MaskedSGD([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, momentum=0.9)
+    run([(ours, params)], 1)
+    ours.set_trainable(re.compile("w(3|19|33|41)$"), False)
+    run([(ours, params)], 1)
+    compiled = bridge.compilations()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for trainable in (True, False, True):
+            ours.set_trainable(re.compile("w(3|19|33|41)$"), trainable)
+            run([(ours, params)], 2)
+    assert bridge.compilations() == compiled
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_state_bytes_are_torchs():
+    runs, _ = pair(torch_api.MaskedAdamW, torch.optim.AdamW, lr=0.01)
+    run(runs, 2)
+    size = lambda o: sum(t.nbytes for s in o.state.values() for t in s.values())  # noqa: E731
+    assert size(runs[0][0]) == size(runs[1][0]) > 0
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
+def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, monkeypatch):
+    monkeypatch.setattr(rows, "LARGEST_IN_PACK", limit)
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    params = parameters()
+    ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=1.0)
+    run([(ours, params)], 2)
+    run([(ours, params)], 2, some)
+    held = {leaf.memory for leaf in ours._leaves}
+    expected = {memory.array.unsafe_buffer_pointer() for memory in held}
+    assert len(held) == (2 if limit else len(params))  # of two padded widths
+    assert len(jax.live_arrays()) - len(before) > len(held)
+    del ours, held
+    gc.collect()
+    left = [array for array in jax.live_arrays() if id(array) not in before]
+    assert {array.unsafe_buffer_pointer() for array in left} == expected
+    del left, params
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if id(array) not in before]
+
+
+# ---------------------------------------------------------------------- bridge.split
+
+TABLE = np.linspace(0.5, 1.5, 5).astype(np.float32)
+
+
+def adamlike(arrays, scalars, common):
+    p, m, g = arrays
+    t, lr = scalars
+    decay, scale = common
+    t = t + 1
+    m = decay * m + (1 - decay) * g * scale
+    rate = lr / (1 - decay ** t.astype(jnp.float32))
+    return p - rate * m, [m], t
+
+
+def branching(arrays, scalars, common):
+    p, m, g = arrays
+    t, lr = scalars
+    decay, _ = common
+    warm = jnp.where(t < 3, lr * jnp.asarray(TABLE)[jnp.minimum(t, 4)], lr * jnp.sum(jnp.asarray(TABLE)))
+    skip = (t % 2 == 0) & (lr > 0.1)
+    return jnp.where(skip, p, p - warm * g), [jnp.where(g > warm, m, m + decay)], jnp.where(skip, t, t + 2)
+
+
+def looped(arrays, scalars, common):
+    p, m, g = arrays
+    t, lr = scalars
+    decay, _ = common
+    total = jax.lax.fori_loop(0, 3, lambda i, x: x * decay + i, lr)
+    branch = jax.lax.cond(t > 2, lambda x: x * 2, lambda x: x - 1, total)
+    return p * branch, [m + jnp.sum(g)], t * 0 + t  # one of the results depends on no array
+
+
+def handed_on(arrays, scalars, common):
+    """A result that is a scalar as it came, one that is an array as it came, and one that is a constant."""
+    p, m, _ = arrays
+    t, _ = scalars
+    return p, [jnp.full_like(m, 3.0) * common[1]], t
+
+
+def of_scalars_only(arrays, scalars, common):
+    t, lr = scalars
+    return jnp.broadcast_to(lr * common[0], (4, 25)), [jnp.zeros((4, 25), jnp.float32) + t.astype(jnp.float32)], t - 1
+
+
+FUNCTIONS = [adamlike, branching, looped, handed_on, of_scalars_only]
+
+
+def inputs(count, shape=(4, 25)):
+    random = np.random.default_rng(count)
+    arrays = [tuple(random.normal(size=shape).astype(np.float32) for _ in range(3)) for _ in range(count)]
+    scalars = [(np.int32(i + 1), np.float32(0.05 * (i + 1))) for i in range(count)]
+    return jax.tree.map(jnp.asarray, (arrays, scalars, (np.float32(0.9), np.float32(2.0))))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(4, 25), (5,), ()], ids=str)
+def test_for_each_is_a_plain_loop(function, count, shape):
+    if function is of_scalars_only and shape != (4, 25):
+        shape = 4, 25
+    with x64():
+        arrays, scalars, common = inputs(count, shape)
+        found = jax.jit(lambda *given: split.for_each(function, *given))(arrays, scalars, common)
+        expected = [jax.jit(function)(a, s, common) for a, s in zip(arrays, scalars, strict=True)]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+def test_for_each_tells_siblings_apart():
+    """The comparison above would notice a sibling's numbers: of equal arrays, each result has those of its own scalars."""
+    arrays, scalars, common = inputs(4)
+    found = split.for_each(adamlike, [arrays[0]] * 4, scalars, common)
+    assert len({float(p.sum()) for p, _, _ in found}) == 4
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(found[1][0], adamlike(arrays[0], scalars[2], common)[0], rtol=1e-6)
+
+
+def test_arithmetic_of_scalars_is_traced_once_for_all_leaves():
+    arrays, scalars, common = inputs(12)
+    powers = lambda function: str(jax.make_jaxpr(function)(arrays, scalars, common)).count(" pow ")  # noqa: E731
+    assert powers(lambda *given: split.for_each(adamlike, *given)) == 1
+    assert powers(lambda a, s, c: [adamlike(x, y, c) for x, y in zip(a, s, strict=True)]) == 12
