@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CLIENTS := .venv-clients
+BENCH := .venv-bench
 
 .PHONY: demo test check bench docs test-oldest test-clients test-wheel clean
 
@@ -18,8 +19,11 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-local.json
+# Half an hour on 2 cores: figures of this class of machine, the picture beside them, the tables of benchmarks/README.md.
+bench: $(BENCH)/.installed
+	$(BENCH)/bin/python benchmarks/step.py --compiled
+	$(BENCH)/bin/python benchmarks/plots.py
+	$(BENCH)/bin/python benchmarks/report.py
 
 # The table of all transformations and that of bad inputs, from running them.
 docs: $(VENV)/.installed
@@ -61,5 +65,12 @@ $(CLIENTS)/.installed: pyproject.toml requirements/constraints.txt requirements/
 	$(CLIENTS)/bin/python -m pip install -q --no-deps timm -c requirements/clients.txt
 	touch $@
 
+# The optimizers that others wrote, for comparison.
+$(BENCH)/.installed: pyproject.toml requirements/constraints.txt requirements/bench.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(BENCH)/bin/python -m pip install -q -e ".[bench]" -c requirements/constraints.txt -c requirements/bench.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS) .venv-wheel build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(BENCH) .venv-wheel build dist *.egg-info

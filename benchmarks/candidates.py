@@ -1,0 +1,240 @@
+"""The optimizers that are compared: torch.optim, optax in pure JAX, maskbridge, and the packages that others wrote.
+
+A maker takes parameters that have gradients and gives the call that makes one step. Packages that are not installed are
+left out, and the tables say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+import torch
+from common import PEERS, Maker, Params, Settings, Step, installed
+
+import bridge
+import torch_api
+
+HYPERPARAMS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+EMA_DECAY = 0.999
+MAX_NORM = 1.0
+FUSED, OURS, OPTAX = "torch fused", "maskbridge", "optax in pure JAX"
+DEFAULT, FOREACH, COMPILED = "torch default", "torch foreach", "torch compiled"
+NOT_ASKED, NO_COMPILER, NOT_INSTALLED = "needs --compiled", "no C++ compiler here", "not installed"
+
+
+def stepping(factory: Callable[..., Any], **arguments: Any) -> Maker:
+    """The maker of an optimizer with torch's interface."""
+    return lambda params: factory(params, **arguments).step
+
+
+def of_peer(package: str, name: str, **arguments: Any) -> Maker:
+    """The same for a class of an optional package, which is imported only when it takes part."""
+    return lambda params: getattr(importlib.import_module(PEERS[package]), name)(params, **arguments).step
+
+
+def compiled(factory: Callable[..., Any], **arguments: Any) -> Maker:
+    """`torch.compile` of the step of torch's foreach implementation, as torch's own recipe has it."""
+    return lambda params: torch.compile(factory(params, foreach=True, **arguments).step)
+
+
+def adamw_in_jax(clip: bool = False) -> optax.GradientTransformation:
+    b1, b2 = HYPERPARAMS["betas"]
+    adamw = optax.adamw(HYPERPARAMS["lr"], b1, b2, eps=HYPERPARAMS["eps"], weight_decay=HYPERPARAMS["weight_decay"])
+    return optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw) if clip else adamw
+
+
+def in_jax(tx: optax.GradientTransformation, average: bool = False) -> Maker:
+    """What one would write with optax alone: one jitted update, parameters and state donated."""
+
+    def make(params: Params) -> Step:
+        grads = bridge.to_jax([p.grad for p in params])
+        values = [jax.numpy.array(x, copy=True) for x in bridge.to_jax([p.detach() for p in params])]
+        means = [jax.numpy.array(x, copy=True) for x in values] if average else []
+        current = [values, jax.jit(tx.init)(values), means]
+
+        def update(values: Any, state: Any, means: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, state, values)
+            values = optax.apply_updates(values, updates)
+            return values, state, optax.incremental_update(values, means, 1 - EMA_DECAY) if average else means
+
+        program = jax.jit(update, donate_argnums=(0, 1, 2))
+
+        def step() -> None:
+            current[:] = jax.block_until_ready(program(*current, grads))
+
+        return step
+
+    return make
+
+
+def adamw(settings: Settings) -> tuple[dict[str, Maker], dict[str, str]]:
+    """AdamW in every way, and what is missing with the reason."""
+    torch_adamw = torch.optim.AdamW
+    makers: dict[str, Maker] = {
+        DEFAULT: stepping(torch_adamw, **HYPERPARAMS),
+        FOREACH: stepping(torch_adamw, foreach=True, **HYPERPARAMS),
+        FUSED: stepping(torch_adamw, fused=True, **HYPERPARAMS),
+        OPTAX: in_jax(adamw_in_jax()),
+        OURS: stepping(torch_api.MaskedAdamW, **HYPERPARAMS),
+        "maskbridge, copying": stepping(torch_api.MaskedAdamW, writeback="copy", **HYPERPARAMS),
+    }
+    optional = {
+        "TorchOpt": ("TorchOpt", of_peer("TorchOpt", "AdamW", **HYPERPARAMS)),
+        # Its AdamW is torch's own class; this is the nearest that it wrote itself.
+        "pytorch_optimizer StableAdamW": ("pytorch_optimizer", of_peer("pytorch_optimizer", "StableAdamW", **HYPERPARAMS)),
+        "HeavyBall": ("HeavyBall", of_peer("HeavyBall", "AdamW", consume_grad=False, **HYPERPARAMS)),
+        COMPILED: (None, compiled(torch_adamw, **HYPERPARAMS)),
+    }
+    missing: dict[str, str] = {}
+    for name, (package, maker) in optional.items():
+        reason = _absent(package, name in (COMPILED, "HeavyBall"), settings)
+        if reason is None:
+            makers[name] = maker
+        else:
+            missing[name] = reason
+    return makers, missing
+
+
+def _absent(package: str | None, builds: bool, settings: Settings) -> str | None:
+    """Why a candidate cannot take part; None if it can. `builds`: torch.compile makes it on the spot."""
+    if package is not None and not installed(package):
+        return NOT_INSTALLED
+    if builds and not settings.compiled:
+        return NOT_ASKED
+    compilers = ("g++", "clang++", os.environ.get("CXX", ""))
+    return NO_COMPILER if builds and not any(map(shutil.which, compilers)) else None
+
+
+# ------------------------------------------------------------------ what torch has no fused kernel for
+
+# The class of torch.optim, None where it has none; ours; that of pytorch_optimizer where it wrote one itself; optax's.
+UNFUSED: dict[str, tuple[str | None, str, str | None, Callable[[], optax.GradientTransformation] | None]] = {
+    "NAdam": ("NAdam", "MaskedNAdam", None, lambda: optax.nadam(2e-3)),
+    "RAdam": ("RAdam", "MaskedRAdam", "RAdam", lambda: optax.radam(1e-3)),
+    "RMSprop": ("RMSprop", "MaskedRMSprop", None, lambda: optax.rmsprop(1e-2, 0.99)),
+    "Adagrad": ("Adagrad", "MaskedAdagrad", None, lambda: optax.adagrad(1e-2)),
+    "Adamax": ("Adamax", "MaskedAdamax", "AdaMax", lambda: optax.adamax(2e-3)),
+    "Lion": (None, "MaskedLion", "Lion", lambda: optax.lion(1e-4)),
+    "LAMB": (None, "MaskedLamb", "Lamb", lambda: optax.lamb(1e-3)),
+    "Adafactor": ("Adafactor", "MaskedAdafactor", "AdaFactor", None),
+    "Muon": ("Muon", "MaskedMuon", None, None),
+}
+NO_FOREACH = {"Muon", "Adafactor"}  # torch's Muon has no such implementation; that of Adafactor is its default
+LEARNING_RATE = {"Lion": 1e-4, "LAMB": 1e-3}  # ours have no default, as in optax
+
+
+def unfused(name: str) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
+    """Candidates, the baseline if there is one, and what is missing, for one of `UNFUSED`."""
+    theirs, ours, other, in_optax = UNFUSED[name]
+    lr = {"lr": LEARNING_RATE[name]} if name in LEARNING_RATE else {}
+    makers: dict[str, Maker] = {}
+    missing: dict[str, str] = {}
+    if theirs is not None and not hasattr(torch.optim, theirs):
+        missing[DEFAULT] = f"torch {torch.__version__} has no {theirs}"
+    elif theirs is not None:
+        makers[DEFAULT] = stepping(getattr(torch.optim, theirs))
+        if name not in NO_FOREACH:
+            makers[FOREACH] = stepping(getattr(torch.optim, theirs), foreach=True)
+    if other is not None:
+        if installed("pytorch_optimizer"):
+            makers["pytorch_optimizer"] = of_peer("pytorch_optimizer", other, **lr)
+        else:
+            missing["pytorch_optimizer"] = NOT_INSTALLED
+    if in_optax is not None:
+        makers[OPTAX] = in_jax(in_optax())
+    makers[OURS] = stepping(getattr(torch_api, ours), **lr)
+    return makers, next((name for name in (DEFAULT, "pytorch_optimizer") if name in makers), None), missing
+
+
+# ------------------------------------------------------------------ the tail of a training step
+
+
+class Holder(torch.nn.Module):
+    """A module of given parameters: torch's AveragedModel takes no less."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__()
+        self.params = torch.nn.ParameterList(params)
+
+
+def torch_tail(average: dict[str, Any] | None) -> Maker:
+    """Clip, fused AdamW, and an average of the weights as `torch.optim.swa_utils` keeps it; None for no average.
+
+    Clipping writes to the gradients that all share; after the first time their norm is the bound and stays there.
+    """
+
+    def make(params: Params) -> Step:
+        optimizer = torch.optim.AdamW(params, fused=True, **HYPERPARAMS)
+        averaged = None if average is None else torch.optim.swa_utils.AveragedModel(Holder(params), **average)
+        module = Holder(params)
+
+        def step() -> None:
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+            optimizer.step()
+            if averaged is not None:
+                averaged.update_parameters(module)
+
+        return step
+
+    return make
+
+
+def tail() -> dict[str, tuple[dict[str, Maker], str]]:
+    """Each tail with its candidates and the baseline among them."""
+    swa = torch.optim.swa_utils
+    norm = {"max_grad_norm": MAX_NORM, **HYPERPARAMS}
+    clipped = "torch clip_grad_norm_, fused"
+    averaged, plain = f"{clipped}, AveragedModel (multi_avg_fn)", f"{clipped}, AveragedModel (avg_fn)"
+    return {
+        "clip, AdamW": (
+            {
+                clipped: torch_tail(None),
+                OPTAX: in_jax(adamw_in_jax(clip=True)),
+                OURS: stepping(torch_api.MaskedAdamW, **norm),
+            },
+            clipped,
+        ),
+        "clip, AdamW, average of the weights": (
+            {
+                averaged: torch_tail({"multi_avg_fn": swa.get_ema_multi_avg_fn(EMA_DECAY)}),
+                plain: torch_tail({"avg_fn": swa.get_ema_avg_fn(EMA_DECAY)}),
+                OPTAX: in_jax(adamw_in_jax(clip=True), average=True),
+                OURS: stepping(torch_api.MaskedAdamW, ema_decay=EMA_DECAY, **norm),
+            },
+            averaged,
+        ),
+        "unscale, finite check, AdamW": (
+            {
+                "torch GradScaler, fused": scaled(torch.optim.AdamW),
+                OURS: scaled(torch_api.MaskedAdamW),
+            },
+            "torch GradScaler, fused",
+        ),
+    }
+
+
+def scaled(factory: Callable[..., Any]) -> Maker:
+    """A step through GradScaler that leaves unscaling to the optimizer, as `fused=True` asks for.
+
+    The scale is 1: torch's kernel writes the unscaled gradients back, and the candidates share them.
+    """
+
+    def make(params: Params) -> Step:
+        device = params[0].device.type
+        optimizer = factory(params, fused=True, **HYPERPARAMS)
+        scaler = torch.amp.GradScaler(device, init_scale=1.0, growth_interval=1 << 30)
+        scaler.scale(torch.zeros((), device=device))  # this is what makes its scale a tensor
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    return make

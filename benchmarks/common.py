@@ -1,0 +1,309 @@
+"""What every section shares: parameter sets, the interleaved clock, the description of the machine, the results file."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from tqdm import tqdm
+
+Shape = tuple[int, ...]
+Params = list[torch.nn.Parameter]
+Step = Callable[[], Any]
+Maker = Callable[[Params], Step]
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = {"TorchOpt": "torchopt", "pytorch_optimizer": "pytorch_optimizer", "HeavyBall": "heavyball"}
+WARM_UP = 2  # rounds that are not counted: the first compiles, the second may still allocate
+BLOCK = 1 << 22  # elements
+FLOAT = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for on the command line.
+
+    Args:
+      rounds: how often each candidate steps, where the section does not say otherwise.
+      quick: shrink every set and count, to see that a section works; its figures mean nothing.
+      device: "cpu" or "cuda".
+      compiled: also candidates that torch.compile must build first, which takes a minute and more for each set.
+      patience: seconds after which the section of ever-changing subsets stops counting.
+    """
+
+    rounds: int = 15
+    quick: bool = False
+    device: str = "cpu"
+    compiled: bool = False
+    patience: float = 300.0
+
+    def shapes(self, title: str) -> list[Shape]:
+        """The shapes of a set; with `quick` a few of them, an eighth as long in each dimension."""
+        shapes = SETS[title]()
+        return [tuple(max(1, n // 8) for n in shape) for shape in shapes[-12:]] if self.quick else shapes
+
+    def count(self, normal: int, quick: int) -> int:
+        return quick if self.quick else normal
+
+
+def gpt2_small() -> list[Shape]:
+    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
+    return [(50257, 768), (1024, 768), *block * 12, (768,), (768,)]
+
+
+def resnet50() -> list[Shape]:
+    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for conv in ((planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)):
+                shapes += [conv, (conv[0],), (conv[0],)]
+            if block == 0:
+                shapes += [(4 * planes, width, 1, 1), (4 * planes,), (4 * planes,)]
+            width = 4 * planes
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def mixed() -> list[Shape]:
+    return [(256, 256), (256,), (64, 128), (128,), (512, 64), (), (32, 16, 3, 3), (32,), (96, 40), (7,)] * 100
+
+
+SETS: dict[str, Callable[[], list[Shape]]] = {
+    "gpt2": gpt2_small,
+    "resnet50": resnet50,
+    "tiny": lambda: [(64, 64)] * 150 + [(64,)] * 150,
+    "squares": lambda: [(256, 256)] * 1000,
+    "mixed": mixed,
+    "steady": lambda: [(64, 64)] * 20 + [(64,)] * 20,
+}
+NAMES = {
+    "gpt2": "GPT-2 small",
+    "resnet50": "ResNet-50",
+    "tiny": "150 of 64x64, 150 of 64",
+    "squares": "1000 of 256x256",
+    "mixed": "1000 of ten shapes",
+    "steady": "20 of 64x64, 20 of 64",
+}
+
+
+def elements(shapes: Sequence[Shape]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def random_tensors(shapes: Sequence[Shape], scale: float, device: str, seed: int = 0) -> list[torch.Tensor]:
+    """The same numbers on every device and in every process; what is larger than a block repeats it, which saves minutes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(shape: Shape) -> torch.Tensor:
+        count = math.prod(shape)
+        block = torch.randn(min(count, BLOCK), generator=generator).mul_(scale)
+        return block.repeat(-(-count // BLOCK))[:count].clone().reshape(shape).to(device)
+
+    return [tensor(shape) for shape in shapes]
+
+
+def gradients(shapes: Sequence[Shape], device: str = "cpu") -> list[torch.Tensor]:
+    """Random and nonzero. All candidates share them: a step does not change them, but for torch's clipping, once."""
+    return random_tensors(shapes, 1e-3, device, seed=1)
+
+
+def parameters(shapes: Sequence[Shape], grads: Sequence[torch.Tensor], device: str = "cpu") -> Params:
+    params = [torch.nn.Parameter(value) for value in random_tensors(shapes, 0.02, device)]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    return params
+
+
+# ------------------------------------------------------------------ the clock
+
+
+@dataclass
+class Timing:
+    """Milliseconds of each candidate by round, and the seconds of its first, uncounted step."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage is collected before, and not meanwhile: a collection would hit whichever candidate runs then."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def waiter(device: str) -> Callable[[], None]:
+    """What makes the host wait for the device, both torch's streams and jax's; on the CPU a step returns when it is done."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def interleaved(
+    steps: dict[str, Step],
+    rounds: int,
+    title: str,
+    device: str = "cpu",
+    synchronised: bool = True,
+) -> Timing:
+    """In each round every candidate takes one step, in an order that rotates, so that a busy moment hits all of them.
+
+    Args:
+      steps: the candidates.
+      rounds: how many are counted, after `WARM_UP` that are not.
+      title: for the progress bar.
+      device: "cuda" waits for the device inside the timed region.
+      synchronised: False times the call alone and waits outside the timed region.
+    """
+    timing = Timing({name: [] for name in steps}, {})
+    names, wait = list(steps), waiter(device)
+    with no_collection():
+        for round_ in tqdm(range(rounds + WARM_UP), desc=title, leave=False, disable=None):
+            shift = round_ % len(names)
+            for name in names[shift:] + names[:shift]:
+                wait()
+                start = time.perf_counter()
+                steps[name]()
+                if synchronised:
+                    wait()
+                seconds = time.perf_counter() - start
+                timing.first.setdefault(name, seconds)
+                if round_ >= WARM_UP:
+                    timing.ms[name].append(seconds * 1e3)
+    return timing
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """By interpolation between the values, so that few rounds give no quartile beyond all of them."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def rows(timing: Timing, baseline: str | None) -> dict[str, dict[str, Any]]:
+    """Per candidate the median, and the median and quartiles of its ratio to the baseline within a round."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, ms in timing.ms.items():
+        table[name] = {"median ms": statistics.median(ms), "first step s": timing.first[name]}
+        if baseline is not None:
+            ratios = [own / base for own, base in zip(ms, timing.ms[baseline], strict=True)]
+            low, middle, high = quartiles(ratios)
+            table[name] |= {"ratio": middle, "ratio quartiles": [low, high]}
+    return table
+
+
+def compare(
+    title: str, makers: dict[str, Maker], shapes: Sequence[Shape], settings: Settings, baseline: str | None, rounds: int | None = None
+) -> dict[str, Any]:
+    """One table: all candidates over parameters of these shapes.
+
+    Large sets are measured a few candidates at a time, the baseline among them each time, so that they fit into memory.
+    """
+    count = elements(shapes)
+    gc.collect()
+    at_most = len(makers) if count < 50e6 else 4
+    others = [name for name in makers if name != baseline]
+    grads, table = gradients(shapes, settings.device), {}
+    for first in range(0, len(others), at_most):
+        batch = ([] if baseline is None else [baseline]) + others[first : first + at_most]
+        steps = {name: makers[name](parameters(shapes, grads, settings.device)) for name in batch}
+        timing = interleaved(steps, rounds or settings.rounds, title, settings.device)
+        table = rows(timing, baseline) | table  # the baseline's row is that of the first batch
+        del steps
+        gc.collect()
+    ordered = {name: table[name] for name in makers}
+    return {"title": title, "leaves": len(shapes), "parameters": count, "baseline": baseline, "rows": ordered}
+
+
+# ------------------------------------------------------------------ the machine
+
+
+def installed(peer: str) -> bool:
+    return importlib.util.find_spec(PEERS[peer]) is not None
+
+
+def resident(what: str = "VmRSS") -> float:
+    """MiB of this process: "VmRSS" now, "VmHWM" the most that it ever was."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
+
+
+def available() -> float:
+    """Bytes of memory that can still be had."""
+    with open("/proc/meminfo") as info:
+        return next(int(line.split()[1]) for line in info if line.startswith("MemAvailable")) * 1024
+
+
+def copy_bandwidth(device: str = "cpu", quick: bool = False) -> float:
+    """Bytes read and written per second by the best of ten copies between two buffers that no cache holds."""
+    source = torch.ones((1 << 20) if quick else (1 << 27), device=device)
+    target, wait, seconds = torch.empty_like(source), waiter(device), []
+    for _ in range(10):
+        wait()
+        start = time.perf_counter()
+        target.copy_(source)
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.numel() * FLOAT / min(seconds)
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as info:
+        return next((line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine())
+
+
+def machine(device: str) -> str:
+    """The class of machine; never its name."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    host = f"{os.cpu_count()} cores of {_processor()}, {memory:.0f} GiB"
+    return f"{torch.cuda.get_device_name()}, {host}" if device == "cuda" else host
+
+
+def file_name(device: str) -> str:
+    """The results file of this class of machine."""
+    kind = f"{os.cpu_count()}-cores" if device == "cpu" else re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
+    return f"{device}-{kind}.json"
+
+
+def environment(section: str, settings: Settings) -> dict[str, Any]:
+    names = ["torch", "jax", "optax", "numpy", *(PEERS[peer] for peer in PEERS if installed(peer))]
+    options = [f"--rounds {settings.rounds}"]
+    options += [flag for flag, given in (("--compiled", settings.compiled), ("--quick", settings.quick)) if given]
+    options += ["--device cuda"] if settings.device == "cuda" else []
+    return {
+        "command": f"python benchmarks/step.py --sections {section} {' '.join(options)}",
+        "machine": machine(settings.device),
+        "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}},
+        "torch threads": torch.get_num_threads(),
+        "fused loops in XLA": "xla_cpu_use_multi_output_fusion" in os.environ.get("XLA_FLAGS", ""),
+        "quick": settings.quick,
+    }
+
+
+def save(path: Path, section: str, figures: dict[str, Any]) -> None:
+    """Put one section into the results file; the others stay as they are."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[section] = figures
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def start_clients(device: str) -> None:
+    """Start jax and torch on the device, so that neither is counted as part of a candidate."""
+    torch.zeros(8, device=device).add_(1)
+    jax.block_until_ready(jax.numpy.zeros(8) + 1)

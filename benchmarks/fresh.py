@@ -1,0 +1,202 @@
+"""What must be measured in a process of its own: the time to the first step, the peak of memory, what a long run leaves.
+
+    python benchmarks/fresh.py first --candidate maskbridge --set gpt2
+
+prints one line of JSON. The sections call it through `alone`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import candidates
+import jax
+import torch
+from common import FLOAT, NAMES, SETS, Settings, elements, gradients, parameters, resident, start_clients, waiter
+
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+
+
+def alone(task: str, name: str, title: str, settings: Settings, cache: str | None = None) -> dict[str, Any]:
+    """Run one task in a fresh process, with jax's compilation cache in the folder `cache` or switched off."""
+    command = [sys.executable, __file__, task, "--candidate", name, "--set", title, "--device", settings.device]
+    command += ["--quick"] if settings.quick else []
+    given = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))}
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=given | ({} if cache is None else CACHE | {"JAX_COMPILATION_CACHE_DIR": cache}),
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ------------------------------------------------------------------ in the fresh process
+
+
+def first_step(name: str, title: str, settings: Settings) -> dict[str, Any]:
+    """Seconds of the construction and of the first step, the start of jax's client included; then of one warm step.
+
+    torch imports its compiler when the first optimizer of a process is constructed; that is over before the clock starts.
+    """
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    shapes = settings.shapes(title)
+    params = parameters(shapes, gradients(shapes, settings.device), settings.device)
+    maker, wait = candidates.adamw(settings)[0][name], waiter(settings.device)
+    wait()
+    start = time.perf_counter()
+    step = maker(params)
+    wait()
+    constructed = time.perf_counter()
+    step()
+    wait()
+    stepped = time.perf_counter()
+    step()
+    wait()
+    return {"construction s": constructed - start, "first step s": stepped - constructed, "second step s": time.perf_counter() - stepped}
+
+
+def peak(name: str, title: str, settings: Settings) -> dict[str, Any]:
+    """The most that parameters, gradients, construction and five steps take, above what the process had before them."""
+    _warm(settings)
+    before = resident()
+    shapes = settings.shapes(title)
+    params = parameters(shapes, gradients(shapes, settings.device), settings.device)
+    with_params = resident() - before
+    step = candidates.adamw(settings)[0][name](params)
+    for _ in range(5):
+        step()
+    found = {
+        "peak MiB": resident("VmHWM") - before,
+        "after five steps MiB": resident() - before,
+        "parameters and gradients MiB": with_params,
+    }
+    if settings.device == "cuda":
+        free, total = torch.cuda.mem_get_info()  # of torch and jax together
+        found["on the device MiB"] = (total - free) / 2**20
+    return found | {"state bytes": _state_bytes(step)}
+
+
+def endurance(name: str, title: str, settings: Settings) -> dict[str, Any]:
+    """Resident memory over ten thousand steps of a small set."""
+    shapes = settings.shapes(title)
+    params = parameters(shapes, gradients(shapes, settings.device), settings.device)
+    step = candidates.adamw(settings)[0][name](params)
+    marks = [10**k if not settings.quick else 10 * k for k in (1, 2, 3, 4)]
+    at: dict[str, float] = {}
+    for done in range(1, marks[-1] + 1):
+        step()
+        if done in marks:
+            gc.collect()
+            at[str(done)] = resident()
+    return {"resident MiB after steps": at}
+
+
+def leftovers(name: str, title: str, settings: Settings) -> dict[str, Any]:
+    """Arrays of jax and resident memory before an optimizer is made, with it, after `del` of it, and after `del` of the parameters.
+
+    Last comes what stays when the C library gives back all that is free in its heap: what is above torch's then has leaked,
+    the rest was only kept for the next allocation.
+    """
+    _warm(settings)
+    found: dict[str, Any] = {}
+
+    def mark(when: str) -> None:
+        gc.collect()
+        found[when] = {"jax arrays": len(jax.live_arrays()), "resident MiB": resident()}
+
+    shapes = settings.shapes(title)
+    params = parameters(shapes, gradients(shapes, settings.device), settings.device)
+    mark("before")
+    step = candidates.adamw(settings)[0][name](params)
+    for _ in range(3):
+        step()
+    mark("with the optimizer")
+    del step
+    mark("optimizer deleted")
+    del params
+    mark("parameters deleted")
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc's
+        ctypes.CDLL(None).malloc_trim(0)
+        mark("heap trimmed")
+    return found
+
+
+def _warm(settings: Settings) -> None:
+    """One small step of torch, so that its threads and libraries are not counted."""
+    start_clients(settings.device)
+    shapes = [(8, 8), (8,)]
+    torch.optim.AdamW(parameters(shapes, gradients(shapes)), fused=True).step()
+
+
+def _state_bytes(step: Any) -> int:
+    """All tensors in the state of an optimizer with torch's interface."""
+    return sum(t.numel() * t.element_size() for fields in step.__self__.state.values() for t in fields.values() if torch.is_tensor(t))
+
+
+TASKS = {"first": first_step, "peak": peak, "endurance": endurance, "leftovers": leftovers}
+
+
+# ------------------------------------------------------------------ the sections
+
+PAIR = [candidates.OURS, candidates.FUSED]
+STARTING = [*PAIR, candidates.DEFAULT, candidates.OPTAX]
+PEAKS = [*PAIR, "maskbridge, copying", candidates.DEFAULT, candidates.FOREACH]
+
+
+def first(settings: Settings) -> dict[str, Any]:
+    """Time to the first step: cold, and with the programs of an earlier process in jax's persistent cache."""
+    found = []
+    for title in ["gpt2"] if settings.quick else ["gpt2", "squares", "mixed"]:
+        names = PAIR if settings.quick else STARTING
+        starts: dict[str, Any] = {name: alone("first", name, title, settings) for name in names}
+        for name in (candidates.OURS, candidates.OPTAX):
+            if name not in names:
+                continue
+            with tempfile.TemporaryDirectory() as cache:
+                filling = alone("first", name, title, settings, cache)
+                starts[f"{name}, second start"] = alone("first", name, title, settings, cache)
+                starts[f"{name}, filling the cache"] = filling
+        shapes = settings.shapes(title)
+        found.append({"title": NAMES[title], "leaves": len(shapes), "parameters": elements(shapes), "starts": starts})
+    return {"sets": found}
+
+
+def memory(settings: Settings) -> dict[str, Any]:
+    """Peaks, state, growth over many steps, and what is left when an optimizer is gone."""
+    names = PAIR if settings.quick else PEAKS
+    shapes = settings.shapes("gpt2")
+    return {
+        "peak": {
+            "title": NAMES["gpt2"],
+            "smallest MiB": 4 * FLOAT * elements(shapes) / 2**20,
+            "rows": {name: alone("peak", name, "gpt2", settings) for name in names},
+        },
+        "endurance": {"title": NAMES["steady"], "rows": {name: alone("endurance", name, "steady", settings) for name in PAIR}},
+        "leftovers": {"title": NAMES["resnet50"], "rows": {name: alone("leftovers", name, "resnet50", settings) for name in PAIR}},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("--candidate", required=True)
+    parser.add_argument("--set", required=True, choices=list(SETS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    print(json.dumps(TASKS[given.task](given.candidate, given.set, Settings(quick=given.quick, device=given.device))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The growth curves as a picture beside each results file.
+
+python benchmarks/plots.py [--results FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # no window: a build machine has no screen
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+FOLDER = Path(__file__).parent / "results"
+INK, GREY, PALE = "#22272e", "#6b7280", "#e5e7eb"
+COLOURS = {"maskbridge": "#d1495b", "torch fused": "#2c6e91", "torch foreach": "#7fa88b", "optax in pure JAX": "#c28a2b"}
+STYLE: Any = {
+    "font.size": 10,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "text.color": INK,
+    "figure.facecolor": "white",
+}
+APART = 0.19  # decades between two labels at the least
+
+
+def size_of(count: float) -> str:
+    """Bytes of so many float32, in a unit that keeps the number short."""
+    value, unit = 4 * count, "B"
+    for larger in ("KB", "MB", "GB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:,.0f} {unit}"
+
+
+def duration(ms: float, _: Any = None) -> str:
+    if ms >= 1000:
+        return f"{ms / 1000:g} s"
+    return f"{ms:g} ms" if ms >= 1 else f"{ms * 1000:g} µs"
+
+
+def spaced(values: dict[str, float]) -> dict[str, float]:
+    """Heights for the labels at the ends of curves: at the curve's own, or as far above the one below as can be read."""
+    from math import log10
+
+    found: dict[str, float] = {}
+    floor = -99.0
+    for name, value in sorted(values.items(), key=lambda pair: pair[1]):
+        floor = max(log10(value), floor + APART)
+        found[name] = 10**floor
+    return found
+
+
+def panel(axes: Axes, points: list[dict[str, Any]], key: str, limit: Any) -> None:
+    """One curve for each candidate, named at its end, and the line that no step over memory can pass."""
+    at = [point[key] for point in points]
+    bound = [limit(point["parameters"]) for point in points]
+    ends: dict[str, float] = {}
+    for name, colour in COLOURS.items():
+        ms = [point["rows"][name]["median ms"] for point in points]
+        ours = name == "maskbridge"
+        axes.plot(at, ms, color=colour, lw=2.4 if ours else 1.6, marker="o", ms=4.5 if ours else 3.5, zorder=3 if ours else 2)
+        ends[name] = ms[-1]
+    low = min(min(point["rows"][name]["median ms"] for name in COLOURS) for point in points) / 2
+    axes.plot(at, bound, color=GREY, lw=1.1, ls=(0, (5, 3)), zorder=1)
+    ends["limit of memory"] = bound[-1]
+    for name, height in spaced(ends).items():
+        axes.annotate(
+            name,
+            (at[-1], height),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            color=COLOURS.get(name, GREY),
+            fontweight="bold" if name == "maskbridge" else "normal",
+            annotation_clip=False,
+        )
+    axes.set(xscale="log", yscale="log", ylim=(low, None))
+    axes.grid(color=PALE, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.yaxis.set_major_formatter(FuncFormatter(duration))
+    axes.minorticks_off()
+
+
+def growth(figures: dict[str, Any], path: Path) -> None:
+    """Both curves of one results file."""
+    about, speed = figures["environment"], figures["copy bytes per second"]
+    moved = figures["bytes per parameter"]
+    with plt.rc_context(STYLE):
+        picture, (left, right) = plt.subplots(1, 2, figsize=(13.5, 5.6), dpi=130)
+
+        def limit(parameters: int) -> float:
+            return moved * parameters / speed * 1e3
+
+        panel(left, figures["by leaves"], "leaves", limit)
+        panel(right, figures["by size"], "elements", limit)
+        left.set_title(f"Number of leaves, each of {figures['elements of a leaf']:,} elements", loc="left", fontsize=11, pad=10)
+        right.set_title("Size of one leaf", loc="left", fontsize=11, pad=10)
+        left.set_xlabel("leaves")
+        right.set_xlabel("float32 parameters in the leaf, as bytes")
+        left.set_ylabel("time of one AdamW step (median)")
+        left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        sizes = [point["elements"] for point in figures["by size"]][:: 1 if len(figures["by size"]) < 6 else 2]
+        right.set_xticks(sizes, [size_of(count) for count in sizes])
+        versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "jax", "optax"))
+        picture.suptitle("One AdamW step on " + about["machine"], x=0.065, ha="left", fontsize=14, fontweight="bold")
+        bound = f"Limit of memory: {moved} bytes a parameter at the {speed / 1e9:.0f} GB/s of a copy; what a cache holds can be faster"
+        note = f"{versions}, float32. {bound}."
+        picture.text(0.065, 0.905, note, ha="left", fontsize=9.5, color=GREY)
+        picture.subplots_adjust(left=0.065, right=0.875, top=0.80, bottom=0.11, wspace=0.48)
+        picture.savefig(path)
+        plt.close(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=FOLDER)
+    for path in sorted(parser.parse_args().results.glob("*.json")):
+        figures = json.loads(path.read_text())
+        if "growth" in figures:
+            growth(figures["growth"], path.with_name(f"{path.stem}-growth.png"))
+
+
+if __name__ == "__main__":
+    main()

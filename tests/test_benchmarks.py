@@ -1,0 +1,180 @@
+"""The benchmark runs in every section and writes what it says. No test asserts a time."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
+FILES = sorted(FOLDER.glob("*.py"))
+
+
+def run(name, *arguments):
+    """What a script prints, with jax's own promotion, as a user runs it."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def measured(path, *sections):
+    printed = run("step", "--quick", "--rounds", 2, "--json", path, "--sections", *sections)
+    found = json.loads(path.read_text())
+    assert list(found) == list(sections)
+    for section in found.values():
+        about = section["environment"]
+        assert about["quick"]
+        assert {"python", "torch", "jax", "optax"} <= about["versions"].keys()
+        assert str(ROOT) not in json.dumps(section)
+    return found, printed
+
+
+def check_rows(rows, expected):
+    assert expected <= rows.keys()
+    for row in rows.values():
+        assert row["median ms"] > 0
+        low, high = row["ratio quartiles"]
+        assert 0 < low <= row["ratio"] <= high
+
+
+SIDES = {"maskbridge", "torch fused"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The sections that need no other process and few programs, measured once."""
+    path = tmp_path_factory.mktemp("results") / "cpu-test.json"
+    return path, *measured(path, "subsets", "growth", "dlpack")
+
+
+def test_growth_has_all_curves(results):
+    growth = results[1]["growth"]
+    for key in ("by leaves", "by size"):
+        assert len(growth[key]) == 2
+        for point in growth[key]:
+            check_rows(point["rows"], SIDES | {"torch foreach", "optax in pure JAX"})
+    assert growth["copy bytes per second"] > 0
+
+
+def test_subsets_count_programs(results):
+    subsets = results[1]["subsets"]
+    assert subsets["steps"] == 5
+    assert subsets["programs compiled"] >= subsets["programs compiled in the second half"] >= 0
+    assert subsets["median ms"].keys() == SIDES
+
+
+def test_each_call_across_the_bridge_has_its_microseconds(results):
+    assert all(value > 0 for value in results[1]["dlpack"]["microseconds per call"].values())
+
+
+def test_what_is_printed_says_that_quick_figures_mean_nothing(results):
+    assert results[2].count("these figures mean nothing") == 3
+
+
+def test_a_section_is_written_beside_the_others(results, tmp_path):
+    path = tmp_path / "again.json"
+    path.write_text(json.dumps({"large": {"kept": True}}))
+    run("step", "--quick", "--rounds", 2, "--json", path, "--sections", "dlpack")
+    assert json.loads(path.read_text())["large"] == {"kept": True}
+    assert "dlpack" in json.loads(path.read_text())
+
+
+def test_the_report_stands_between_the_markers_and_nowhere_else(results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text((FOLDER / "README.md").read_text())
+    before = readme.read_text().split("<!-- figures")[0]
+    run("report", "--results", results[0].parent, "--readme", readme)
+    once = readme.read_text()
+    run("report", "--results", results[0].parent, "--readme", readme)
+    assert readme.read_text() == once
+    assert once.startswith(before)
+    assert "### Growth" in once
+    assert "| torch fused |" in once
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text((FOLDER / "README.md").read_text())
+    run("report", "--readme", readme)
+    assert readme.read_text() == (FOLDER / "README.md").read_text()
+
+
+def test_the_growth_is_drawn(results):
+    pytest.importorskip("matplotlib")
+    run("plots", "--results", results[0].parent)
+    assert results[0].with_name("cpu-test-growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
+    assert "Nothing measured: torch sees no CUDA device" in run("step", "--device", "cuda", "--json", tmp_path / "none.json")
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ the rest
+
+
+@pytest.mark.slow
+def test_tables_have_all_candidates(tmp_path):
+    found, printed = measured(tmp_path / "tables.json", "large", "small")
+    everyone = SIDES | {"torch default", "torch foreach", "optax in pure JAX", "maskbridge, copying"}
+    for table in (*found["large"]["tables"], *found["small"]["tables"]):
+        check_rows(table["rows"], everyone)
+        for name, package in {"TorchOpt": "torchopt", "pytorch_optimizer StableAdamW": "pytorch_optimizer"}.items():
+            assert (name in table["rows"]) == (importlib.util.find_spec(package) is not None)
+            assert (name in table["rows"]) != (name in table["missing"])
+        assert table["missing"].keys() >= {"HeavyBall", "torch compiled"}
+    counted = {row["optimizer"]: row for row in found["large"]["bytes"]}
+    assert {"Adam", "AdamW", "NAdam", "SGD, momentum", "RMSprop", "Lion", "AdamW, clip"} <= counted.keys()
+    assert [counted[name]["fewest"] for name in ("AdamW", "Lion", "AdamW, clip")] == [28, 20, 32]
+    assert "Not measured: " in printed
+
+
+@pytest.mark.slow
+def test_tails_and_loops(tmp_path):
+    found, _ = measured(tmp_path / "tails.json", "tail", "loop")
+    for table in (*found["tail"]["tables"], *found["loop"]["tables"]):
+        check_rows(table["rows"], {"maskbridge", table["baseline"]})
+    assert len(found["tail"]["tables"]) == 3
+    assert len(found["loop"]["tables"]) == 2
+
+
+@pytest.mark.slow
+def test_what_torch_has_no_kernel_for(tmp_path):
+    found, printed = measured(tmp_path / "unfused.json", "unfused")
+    names = [table["title"].split(",")[0] for table in found["unfused"]["tables"]]
+    assert names == ["NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax", "Lion", "LAMB", "Adafactor", "Muon"]
+    for table in found["unfused"]["tables"]:
+        assert table["rows"]["maskbridge"]["median ms"] > 0
+        assert "ratio" in table["rows"]["maskbridge"] or table["missing"]
+    assert "| Muon |" in printed
+
+
+@pytest.mark.slow
+def test_fresh_processes(tmp_path):
+    found, _ = measured(tmp_path / "fresh.json", "first", "memory")
+    for starts in found["first"]["sets"]:
+        assert {*SIDES, "maskbridge, second start"} <= starts["starts"].keys()
+    memory = found["memory"]
+    rows = memory["peak"]["rows"]
+    assert rows["maskbridge"]["state bytes"] == rows["torch fused"]["state bytes"]
+    assert list(memory["endurance"]["rows"]["maskbridge"]["resident MiB after steps"]) == ["10", "20", "30", "40"]
+    left = memory["leftovers"]["rows"]["maskbridge"]
+    assert left["before"]["jax arrays"] == left["parameters deleted"]["jax arrays"] == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno - (ast.get_docstring(node, clean=False) or "").count("\n") <= 60, node.name
