@@ -25,7 +25,7 @@ from .flags import client_started, request_fusion
 from .storage import Memory
 from .update import Plan, abstract, bytes_accessed, measured, traces, update
 
-__all__ = ["Launch", "Outcome", "Program", "compilations", "programs", "run", "settle", "traces"]
+__all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "programs", "run", "traces"]
 
 _MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
@@ -87,27 +87,34 @@ class Launch:
     In plan order: leaves by themselves come before packs.
 
     inplace: what has the `memory` of each in-place leaf; its array is donated and replaced.
+    params: the tensors over those, whose version changes.
     state: the memories of the state of every leaf, then of the shared state; likewise.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
     positions: which of the step's gradients belong to leaves by themselves, and then, in `order`, the order of their dimensions.
-    gathered: which of the gradients belong into packs; `targets`: the place of each there; `rows`: the packs of gradients.
+    rows: the packs of gradients. joined: of each pack that all its rows' gradients fill, one behind the other, which those are,
+      and its rows as torch.cat wants them; gathered: which gradients belong into other packs; `targets`: the place of each there.
     masks: a boolean array per leaf with `elements`.
     offsets: int32 (leaves, those of packs one by one): where in the hyperparams the numbers of its row begin.
     live: boolean, one for each row of each pack: whether that row is updated.
+
+    Program and rows are there from the start; the rest is found when the first call is due, while those before it run.
     """
 
     __slots__ = (
-        "gathered", "inplace", "kept", "kept_order", "live", "masks", "offsets", "order", "positions", "program", "rows", "state",
-        "targets",
+        "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "order", "params", "positions", "program",
+        "ready", "rows", "state", "targets",
     )  # fmt: skip
 
     program: Program
+    ready: bool
     inplace: Sequence[Any]
+    params: Sequence[torch.Tensor]
     state: Sequence[Memory]
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
     positions: Sequence[int]
     order: Sequence[Any]
+    joined: Sequence[tuple[Sequence[int], torch.Tensor]]
     gathered: Sequence[int]
     targets: list[torch.Tensor]
     rows: list[torch.Tensor]
@@ -115,10 +122,14 @@ class Launch:
     offsets: Any
     live: Any
 
+    def prepare(self) -> None:
+        """Find all that a call needs."""
+        raise NotImplementedError
+
 
 class Outcome(NamedTuple):
     """What a step leaves behind: of each launch new values for its `kept`, in memory of their own; whether a memory came to lie
-    elsewhere (`settle`); of scaled gradients the new count of skipped updates, else an empty list; and the signals that arrived
+    elsewhere; of scaled gradients the new count of skipped updates, else an empty list; and the signals that arrived
     meanwhile, as (handler, number, frame): to be handled once all is in place."""
 
     kept: list[list[Any]]
@@ -147,32 +158,42 @@ def run(
         raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
     flight, kept, skipped = _Flight(), [], []
     flight.programs, flight.packed = len(launches), any(map(_rows, launches))
+    # A norm over all must be known before the first program begins; else each begins while the next is made ready.
+    waves = (launches,) if launches[0].program.measure is not None else zip(launches)
     further = list(extra), list(scaling)
     device = launches[0].program.plan.device
     quiet = jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow")
     with flight, X64(True), quiet[0], quiet[1], quiet[2], quiet[3], torch.no_grad():
         numbers: Any = jax.device_put(hyperparams, device) if len(launches) > 1 and device.platform != "cpu" else hyperparams
         measure: Any = _NOTHING_MEASURED
-        given = []
-        for launch in launches:
-            if launch.gathered:
-                torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
-            given.append(operands([*map(grads.__getitem__, launch.positions), *launch.rows], launch.order))
-            if launch.program.measure is not None:
-                measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure)
-        for launch, gradients in zip(launches, given, strict=True):
-            params = list(map(_memory, launch.inplace))
-            read = operands(launch.kept, launch.kept_order) if launch.kept else []
-            own = list(map(_array, params)), list(map(_array, launch.state)), read, gradients, launch.masks
-            new_params, new_state, new_kept, skipped, token = launch.program.update(
-                *own, numbers, launch.offsets, launch.live, *further, measure
-            )
-            flight.tokens.append(token)
-            flight.memories += params
-            flight.memories += launch.state
-            flight.arrays += new_params
-            flight.arrays += new_state
-            kept.append(new_kept)
+        for wave in waves:
+            given = []
+            for launch in wave:
+                if not launch.ready:
+                    launch.prepare()
+                for positions, rows in launch.joined:  # in half the time of a copy of each
+                    torch.cat(list(map(grads.__getitem__, positions)), out=rows)
+                if launch.gathered:
+                    torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
+                given.append(operands([*map(grads.__getitem__, launch.positions), *launch.rows], launch.order))
+                if launch.program.measure is not None:
+                    measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure)
+            for launch, gradients in zip(wave, given, strict=True):
+                memories = [*map(_memory, launch.inplace), *launch.state]
+                split = len(launch.inplace)
+                read = operands(launch.kept, launch.kept_order) if launch.kept else []
+                own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), read, gradients, launch.masks
+                new_params, new_state, new_kept, skipped, token = launch.program.update(
+                    *own, numbers, launch.offsets, launch.live, *further, measure
+                )
+                arrays = [*new_params, *new_state]
+                for memory, array in zip(memories, arrays, strict=True):
+                    memory.array = array
+                flight.landing.append(([token], memories, arrays))
+                if device.platform != "cpu" and len(flight.landing) > 1:
+                    flight.landing[-2][0].clear()  # torch's stream waits once, for the last
+                torch.autograd.graph.increment_version(launch.params)
+                kept.append(new_kept)
     return Outcome(kept, flight.moved, skipped, flight.arrived)
 
 
@@ -184,16 +205,14 @@ class _Flight:
     threads take turns.
     """
 
-    __slots__ = ("arrays", "arrived", "handlers", "memories", "moved", "packed", "programs", "tokens")
+    __slots__ = ("arrived", "handlers", "landing", "moved", "packed", "programs")
     programs: int  # how many are to be called
     packed: bool  # whether some work on packs
 
     def __enter__(self) -> _Flight:
         self.arrived: list[tuple[Any, Any, Any]] = []
         self.handlers: dict[int, Any] = {}
-        self.tokens: list[Any] = []
-        self.memories: list[Memory] = []
-        self.arrays: list[Any] = []
+        self.landing: list[tuple[list[Any], list[Memory], list[Any]]] = []  # of each call what to wait for, and where its results belong
         self.moved = False
         if self.packed:
             _packs_lock.acquire()
@@ -205,15 +224,19 @@ class _Flight:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.tokens:
-            error.add_note(f"The step is not whole: {len(self.tokens)} of its {self.programs} programs have updated their parameters.")
+        if error is not None and self.landing:
+            error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
+        landing = iter(self.landing)
         try:
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
-            wait_for(self.tokens)
+            for tokens, memories, arrays in landing:
+                wait_for(tokens)
+                self.moved |= elsewhere(memories, arrays)
         finally:
             try:
-                self.moved = settle(self.memories, self.arrays)  # not before: asking an array for its address waits for it
+                for _, memories, arrays in landing:  # those behind one that failed
+                    self.moved |= elsewhere(memories, arrays)
             finally:
                 for number, handler in self.handlers.items():
                     signal.signal(number, handler)
@@ -221,18 +244,15 @@ class _Flight:
                     _packs_lock.release()
 
 
-def settle(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
-    """Hand the results of a donated call to the memories that they were computed in.
+def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
+    """Whether a result of a donated call lies elsewhere than the memory that it was computed in; waits for it on the CPU.
 
-    Returns:
-      Whether a result lies elsewhere, because something outside held a buffer (a numpy view of one of
-      `jax.live_arrays()`, say) and XLA copied it. Tensors over that memory must then look again: see `storage.renewed`.
+    So it is where something outside held a buffer (a numpy view of one of `jax.live_arrays()`, say) and XLA copied it.
+    Tensors over that memory must then look again: see `storage.renewed`.
     """
-    for memory, array in zip(memories, arrays, strict=True):
-        memory.array = array
     if list(map(_pointer, arrays)) == list(map(_address, memories)):
         return False
-    return any(memory.address != _pointer(memory.array) and memory.array.size for memory in memories)
+    return any(memory.address != _pointer(array) and array.size for memory, array in zip(memories, arrays, strict=True))
 
 
 _PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it

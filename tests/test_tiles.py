@@ -26,6 +26,7 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 def _leaves_by_themselves(monkeypatch):
     """Small leaves stand for large ones: none is packed, and tiles are of 16, 4 and 1."""
     monkeypatch.setattr(rows, "LARGEST_IN_PACK", 0)
+    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -98,6 +99,19 @@ def test_few_leaves_are_one_program():
     assert sizes(ours) == [tiles.FEW]
 
 
+def test_of_some_leaves_only_those_with_many_equals_have_programs_of_their_own(monkeypatch):
+    monkeypatch.setattr(tiles, "SOME", 64)
+    params = parameters([(5, 7)] * (tiles.EQUALS_OF_SOME - 1) + [(23,)] * 9)
+    ours = torch_api.MaskedSGD(params, lr=0.1)
+    run([(ours, params)], 1)
+    assert sizes(ours) == [len(params)]
+    params = parameters([(5, 7)] * tiles.EQUALS_OF_SOME + [(23,)] * 9)
+    ours = torch_api.MaskedSGD(params, lr=0.1)
+    run([(ours, params)], 1)
+    assert sorted(sizes(ours)) == [4, 4, 4, 9]
+    assert tiles.equals(tiles.FEW) > 1e9 > tiles.equals(64) > tiles.equals(65)
+
+
 @pytest.mark.parametrize("elements", [1, 35, 1 << 16, 1 << 18, 1 << 20, 1 << 24])
 def test_sizes_of_tiles(elements):
     found = tiles.tile_sizes(elements)
@@ -114,7 +128,7 @@ def test_every_leaf_is_in_one_tile(seed):
     frequent = [kind in (0, 1, 2) for kind in kinds]
     elements = [100 if kind is None else 1 << 17 + kind for kind in kinds]
     for few, restless in ((False, False), (True, False), (False, True), (True, True)):
-        found = list(tiles.divided(kinds, elements, frequent, few, restless))
+        found = list(tiles.divided(kinds, elements, [f and not few for f in frequent], restless))
         assert sorted(i for tile in found for i in tile) == list(range(60))
         mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
         assert len(mixed) <= 1

@@ -49,23 +49,37 @@ class Block:
 class Launch(step.Launch):
     """The launch of some blocks, leaves by themselves before packs."""
 
-    __slots__ = ("device", "leaves", "packs", "params", "seen", "shared", "views")
+    __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "seen", "shared", "views")
 
     def __init__(self, blocks: Sequence[Block], program: step.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
-        self.program, self.shared = program, shared
+        self.program, self.shared, self.ready = program, shared, False
+        self._blocks, self._offsets = blocks, offsets
         self.leaves = [leaf for block in blocks for leaf in block.leaves]
         self.device = self.leaves[0].device
         self.packs = [block.pack for block in blocks if block.pack is not None]
+        self.rows = [block.pack.gradients(block.leaves[0]) for block in blocks if block.pack is not None]
+
+    def prepare(self) -> None:
+        """Find all that a call needs."""
+        blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
+        self._blocks, self.ready = (), True
         alone = [block.leaves[0] for block in blocks if block.pack is None]
-        packed = [(block.pack, leaf) for block in blocks if block.pack is not None for leaf in block.leaves]
         positions = [position for block in blocks for position in block.positions]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
         self.params = [leaf.param for leaf in self.leaves if leaf.memory is not None or leaf.layout is not None]
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
-        self.positions, self.gathered = positions[: len(alone)], positions[len(alone) :]
-        self.targets = [pack.gradient(leaf) for pack, leaf in packed]
-        self.rows = [block.pack.gradients(block.leaves[0]) for block in blocks if block.pack is not None]
+        self.positions = positions[: len(alone)]
+        self.joined, self.gathered, self.targets = [], [], []
+        for block in blocks:
+            if block.pack is None:
+                continue
+            whole = block.pack.whole(block.leaves)
+            if whole is not None:
+                self.joined.append((block.positions, whole))
+            else:
+                self.gathered += block.positions
+                self.targets += map(block.pack.gradient, block.leaves)
         self.order = [*(leaf.order for leaf in alone), *(None for _ in self.rows)]
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
         self.views = [view for leaf in self.leaves for view in leaf.views]

@@ -66,8 +66,9 @@ class Launches:
         self._kinds: dict[update.Leaf, update.Leaf] = {}
         self._programs_of: dict[Any, step.Program] = {}
         trainable = [leaf for leaf in active if leaf.spec is not None]
-        self._alike = Counter(rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None)
-        self._few = self._alike.total() + len({leaf.memory for leaf in trainable if leaf.slot is not None}) <= tiles.FEW
+        kinds = {leaf: rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None}
+        alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if leaf.slot is not None}
+        self._frequent = {leaf for leaf, kind in kinds.items() if alike[kind] >= tiles.equals(len(kinds) + len(packs))}
 
     @property
     def latest(self) -> list[Launch]:
@@ -107,7 +108,8 @@ class Launches:
         described = [(leaf.name, block.described) for block in blocks for leaf in block.leaves]
         situation = Situation(described, self._max_grad_norm is not None, scaled, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
-        storage.return_freed()
+        if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
+            storage.return_freed()
         for part in on_device.values():
             self._give_state([leaf for leaf, _ in part], values)
         launches = [
@@ -161,8 +163,8 @@ class Launches:
         """The blocks of each program."""
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         sizes = [block.leaves[0].shape.numel() if block.pack is None else 0 for block in blocks]
-        frequent = [block.pack is None and self._alike[self._rows.sort_key(block.leaves[0])[:-1]] >= tiles.EQUALS for block in blocks]
-        for positions in tiles.divided(kinds, sizes, frequent, self._few, self._cache.restless):
+        frequent = [block.leaves[0] in self._frequent for block in blocks]
+        for positions in tiles.divided(kinds, sizes, frequent, self._cache.restless):
             yield [blocks[position] for position in positions]
 
     def _programs(
@@ -217,6 +219,7 @@ class Launches:
                 if storage.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(memory.row_bytes * len(memory.rows)):
                     tensor.data = lost_like(tensor)
         restore(before)
+        self.known.clear()  # some may not have come to their call
         if lost and not before:
             error.add_note(f"The update failed half-way; parameters and state of {lost} are lost and hold NaN. Load a checkpoint.")
         return bool(lost)

@@ -261,7 +261,6 @@ class OptaxOptimizer(GroupedOptimizer):
             for launch, new in zip(launches, copies, strict=True):
                 if new:
                     storage.write_back(launch.kept, new, launch.kept_order)
-                torch.autograd.graph.increment_version(launch.params)
             for handler, number, frame in arrived:
                 handler(number, frame)
         if search is not None and search.error is not None:
@@ -303,7 +302,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 return self._look()
             live.append(i)
             grads.append(g)
-        self._sight.remember(self._active)
+        self._sight.remember(self._active, live, grads, state)
         return tuple(live), grads
 
     def _placed_anew(self, leaf: Leaf) -> bool:

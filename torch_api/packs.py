@@ -159,6 +159,17 @@ class Pack:
         size, strides = leaf.shape, leaf.strides
         return rows.as_strided(size, strides, start)
 
+    def whole(self, leaves: Sequence[Leaf]) -> torch.Tensor | None:
+        """The rows of all gradients as the `out` of a torch.cat of those of the leaves; None where that would not fill them in order.
+
+        So it does where all leaves of the pack are there, of one shape, with rows as long as they are.
+        """
+        shape = leaves[0].shape
+        filled = bool(shape) and shape.numel() == self.memory.array.shape[1] and [leaf.slot for leaf in leaves] == list(self.memory.rows)
+        if not filled or any(leaf.shape != shape or leaf.order is not None for leaf in leaves):
+            return None
+        return self.gradients(leaves[0]).view(-1, *shape[1:])
+
     def gradients(self, leaf: Leaf) -> torch.Tensor:
         """The rows of all gradients."""
         if self._gradients is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import and_, attrgetter, is_, is_not
 from typing import Any
@@ -16,11 +16,40 @@ _grad, _shape, _requires_grad = attrgetter("grad"), attrgetter("shape"), attrget
 _kind = attrgetter("shape", "dtype", "device", "layout")
 
 
-class Sight:
-    """Columns of what was true of the active leaves when each of them was last looked at.
+def _no_guard(tensors: Sequence[torch.Tensor]) -> None:
+    """The columns are compared at every step."""
 
-    A step compares whole columns, which costs a microsecond a leaf; only where one differs, or nothing is known, are the
-    leaves looked at one by one.
+
+def _fast_guard() -> Callable[[Sequence[torch.Tensor]], Callable[..., bool] | None]:
+    """What makes one C call that says whether tensors still have the class, dtype, device, sizes, strides and `requires_grad` of these.
+
+    torch.compile guards its graphs by it. The name is private, so it is used only where it answers as expected; the
+    columns then stand behind it for whatever it denies (it denies all in an autocast region).
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+            return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if tensors else None
+
+        one = torch.zeros(2, 3)
+        others = torch.zeros(3, 2), torch.zeros(3, 2).t(), one.double(), torch.zeros(2, 3, requires_grad=True), None
+        check = guard([one])
+        if check is not None and check(torch.ones(2, 3)) is True and not any(map(check, others)):
+            return guard
+    except (ImportError, AttributeError, TypeError, SystemError):
+        pass
+    return _no_guard
+
+
+_guard = _fast_guard()
+
+
+class Sight:
+    """What was true of the active leaves when each of them was last looked at.
+
+    A step asks whether all is as it was for the same live leaves, in a few C calls; else it compares whole columns, which
+    costs a microsecond a leaf; only where one differs, or nothing is known, are the leaves looked at one by one.
     """
 
     def __init__(self) -> None:
@@ -30,8 +59,14 @@ class Sight:
         """The next step looks at each leaf."""
         self._params = None if really else self._params
 
-    def remember(self, leaves: Sequence[Leaf]) -> None:
-        """Take note of the leaves as they are, every one of which has been looked at, or its gradient is None."""
+    def remember(self, leaves: Sequence[Leaf], live: Sequence[int], grads: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> None:
+        """Take note of the leaves as they are, every one of which has been looked at, or its gradient is None.
+
+        Args:
+          leaves: the active ones.
+          live: those of them that have a gradient; `grads`: their gradients.
+          state: the optimizer's.
+        """
         if any(leaf.layout is not None for leaf in leaves):
             return
         self._params = [leaf.param for leaf in leaves]
@@ -41,11 +76,42 @@ class Sight:
         self._shown = [leaf.shown if leaf.state is not None else () for leaf in leaves]
         self._has_state = list(map(bool, self._shown))
         self._positions = tuple(range(len(leaves)))
+        self._same = self._guards(leaves, tuple(live), grads, state)
+
+    def _guards(self, leaves: Sequence[Leaf], live: tuple[int, ...], grads: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> Any:
+        """What `glance` asks first; None where there is no fast way."""
+        params = [leaf.param for leaf in leaves]
+        checks = _guard(params), _guard(grads)
+        shown = {leaf.param: leaf.shown for leaf in leaves if leaf.state is not None}
+        known = all(list(map(id, state.get(p, {}).values())) == list(map(id, shown[p])) for p in shown)
+        if None in checks or not known:
+            return None
+        chosen = set(live)
+        absent = [p for i, p in enumerate(params) if i not in chosen and p.requires_grad]
+        present = [params[i] for i in live]
+        held = list(state.values())
+        tensors = list(chain.from_iterable(map(dict.values, held)))
+        return live, present, absent, checks, list(map(_address, present)), list(state), held, tensors
 
     def glance(self, state: Mapping[Any, Any]) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
         """The active leaves that have a gradient now, and the gradients; None where anything else has changed."""
         if self._params is None:
             return None
+        if self._same is not None:
+            live, present, absent, (as_params, as_grads), addresses, keys, held, tensors = self._same
+            grads = list(map(_grad, present))
+            if (
+                as_grads(*grads)
+                and as_params(*self._params)
+                and list(map(_address, present)) == addresses
+                and all(map(is_, map(_grad, absent), repeat(None)))
+                and len(state) == len(keys)
+                and all(map(is_, state, keys))
+                and all(map(is_, state.values(), held))
+            ):
+                now = list(chain.from_iterable(map(dict.values, held)))
+                if len(now) == len(tensors) and all(map(is_, now, tensors)):
+                    return live, grads
         grads = list(map(_grad, self._params))
         chosen = list(map(and_, map(is_not, grads, repeat(None)), map(_requires_grad, self._params)))
         live = self._positions if all(chosen) else tuple(compress(self._positions, chosen))

@@ -7,31 +7,38 @@ whichever of them have a gradient. What is left is one program more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
-# So many loops make one program, whatever they are: it compiles in a fraction of a second and is called once.
-FEW = 16
-# Equal leaves that are worth a program of their own.
-EQUALS = 4
+# So many loops (a leaf, or a pack) make one program, whatever they are: it compiles in a fraction of a second. Up to the
+# second number one program is still faster than several (ResNet-50: 18 ms against 21), since its loops overlap: only what is
+# there so often that compiling it again and again would take seconds has programs of its own.
+FEW, SOME = 16, 64
+# Equal leaves that are worth a program of their own, among SOME loops and among more.
+EQUALS_OF_SOME, EQUALS = 12, 4
 # Elements that one call should update at least: below, calling costs more than 1% of it.
 ELEMENTS = 1 << 20
 _STEP = 4  # from one size of tile to the next
 
 
-def divided(kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[bool], few: bool, restless: bool) -> Iterator[list[int]]:
+def equals(loops: int) -> float:
+    """How many equal leaves are worth a program of their own where so many loops may be live."""
+    return math.inf if loops <= FEW else EQUALS_OF_SOME if loops <= SOME else EQUALS
+
+
+def divided(kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[bool], restless: bool) -> Iterator[list[int]]:
     """The positions of the leaves that each program takes.
 
     Args:
       kinds: of each live leaf (a pack counts as one) what it must have in common with others of its tile; None for one that has none.
       sizes: its elements.
-      frequent: whether EQUALS leaves or more that may be live are like it.
-      few: whether no more than FEW may be live.
+      frequent: whether so many leaves that may be live are like it that they are worth programs of their own.
       restless: whether so many sets of live leaves were seen that none should have a program for itself.
     """
     rest: list[int] = []
     alike: dict[Hashable, list[int]] = {}
     for position, (kind, is_frequent) in enumerate(zip(kinds, frequent, strict=True)):
-        if kind is None or not (restless or (is_frequent and not few)):
+        if kind is None or not (restless or is_frequent):
             rest.append(position)
         else:
             alike.setdefault(kind, []).append(position)

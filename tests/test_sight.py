@@ -1,0 +1,164 @@
+"""One glance at all parameters: by torch's guards where it has them, by columns where not, and never blind to a change."""
+
+import copy
+
+import pytest
+import torch
+from oracles import clones, random_grads, same, set_grads
+from packing import near
+
+import bridge
+import torch_api
+from torch_api import sight
+
+SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
+WAYS = {"guards": sight._guard, "columns": sight._no_guard}
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request, monkeypatch):
+    """Both ways that `Sight` may have chosen."""
+    monkeypatch.setattr(sight, "_guard", WAYS[request.param])
+    return request.param
+
+
+def made(**options):
+    params = [torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in SHAPES]
+    optimizer = torch_api.MaskedAdamW(params, lr=0.01, **options)
+    for _ in range(3):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    return optimizer, params
+
+
+def looks(optimizer, monkeypatch):
+    """Counts how often the leaves are looked at one by one from now on."""
+    count = []
+    look = type(optimizer)._look
+    monkeypatch.setattr(type(optimizer), "_look", lambda self: (count.append(1), look(self))[1])
+    return count
+
+
+def test_this_torch_has_the_guards():
+    assert sight._fast_guard() is not sight._no_guard
+
+
+def test_guards_that_answer_otherwise_are_not_used(monkeypatch):
+    import torch._C._dynamo.guards as guards
+
+    class Blind:
+        def __init__(self, *tensors, **sizes):
+            pass
+
+        def check(self, *tensors):
+            return True
+
+    monkeypatch.setattr(guards, "TensorGuards", Blind)
+    assert sight._fast_guard() is sight._no_guard
+    monkeypatch.delattr(guards, "TensorGuards")
+    assert sight._fast_guard() is sight._no_guard
+
+
+def test_a_warm_step_looks_at_no_leaf_by_itself(monkeypatch):
+    optimizer, params = made()
+    count = looks(optimizer, monkeypatch)
+    for absent in (None, 1, None, 3, 3):
+        set_grads(params, [None if i == absent else g for i, g in enumerate(random_grads(params))])
+        optimizer.step()
+    assert not count
+
+
+def test_only_the_guards_know_the_same_leaves_at_once(way):
+    optimizer, _ = made()
+    assert (optimizer._sight._same is None) == (way == "columns")
+
+
+CHANGES = {
+    "parameter moved": lambda o, p: setattr(p, "data", p.data.clone()),
+    "parameter in another order": lambda o, p: setattr(p, "data", p.data.t().contiguous().t()),
+    "state entry replaced": lambda o, p: o.state[p].update(exp_avg=torch.full_like(p, 0.5)),
+    "state replaced": lambda o, p: o.state.update({p: {k: v.clone() for k, v in o.state[p].items()}}),
+    "state cleared": lambda o, p: o.state.pop(p),
+    "data of the state replaced": lambda o, p: setattr(o.state[p]["exp_avg"], "data", torch.full_like(p, 0.25)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("absent", [None, 2])
+def test_what_is_changed_by_hand_is_followed(change, absent):
+    """As by an optimizer that looks at every leaf at every step."""
+    optimizer, params = made()
+    twin, others = copy.deepcopy((optimizer, params))
+    for each, theirs in ((optimizer, params), (twin, others)):
+        set_grads(theirs, [torch.ones_like(p) for p in theirs])
+        each.step()  # the copy has its launches again
+        change(each, theirs[0])
+    for _ in range(3):
+        grads = [None if i == absent else g for i, g in enumerate(random_grads(params))]
+        set_grads(params, grads)
+        set_grads(others, grads)
+        optimizer.step()
+        twin._sight.forget()
+        twin.step()
+        assert same(params, others)
+        for p, q in zip(params, others, strict=True):
+            assert same(optimizer.state[p].values(), twin.state[q].values())
+
+
+BAD = {
+    "another shape": lambda p: setattr(p.grad, "data", torch.zeros(3)),
+    "another dtype": lambda p: setattr(p.grad, "data", torch.zeros_like(p, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_a_gradient_that_does_not_fit_is_seen(spoil):
+    optimizer, params = made()
+    set_grads(params, random_grads(params))
+    before = [p.detach().clone() for p in params]
+    spoil(params[1])
+    with pytest.raises(ValueError, match="Nothing was updated"):
+        optimizer.step()
+    assert same(params, before)
+
+
+def test_a_parameter_frozen_by_hand_stays_and_its_stale_gradient_is_not_read():
+    optimizer, params = made()
+    params[1].requires_grad_(False)
+    before = params[1].detach().clone()
+    for _ in range(2):
+        set_grads([p for p in params if p.requires_grad], random_grads([p for p in params if p.requires_grad]))
+        optimizer.step()
+    assert torch.equal(params[1], before)
+    params[1].requires_grad_(True)
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    assert not torch.equal(params[1], before)
+
+
+def test_an_absent_gradient_that_comes_back_is_used():
+    optimizer, params = made()
+    for grads in (random_grads(params)[:-1] + [None], random_grads(params)[:-1] + [None], random_grads(params)):
+        set_grads(params, grads)
+        before = params[-1].detach().clone()
+        optimizer.step()
+        assert torch.equal(params[-1], before) == (grads[-1] is None)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu"), torch.no_grad])
+def test_in_another_mode_the_answer_is_the_same(mode, monkeypatch):
+    optimizer, params = made()
+    others = clones(params)
+    theirs = torch.optim.AdamW(others, lr=0.01)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch does not copy
+    start = clones(params)
+    compiled = bridge.compilations()
+    for _ in range(3):
+        grads = random_grads(params)
+        set_grads(params, grads)
+        set_grads(others, grads)
+        with mode():
+            optimizer.step()
+        theirs.step()
+    near(params, others, start)
+    assert bridge.compilations() == compiled
