@@ -41,24 +41,31 @@ def newton_schulz(
     """
     info = jnp.finfo(dtype)
     sums = jnp.float64 if info.bits == 64 else jnp.float32
+    rows, columns = sorted(matrix.shape)
 
-    def stored(x: jax.Array) -> jax.Array:
+    def rounded(x: jax.Array) -> jax.Array:
         # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision); before any cast, to round once.
-        return x.astype(sums) if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(sums)
+        return x if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
-    def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jax.lax.dot(x.astype(dtype), y.astype(dtype), precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
+    def product(x: jax.Array, y: jax.Array, along: int) -> jax.Array:
+        dims = (((1,), (along,)), ((), ()))
+        return jax.lax.dot_general(x, y, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
 
-    x = stored(matrix)
-    x = x.T if matrix.shape[0] > matrix.shape[1] else x
-    norm = jnp.maximum(stored(jnp.sqrt(jnp.sum(x * x))), stored(caster(x)(eps)))
-    x = stored(x / norm)
+    def wide_side_last(x: jax.Array) -> jax.Array:
+        # A copy: left to itself XLA carries the transposition through all products, which are half as fast then.
+        return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(rows, columns)
+
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = rounded(matrix.astype(sums))
+    x = wide_side_last(x) if tall else x
+    norm = jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(caster(x)(eps)))
     a, b, c = map(caster(x), coefficients)
+    x = rounded(x / norm).astype(dtype)
     for _ in range(steps):
-        gram = stored(product(x, x.T))
-        polynomial = stored(b * gram + c * product(gram, gram))
-        x = stored(a * x + product(polynomial, x))
-    return (x.T if matrix.shape[0] > matrix.shape[1] else x).astype(matrix.dtype)
+        gram = rounded(product(x, x, 1)).astype(dtype)
+        polynomial = rounded(b * gram.astype(sums) + c * product(gram, gram, 0)).astype(dtype)
+        x = rounded(a * x.astype(sums) + product(polynomial, x, 0)).astype(dtype)
+    return (jax.lax.optimization_barrier(x.reshape(-1)).reshape(rows, columns).T if tall else x).astype(matrix.dtype)
 
 
 def muon(
