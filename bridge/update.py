@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,7 +132,9 @@ def update(
     common = ones, scale, skip, extra
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        one = _leaf_update(problem, _passes(problem, leaf.elements, plan.clip, plan.extra, plan.device), plan.extra)
+        one = _leaf_update(
+            problem, _passes(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device), plan.extra
+        )
         parts = [_parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         if leaf.count is None:
             new = for_each(one, [arrays for arrays, _ in parts], [scalars for _, scalars in parts], common)
@@ -310,19 +312,31 @@ def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measur
 def _measure(clip: bool, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Sequence[Any], before: Any) -> Any:
     """What was found of other gradients, and of these: float64 (2,), the sum of their squares, and a 0 that is NaN if one is not finite.
 
-    Both are one reading of each gradient.
+    Of a scaled loss both are one reading of each gradient: a sum that is finite had finite terms. One that is not may only
+    have overflown, so the terms are then looked at one by one, which takes XLA three times as long.
     """
-    squares, zeros = before[0], before[1]
+    seen = []
     for g, mask, live in zip(grads, masks, lives, strict=True):
         trained = mask if live is None else _along(live, g)
-        seen = lambda x, trained=trained: x if trained is None else jnp.where(trained, x, jnp.zeros_like(x))  # noqa: E731
-        if clip:
-            wide = times(real(seen(g)), _unscaling(scaling))
-            squares += jnp.sum(wide * wide).astype(jnp.float64)
-        if scaling:
-            # 0 * g is 0 where g is finite and else NaN: the predicates of `isfinite` would be stored.
-            zeros += jnp.sum(real(seen(g * jnp.zeros((), g.dtype)))).astype(jnp.float64)
-    return jnp.stack([squares, zeros])
+        seen.append(real(g if trained is None else jnp.where(trained, g, jnp.zeros_like(g))))
+    if not scaling:
+        return before + jnp.stack([_sum(g * g for g in seen), jnp.zeros((), jnp.float64)])
+    total, unscaling = _sum(g * g if clip else g for g in seen), _unscaling(scaling)
+
+    def at_once() -> Any:
+        return jnp.stack([total * unscaling**2 if clip else jnp.zeros_like(total), jnp.zeros_like(total)])
+
+    def one_by_one() -> Any:
+        # 0 * g is 0 where g is finite and else NaN: the predicates of `isfinite` would be stored.
+        squares = _sum(jnp.square(times(g, unscaling)) for g in seen) if clip else jnp.zeros_like(total)
+        return jnp.stack([squares, _sum(g * jnp.zeros((), g.dtype) for g in seen)])
+
+    return before + jax.lax.cond(jnp.isfinite(total), at_once, one_by_one)
+
+
+def _sum(arrays: Iterable[Any]) -> Any:
+    """The sum over all elements of all arrays, float64; each array's own in its type."""
+    return sum((jnp.sum(x).astype(jnp.float64) for x in arrays), jnp.zeros((), jnp.float64))
 
 
 def _unscaling(scaling: Sequence[Any]) -> Any:
@@ -368,8 +382,8 @@ _chosen_passes: dict[Any, Passes] = {}
 _ONCE = Passes(1, beside=False)
 
 
-def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: Any) -> Passes:
-    """How many evaluations of the rule move the fewest bytes.
+def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any) -> Passes:
+    """How many evaluations of the rule move the fewest bytes; `scalars`: whether gradients are multiplied, and updates may be skipped.
 
     Asked of the compiler, on one small flat leaf, once for each rule and dtype: of torch's equations with nothing kept beside
     them in float32, and in complex, because what is fused is the same in all real types. A leaf that must keep its shape is
@@ -381,7 +395,7 @@ def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: 
     own_type = problem.row.scaled or kept or spec.dtype.startswith("complex")
     dtype = spec.dtype if own_type else "float32"
     small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
-    key = (small, elements, clip, device.platform)
+    key = (small, elements, scalars, device.platform)
     if key not in _chosen_passes:
         try:
             fields = layout(small).own[0]
@@ -390,14 +404,14 @@ def _passes(problem: Problem, elements: bool, clip: bool, extra: Extra, device: 
             if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
             ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
-            counts = {way: bytes_accessed(_probe(small, elements, clip, device, way)) for way in sorted(ways)}
+            counts = {way: bytes_accessed(_probe(small, elements, scalars, device, way)) for way in sorted(ways)}
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
             counts = {_ONCE: 0.0}
         _chosen_passes[key] = min(counts, key=lambda way: (counts[way], way))
     return _chosen_passes[key]
 
 
-def _probe(problem: Problem, elements: bool, clip: bool, device: Any, passes: Passes) -> Any:
+def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device: Any, passes: Passes) -> Any:
     """The compiled update of one small leaf, donated as in a program."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
@@ -406,13 +420,13 @@ def _probe(problem: Problem, elements: bool, clip: bool, device: Any, passes: Pa
     state = [array(buffer_shape(field, spec), field.dtype) for field in layout(problem).own[0]]
     mask = array(p.shape, np.bool_) if elements else None
     values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (problem.row.width, ONES))
-    scale = jax.ShapeDtypeStruct((), np.float64) if clip else None
+    scale, skip = (jax.ShapeDtypeStruct((), kind) if given else None for given, kind in zip(scalars, (np.float64, np.bool_), strict=True))
     update = _leaf_update(problem, passes, NO_EXTRA)
 
-    def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any) -> Any:
-        return update(*_parted(problem, p, state, g, mask, values), (ones, scale, None, []))
+    def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any, skip: Any) -> Any:
+        return update(*_parted(problem, p, state, g, mask, values), (ones, scale, skip, []))
 
-    return jax.jit(donated, donate_argnums=(0, 1)).lower(p, state, p, mask, values, ones, scale).compile()
+    return jax.jit(donated, donate_argnums=(0, 1)).lower(p, state, p, mask, values, ones, scale, skip).compile()
 
 
 def bytes_accessed(compiled: Any) -> float:
