@@ -143,8 +143,7 @@ def run(
       scaling: of `scaled` plans the loss scale and the count of infinities found, float32, and the count of skipped
         updates, int32; all of shape (1,).
     """
-    if _forked:
-        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
+    _refuse_fork()
     flight, kept, skipped = _Flight(), [], []
     flight.programs, flight.packed = len(launches), any(map(_rows, launches))
     further = list(extra), list(scaling)
@@ -174,6 +173,11 @@ def run(
             flight.arrays += new_state
             kept.append(new_kept)
     return Outcome(kept, flight.moved, skipped, flight.arrived)
+
+
+def _refuse_fork() -> None:
+    if _forked:
+        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
 class _Flight:
@@ -221,6 +225,14 @@ class _Flight:
                     _packs_lock.release()
 
 
+def flight(packed: bool) -> _Flight:
+    """The flight of one program that is no update alone; `packed`: it works on packs."""
+    _refuse_fork()
+    alone = _Flight()
+    alone.programs, alone.packed = 1, packed
+    return alone
+
+
 def settle(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
     """Hand the results of a donated call to the memories that they were computed in.
 
@@ -265,3 +277,9 @@ def _threads() -> ThreadPoolExecutor:
 def compilations() -> int:
     """How many programs have been compiled in this process."""
     return _compilations
+
+
+def count_compilation() -> None:
+    """Count a program that was compiled elsewhere."""
+    global _compilations
+    _compilations += 1
