@@ -41,9 +41,7 @@ class Forward:
     whether the seed matters.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], params: Mapping[str, Spec], buffers: Mapping[str, Spec], batch: Sequence[Any]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], params: Mapping[str, Spec], buffers: Mapping[str, Spec], batch: Sequence[Any]) -> None:
         self.function = function
         self.params, self.buffers, self.batch = dict(params), dict(buffers), [_abstract(x) for x in batch]
         given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
@@ -51,7 +49,7 @@ class Forward:
         with x64(), jax.disable_jit(False):
             closed, (self.loss, aux, _) = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
         self.aux = len(aux)
-        jaxpr = closed.jaxpr
+        jaxpr: Any = closed.jaxpr
         self.calls_back = calls_back(jaxpr)
         count = len(self.params)
         self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reached(jaxpr, [0]) if i < count)].tolist())
@@ -89,16 +87,16 @@ class Given(NamedTuple):
     """Where a program finds one tensor of the module.
 
     `column` of its arguments: "params" and "kept" as the plan has them, "buffers" that are donated, "copied" buffers that
-    are not, "read": everything else, flat or a pack; `index` in there, `row` of a pack. `spec`: the tensor's own shape.
+    are not, "read": everything else, flat or a pack; `at` in there, `row` of a pack. `spec`: the tensor's own shape.
     """
 
     column: str
-    index: int
+    at: int
     row: int | None
     spec: Spec
 
     def value(self, columns: Mapping[str, Sequence[Any]]) -> Any:
-        buffer = columns[self.column][self.index]
+        buffer = columns[self.column][self.at]
         flat = buffer if self.row is None else buffer[self.row, : math.prod(self.spec.shape)]
         return unflatten(flat, self.spec)
 
@@ -126,7 +124,7 @@ class Task:
     def changed(self, column: str) -> list[str]:
         """The names of the buffers that come back in a column, in its order."""
         mine = [name for name in self.forward.changed if self.tensors[name].column == column]
-        return sorted(mine, key=lambda name: self.tensors[name].index)
+        return sorted(mine, key=lambda name: self.tensors[name].at)
 
     def differentiated(self, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], Any, Any]:
         """Loss, aux, and by name all buffers and the gradients of the live parameters that the loss reaches."""

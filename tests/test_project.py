@@ -34,6 +34,7 @@ ORDER = {
         "split",
         "update",
         "step",
+        "train",
         "__init__",
     ],
     "torch_api": [
@@ -60,6 +61,11 @@ ORDER = {
         "masked",
         "masked_optax",
         "partitioned",
+        "watch",
+        "batch",
+        "traced_loss",
+        "train_parts",
+        "train_step",
         "__init__",
     ],
 }

@@ -8,12 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.core import Tracer
 
 from bridge import storage
 from bridge.dlpack import EXTENSION_DTYPES, to_jax
 
 OWNER = "JaxTrainStep"
 _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class _Static:
+    pass
 
 
 class Batch:
@@ -30,16 +35,16 @@ class Batch:
         kinds = []
         for position, x in enumerate(leaves):
             if isinstance(x, torch.Tensor):
-                kinds.append((x.shape, x.dtype))
+                kinds.append((torch.Tensor, x.shape, x.dtype))
                 self.arrays.append(_operand(x, device, position))
             elif isinstance(x, float):
-                kinds.append(float)
+                kinds.append((float,))
                 self.arrays.append(x)
             elif isinstance(x, jax.Array | np.ndarray | np.generic):
                 kinds.append((jax.Array, x.shape, str(x.dtype)))
                 self.arrays.append(_checked(x, position))
             elif isinstance(x, _STATIC):
-                kinds.append((type(x), x))
+                kinds.append((_Static, x, type(x)))
             else:
                 raise TypeError(
                     f"{OWNER}: item {position} of the batch is a {type(x).__name__}; expected tensors, arrays, numbers, strings, or lists, "
@@ -53,19 +58,21 @@ class Batch:
         _, kinds = self.signature
         leaves = []
         for kind in kinds:
-            if kind is not float and len(kind) == 2 and isinstance(kind[0], type):
+            if kind[0] is _Static:
                 leaves.append(kind[1])
             else:
                 x = next(rest)
-                leaves.append(x if kind is not float and kind[0] is jax.Array else as_tensor(x))
+                leaves.append(x if kind[0] is jax.Array else as_tensor(x))
         return self.tree.unflatten(leaves)
 
 
 def _checked(x: Any, position: int) -> Any:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise ValueError(f"{OWNER}: item {position} of the batch is a tracer ({x.aval}). Call the train step outside jit, grad and vmap.")
     if isinstance(x, jax.Array) and x.is_deleted():
-        raise ValueError(f"{OWNER}: item {position} of the batch was donated or deleted and has no memory. Keep the result, or pass a copy.")
+        raise ValueError(
+            f"{OWNER}: item {position} of the batch was donated or deleted and has no memory. Keep the result, or pass a copy."
+        )
     return x
 
 

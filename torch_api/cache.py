@@ -73,7 +73,9 @@ class Cache:
         self.misses += 1
         if compiled and last is not None:
             what = "a program" if compiled == 1 else f"{compiled} programs"
-            warnings.warn(f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level())
+            warnings.warn(
+                f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level()
+            )
 
 
 def stack_level() -> int:

@@ -64,7 +64,9 @@ def _checked(loss: Any) -> Any:
 
 def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> train.Forward:
     """The loss, traced for this kind of batch; nothing of the module has changed afterwards."""
-    specs = [{name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)]
+    specs = [
+        {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
+    ]
     function = TracedLoss(module, loss_fn, has_aux, watch, items)
     return train.Forward(function, *specs, items.arrays)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -144,14 +144,14 @@ def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:
     missing = [name for name, p in watch.params.items() if p.requires_grad and id(p) not in known]
     if missing:
         raise ValueError(
-            f"{OWNER}: parameters {_listed(missing)} of the module require grad, but are not the optimizer's, so they would never be trained. "
+            f"{OWNER}: parameters {_listed(missing)} of the module require grad, but are not the optimizer's and would never be trained. "
             "Give them to the optimizer (its mask can freeze them), or set requires_grad=False."
         )
     own = {id(p) for p in watch.params.values()}
     foreign = [leaf.name for leaf in optimizer._active if leaf.param.requires_grad and id(leaf.param) not in own]
     if foreign:
         raise ValueError(
-            f"{OWNER}: the optimizer trains {_listed(foreign)}, which are not parameters of the module, so no gradient could reach them. Put all "
+            f"{OWNER}: the optimizer trains {_listed(foreign)}, not among the module's parameters, so no gradient could reach it. Put all "
             "that is trained into one module (torch.nn.ModuleDict), or make an optimizer of this module's parameters."
         )
     sharded = [leaf.name for leaf in optimizer._active if leaf.layout is not None]

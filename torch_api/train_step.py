@@ -21,6 +21,7 @@ from .arguments import Arguments
 from .batch import OWNER, Batch
 from .cache import CacheInfo, CompilationWarning, stack_level
 from .launch import Block, Launch, not_traced
+from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
 from .train_parts import Parts, check_arguments, check_fit, refuse_autocast
 from .traced_loss import traced_loss
@@ -65,7 +66,7 @@ class JaxTrainStep:
       loss_fn: `loss_fn(model, *batch)`, in torch operations or in JAX operations on what `model(x)` returns; gives the
         loss, a real scalar. It runs as Python once for each batch signature: the structure, shapes and dtypes of the batch,
         each int, bool and string in it, and the modules' plain attributes (`training`, `p` of a dropout).
-      optimizer: any optimizer of torch_api. What it takes as extra arguments gets `value`, the loss, unless given.
+      optimizer: any of torch_api. A transformation that takes extra arguments gets `value`, the loss, unless it is given.
       accumulate: at every so-manieth call the update is made, with the mean of the gradients of these calls; the other calls
         only add theirs up, in donated memory, float32 for half types. Learning rates are read at the call that updates.
       has_aux: whether loss_fn gives `(loss, aux)`; aux is any tree, its arrays come back as tensors.
@@ -73,7 +74,8 @@ class JaxTrainStep:
     A call gives the loss of its batch, a 0-d tensor without graph, or `(loss, aux)`. `p.grad` is neither read nor written.
     A parameter that the loss does not depend on stays as it is, as in torch where its grad is None: this is decided from the
     traced program. Random operations draw from a key that each call takes from torch's default generator (`torch.manual_seed`),
-    so they repeat from run to run, but are not eager torch's. Batch tensors on the CPU are read without a copy.
+    so they repeat from run to run, but are not eager torch's. Batch tensors on the CPU are read without a copy; floats in the
+    batch are traced, as 0-d tensors. Inside torch.autocast a call is an error: its casts happen where no traced program passes.
 
     Hooks of the optimizer run around each update; forward hooks of modules run when the loss is traced; gradient hooks do not run.
 
@@ -85,7 +87,7 @@ class JaxTrainStep:
         self,
         module: torch.nn.Module,
         loss_fn: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
+        optimizer: OptaxOptimizer,
         accumulate: int = 1,
         has_aux: bool = False,
     ) -> None:
@@ -146,7 +148,7 @@ class JaxTrainStep:
     # ------------------------------------------------------------------ one call
 
     def _step(self, items: Batch, arguments: Arguments | None, updates: bool = True) -> Any:
-        optimizer, launches = self.optimizer, self.optimizer._launches
+        optimizer = self.optimizer
         forward = self._forward(items)
         live = self._live(forward, updates)
         extra, further = (NO_EXTRA, []) if arguments is None else arguments.of([optimizer._active[i] for i in live])
@@ -156,7 +158,7 @@ class JaxTrainStep:
         if ready is not None and not _as_left(ready, optimizer.state):
             optimizer._place()  # the state was replaced or cleared by hand: go on from what is there
             self._look()
-            launches, ready = optimizer._launches, None
+            ready = None
         self._hits += ready is not None
         if ready is None:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
@@ -195,7 +197,7 @@ class JaxTrainStep:
         torch.autograd.graph.increment_version([*ready.in_place, *(launch.params if updates else ())])
         if updates:
             self._pending, self._summed = 0, frozenset()
-            self.optimizer._opt_called = True  # schedulers ask
+            vars(self.optimizer)["_opt_called"] = True  # schedulers ask
         else:
             self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
 
@@ -235,17 +237,21 @@ class JaxTrainStep:
         self._launches = optimizer._launches
         self._names = {id(p): name for name, p in watch.params.items()}
         self._candidates = [i for i, leaf in enumerate(optimizer._active) if leaf.param.requires_grad]
-        self._ready, self._traced = {}, {}
+        self._ready, self._traced, self._lives = {}, {}, {}
 
     def _live(self, forward: train.Forward, updates: bool) -> tuple[int, ...]:
         """The parameters that this call trains: those that the loss reaches, or that an earlier one did whose gradient waits."""
-        wanted = forward.reaches | self._summed if updates else forward.reaches
-        active = self.optimizer._active
-        live = tuple(i for i in self._candidates if self._names[id(active[i].param)] in wanted)
+        summed = self._summed if updates else frozenset()
+        live = self._lives.get((forward, summed))
+        if live is not None:
+            return live
+        active, wanted = self.optimizer._active, forward.reaches | summed
+        live = self._lives[forward, summed] = tuple(i for i in self._candidates if self._names[id(active[i].param)] in wanted)
         if not live:
+            del self._lives[forward, summed]
             raise ValueError(
-                f"{OWNER}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, outside torch.no_grad() and "
-                "without detach(), and what the optimizer's mask and requires_grad freeze."
+                f"{OWNER}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without torch.no_grad() or "
+                "detach(), and what the optimizer's mask and requires_grad freeze."
             )
         return live
 
@@ -291,7 +297,8 @@ class JaxTrainStep:
         own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
         shown = [view for leaf in stateful for view in leaf.shown]
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
-        return Ready(launch.program, launch, *own, reached, [leaf.param for leaf in stateful], shown)
+        program: Any = launch.program
+        return Ready(program, launch, *own, reached, [leaf.param for leaf in stateful], shown)
 
     def _sum(self, name: str) -> storage.Memory:
         """The sum of a parameter's gradients: in its dtype, in float32 for half types."""
