@@ -47,7 +47,8 @@ class Forward:
         given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
         seed = jax.ShapeDtypeStruct((), np.int64)
         with x64(), jax.disable_jit(False):
-            closed, (self.loss, aux, _) = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
+            traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
+        closed, (self.loss, aux, _) = traced
         self.aux = len(aux)
         jaxpr: Any = closed.jaxpr
         self.calls_back = calls_back(jaxpr)

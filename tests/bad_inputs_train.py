@@ -100,7 +100,11 @@ TABLE = {
         Bad("a loss that is no scalar", lambda s: s(X, Y), fresh(lambda m, x, y: m["head"](m["body"](x)))),
         Bad("a loss that is no number", lambda s: s(X, Y), fresh(lambda m, x, y: None)),
         Bad("has_aux without aux", lambda s: s(X, Y), fresh(loss, has_aux=True)),
-        Bad("a loss that no parameter takes part in", lambda s: s(X, Y), fresh(lambda m, x, y: F.mse_loss(m["head"](m["body"](x)).detach(), y))),
+        Bad(
+            "a loss that no parameter takes part in",
+            lambda s: s(X, Y),
+            fresh(lambda m, x, y: F.mse_loss(m["head"](m["body"](x)).detach(), y)),
+        ),
         Bad("a loss of frozen parameters", lambda s: (s.optimizer.set_trainable(False, False), s(X, Y)), made()),
         Bad("an input that requires grad", lambda s: s(X.clone().requires_grad_(), Y), made()),
         Bad("an input on another device", lambda s: s(X.to("meta"), Y), made()),

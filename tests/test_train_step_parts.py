@@ -255,7 +255,7 @@ def test_the_loss_may_be_written_in_jax():
 
 def test_batches_of_numpy_and_jax_arrays():
     model, results = mlp(), []
-    train_step = JaxTrainStep(model, lambda m, x, y: jnp.mean((jnp.asarray(m(torch.as_tensor(x) if False else x)) - jnp.asarray(y)) ** 2),
+    train_step = JaxTrainStep(model, lambda m, x, y: jnp.mean((jnp.asarray(m(x)) - jnp.asarray(y)) ** 2),
                               torch_api.MaskedSGD(model.named_parameters(), lr=0.0))  # fmt: skip
     x, y = next(batches(1))
     for kind in (lambda t: t, lambda t: t.t().contiguous().t()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class _Static:
-    pass
+    """Marks what decides the program by its value."""
 
 
 class Batch:
@@ -52,18 +52,11 @@ class Batch:
                 )
         self.signature = self.tree, tuple(kinds)
 
-    def rebuilt(self, traced: Sequence[Any], as_tensor: Callable[[Any], Any]) -> Sequence[Any]:
-        """The arguments with traced arrays in their places; what was a tensor or a number is made one by `as_tensor`."""
+    def rebuilt(self, traced: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments with traced arrays in their places."""
         rest = iter(traced)
         _, kinds = self.signature
-        leaves = []
-        for kind in kinds:
-            if kind[0] is _Static:
-                leaves.append(kind[1])
-            else:
-                x = next(rest)
-                leaves.append(x if kind[0] is jax.Array else as_tensor(x))
-        return self.tree.unflatten(leaves)
+        return self.tree.unflatten([kind[1] if kind[0] is _Static else next(rest) for kind in kinds])
 
 
 def _checked(x: Any, position: int) -> Any:

@@ -7,19 +7,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from bridge import train
 from bridge.dlpack import numpy_dtype
+from bridge.modules import traced_call
 from bridge.problem import Spec
+from bridge.tree import nest, unnest
 
 from .batch import OWNER, Batch
 from .watch import Watch
 
 
 class TracedLoss:
-    """`loss_fn(module, *batch)` with arrays in the places of parameters, buffers and batch: (params, buffers, batch, seed) to lists of arrays."""
+    """`loss_fn(module, *batch)` of arrays: (params, buffers, batch, seed) to the loss, a list of the rest, and a list of new buffers."""
 
     def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> None:
         self._module, self._loss_fn, self._has_aux, self._items = module, loss_fn, has_aux, items
@@ -28,13 +29,15 @@ class TracedLoss:
         self._leaves: list[Any] = []
 
     def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
-        own = [dict(zip(names, arrays, strict=True)) for names, arrays in zip(self._names, (params, buffers), strict=True)]
-        result, after = _call(self._module, self._loss_fn, *own, self._items, batch, jax.random.key(seed))
+        own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
+        result, after = traced_call(
+            self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch), rng=jax.random.key(seed)
+        )
         loss, aux = self._parted(result)
         flat, self._tree = jax.tree.flatten(aux)
-        flat = [_array(x) for x in flat]
         self._leaves = [_TRACED if isinstance(x, jax.Array) else x for x in flat]
-        return _checked(_array(loss)), [x for x in flat if isinstance(x, jax.Array)], [after[name] for name in self._names[1]]
+        after = unnest(after)
+        return _checked(loss), [x for x in flat if isinstance(x, jax.Array)], [after[name] for name in self._names[1]]
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not self._has_aux:
@@ -63,52 +66,9 @@ def _checked(loss: Any) -> Any:
 
 
 def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> train.Forward:
-    """The loss, traced for this kind of batch; nothing of the module has changed afterwards."""
+    """The loss, traced for this kind of batch; nothing is written to the module."""
     specs = [
         {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
     ]
     function = TracedLoss(module, loss_fn, has_aux, watch, items)
-    return train.Forward(function, *specs, items.arrays)
-
-
-# ---- prototype
-from contextlib import contextmanager
-import torch2jax as t
-
-
-def _array(x):
-    if isinstance(x, t.Torchish):
-        return x.value
-    return x
-
-
-@t.implements(torch.nn.functional.cross_entropy)
-def _ce(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
-    x, y = input.value, target.value
-    lp = jax.nn.log_softmax(x, -1)
-    return -jnp.take_along_axis(lp, y[:, None], 1).mean()
-
-
-@t.implements(torch.nn.functional.mse_loss)
-def _mse(input, target, **k):
-    return ((input.value - target.value) ** 2).mean()
-
-
-def _call(module, fn, params, buffers, items, batch, key):
-    values = {n: t.Torchish(x) for n, x in (params | buffers).items()}
-    by_id = {id(x): values[n] for n, x in (*module.named_parameters(), *module.named_buffers())}
-    saved = []
-    for m in module.modules():
-        for d in (m._parameters, m._buffers):
-            for n, x in d.items():
-                if x is not None:
-                    saved.append((d, n, x))
-                    d[n] = by_id[id(x)]
-    try:
-        args = items.rebuilt(batch, t.Torchish)
-        with t.override_Tensor_constructor(), t.RngPooperContext(t.RngPooper(key)), t.TorchishMode():
-            out = fn(module, *args)
-    finally:
-        for d, n, x in saved:
-            d[n] = x
-    return out, {n: values[n].value for n in buffers}
+    return train.Forward(function, specs[0], specs[1], items.arrays)

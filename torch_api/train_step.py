@@ -23,8 +23,8 @@ from .cache import CacheInfo, CompilationWarning, stack_level
 from .launch import Block, Launch, not_traced
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
-from .train_parts import Parts, check_arguments, check_fit, refuse_autocast
 from .traced_loss import traced_loss
+from .train_parts import Parts, check_arguments, check_fit, refuse_autocast
 from .watch import Watch
 
 _address = torch.Tensor.data_ptr
@@ -250,8 +250,8 @@ class JaxTrainStep:
         if not live:
             del self._lives[forward, summed]
             raise ValueError(
-                f"{OWNER}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without torch.no_grad() or "
-                "detach(), and what the optimizer's mask and requires_grad freeze."
+                f"{OWNER}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without torch.no_grad() "
+                "or detach(), and what the optimizer's mask and requires_grad freeze."
             )
         return live
 
@@ -263,8 +263,6 @@ class JaxTrainStep:
             found = self._forwards.get(key)
             if found is None:
                 found = self._forwards[key] = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
-                self._watch.look()  # a forward pass may write plain attributes
-                self._forwards[items.signature, self._watch.signature] = found
             self._traced[items.signature] = found
         return found
 
@@ -313,8 +311,8 @@ class JaxTrainStep:
         if self._compilations == _MANY:
             warnings.warn(
                 f"{OWNER} has compiled {_MANY} programs: one for each structure, shape and dtype of batch, each int, bool and string in it, "
-                "each set of plain attributes of the modules and each set of trained parameters. Pad batches to a few shapes, drop the last "
-                "one of an epoch (drop_last=True), and pass numbers that change as tensors.",
+                "each set of plain attributes of the modules and each set of trained parameters. Pad batches to a few shapes, drop the "
+                "last one of an epoch (drop_last=True), and pass numbers that change as tensors.",
                 CompilationWarning,
                 stacklevel=stack_level(),
             )
@@ -323,7 +321,8 @@ class JaxTrainStep:
 def _elsewhere(leaf: Leaf) -> bool:
     """Whether a parameter is no longer what the optimizer has placed."""
     p = leaf.param
-    return leaf.spec is None or p.data_ptr() != leaf.address or p.stride() != leaf.strides or p.shape != leaf.shape or p.dtype != leaf.dtype
+    now = p.data_ptr(), p.stride(), p.shape, p.dtype
+    return leaf.spec is None or now != (leaf.address, leaf.strides, leaf.shape, leaf.dtype)
 
 
 def _as_left(ready: Ready, state: Mapping[Any, Any]) -> bool:
