@@ -133,7 +133,7 @@ def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> Any:
     """A mask over `shape`, divided by the share that it keeps."""
     if p >= 1:
         return jnp.zeros(shape, input.dtype)
-    keep = jax.random.bernoulli(next_key(what), 1 - p, shape)
+    keep = jax.random.bernoulli(next_key(what), jnp.float32(1 - p), shape)  # else twice the bits under x64
     return jnp.where(keep, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype))
 
 
@@ -157,7 +157,7 @@ def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: b
         return input
     floor = -1.7580993408473766
     a = ((1 - p) * (1 + p * floor**2)) ** -0.5
-    keep = jax.random.bernoulli(next_key("alpha_dropout"), 1 - p, input.shape)
+    keep = jax.random.bernoulli(next_key("alpha_dropout"), jnp.float32(1 - p), input.shape)
     return jnp.where(keep, input, jnp.asarray(floor, input.dtype)) * a - a * floor * p
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +14,9 @@ from jax import lax
 
 from .torch_calls import OPS, Op, op
 from .traced import jax_dtype
+
+# Elements of a window that are worth an operation each.
+MOST_TAPS = 16
 
 
 def each(n: int, x: Any) -> tuple[int, ...]:
@@ -104,9 +108,26 @@ def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any =
     """The largest of each window."""
     input, alone = batched(input, n)
     window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
-    low = -jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min
-    out = lax.reduce_window(input, np.asarray(low, input.dtype), lax.max, window, strides, pads, window_dilation=dilations)
+    low = np.asarray(-jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min, input.dtype)
+    if math.prod(window) <= MOST_TAPS and all(k <= s for k, s in zip(window, strides, strict=True)) and set(dilations) == {1}:
+        out = _largest_apart(lax.pad(input, low, [(*p, 0) for p in pads]), window, strides)
+    else:
+        out = lax.reduce_window(input, low, lax.max, window, strides, pads, window_dilation=dilations)
     return out[0] if alone else out
+
+
+def _largest_apart(padded: Any, window: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """The largest of windows that do not overlap, the first of equals: its gradient is one loop.
+
+    The gradient of `reduce_window` scatters: six times slower on a CPU for windows of 2x2.
+    """
+    counts = [(size - k) // s + 1 for size, k, s in zip(padded.shape, window, strides, strict=True)]
+    out = None
+    for start in itertools.product(*map(range, window)):
+        stop = [first + (count - 1) * s + 1 for first, count, s in zip(start, counts, strides, strict=True)]
+        tap = lax.slice(padded, start, stop, strides)
+        out = tap if out is None else jnp.where((tap > out) | (tap != tap), tap, out)
+    return out
 
 
 def max_pool_with_indices(

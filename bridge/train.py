@@ -35,7 +35,7 @@ class Forward:
 
     function: traced with 64-bit types on.
     params, buffers: the shapes and dtypes of the module's tensors by name; `function` gets lists in their order.
-    batch: arrays, or anything that has shape and dtype, and Python floats.
+    batch: arrays, or anything that has shape and dtype.
 
     reaches: the parameters that the loss can have a gradient of. changed: the buffers that come back as others. random:
     whether the seed matters.
@@ -43,12 +43,13 @@ class Forward:
 
     def __init__(self, function: Callable[..., Any], params: Mapping[str, Spec], buffers: Mapping[str, Spec], batch: Sequence[Any]) -> None:
         self.function = function
-        self.params, self.buffers, self.batch = dict(params), dict(buffers), [_abstract(x) for x in batch]
+        self.params, self.buffers = dict(params), dict(buffers)
+        self.batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch]
         given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
         seed = jax.ShapeDtypeStruct((), np.int64)
         with x64(), jax.disable_jit(False):
             traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
-        closed, (self.loss, aux, _) = traced
+        closed, (_, aux, _) = traced
         self.aux = len(aux)
         jaxpr: Any = closed.jaxpr
         self.calls_back = calls_back(jaxpr)
@@ -232,11 +233,6 @@ def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
 
 def _specs(task: Task, column: str) -> list[Spec]:
     return [task.tensors[name].spec for name in task.changed(column)]
-
-
-def _abstract(x: Any) -> Any:
-    """What a program must know of an item of the batch: Python floats adapt their type to what they meet."""
-    return x if isinstance(x, float) else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 class Arrays(NamedTuple):

@@ -176,7 +176,7 @@ def test_half_types_with_masters():
     for batch in data:
         train_step(*batch)
     eager(twin, other, loss, data)
-    compare(model, twin, start, 0.05)  # bfloat16 gradients are rounded in other places
+    compare(model, twin, start, 0.15)  # bfloat16 gradients are rounded in other places, and Adam divides by their size
     masters = [state["master_param"] for state in optimizer.state.values()]
     assert len(masters) == 4
     assert all(m.dtype is torch.float32 for m in masters)

@@ -134,7 +134,8 @@ def test_dropout_is_new_at_each_call_and_repeats_with_torchs_seed():
     assert dropout_run(4)[0] != first
     state = torch.get_rng_state()
     train_step.module.eval()
-    assert train_step(*batch).item() == train_step(*batch).item() == mse(train_step.module, *batch).item() or True
+    value = train_step(*batch).item()
+    assert value == train_step(*batch).item() == pytest.approx(mse(train_step.module, *batch).item(), rel=1e-6)
     assert torch.equal(state, torch.get_rng_state()), "nothing was drawn, so nothing is taken from the generator"
 
 
@@ -350,12 +351,12 @@ def test_a_loss_that_raises_leaves_all_as_it_was():
     train_step = JaxTrainStep(model, loss, optimizer)
     x = torch.randn(6, 4)
     train_step(x, False)
-    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     parts = [*model.parameters(), *model.buffers()]
     with pytest.raises(KeyError, match="mine"):
         train_step(x, True)
     assert all(map(torch.equal, before[0].values(), model.state_dict().values()))
-    torch.testing.assert_close(before[1], optimizer.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(before[1], optimizer.state_dict()["state"], rtol=0, atol=0)
     assert all(a is b for a, b in zip(parts, (*model.parameters(), *model.buffers()), strict=True))
     assert type(model[0].weight) is nn.Parameter
     train_step(x, False)

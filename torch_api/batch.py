@@ -24,12 +24,12 @@ class _Static:
 class Batch:
     """The arguments of one call, flat.
 
-    arrays: the traced ones as a program takes them: tensors on the CPU as views by numpy, which cost the least; floats as they
-    are. signature: all else; equal ones have one program. Ints, bools and strings are no arrays: they decide shapes and
+    arrays: the traced ones as a program takes them: tensors on the CPU as views by numpy, which cost the least; floats as
+    `real`. signature: all else; equal ones have one program. Ints, bools and strings are no arrays: they decide shapes and
     branches, so each value has its own program.
     """
 
-    def __init__(self, batch: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, batch: Sequence[Any], device: torch.device, real: type[np.floating[Any]] = np.float32) -> None:
         leaves, self.tree = jax.tree.flatten(batch)
         self.arrays: list[Any] = []
         kinds = []
@@ -39,7 +39,7 @@ class Batch:
                 self.arrays.append(_operand(x, device, position))
             elif isinstance(x, float):
                 kinds.append((float,))
-                self.arrays.append(x)
+                self.arrays.append(real(x))
             elif isinstance(x, jax.Array | np.ndarray | np.generic):
                 kinds.append((jax.Array, x.shape, str(x.dtype)))
                 self.arrays.append(_checked(x, position))

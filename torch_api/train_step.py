@@ -122,7 +122,7 @@ class JaxTrainStep:
             self.optimizer._place()
         if self.optimizer._launches is not self._launches or not self._watch.same():
             self._look()
-        items = Batch(batch, self._device)
+        items = Batch(batch, self._device, self._real)
         if updates:
             return _hooked(self.optimizer, self._step, items, arguments)
         return self._step(items, None, updates=False)
@@ -231,6 +231,7 @@ class JaxTrainStep:
         optimizer = self.optimizer
         self._watch = watch = Watch(self.module)
         self._device = check_fit(watch, optimizer)
+        self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
         if any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
             optimizer._place()
             watch.look()
