@@ -34,7 +34,7 @@ def digits_net() -> nn.Module:
 class CharacterModel(nn.Module):
     """Two blocks over bytes, as in examples/character_model.py; without dropout, so that losses can be compared."""
 
-    def __init__(self, width: int = 96, length: int = 48) -> None:
+    def __init__(self, width: int = 96, length: int = 64) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(128, width), nn.Embedding(length, width)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(5))
@@ -58,16 +58,16 @@ def digits(settings: Settings) -> Task:
 
 
 def characters(settings: Settings) -> Task:
-    length = settings.count(48, 8)
+    length = settings.count(64, 8)
     text = torch.tensor(list("".join(topics.values()).encode("ascii", "ignore")))
-    rows_ = text[torch.randint(len(text) - length, (settings.count(32, 4), 1)) + torch.arange(length + 1)]
+    rows_ = text[torch.randint(len(text) - length, (settings.count(16, 4), 1)) + torch.arange(length + 1)]
     loss = lambda model, rows: F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())  # noqa: E731
     return CharacterModel(), loss, (rows_,)
 
 
 TASKS: dict[str, Callable[[Settings], Task]] = {
     "digits job, 64 images of 8x8": digits,
-    "character model, 32 x 48 characters of pydoc_data.topics": characters,
+    "character model, 16 x 64 characters of pydoc_data.topics": characters,
 }
 
 

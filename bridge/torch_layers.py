@@ -41,7 +41,10 @@ op("log_sigmoid")(jax.nn.log_sigmoid)
 @op("gelu")
 def gelu(input: Any, *, approximate: str = "none") -> Any:
     """x * Phi(x), or its approximation by tanh."""
-    return jax.nn.gelu(input, approximate=approximate == "tanh")
+    if approximate == "tanh":
+        return jax.nn.gelu(input, approximate=True)
+    half, root = (jnp.asarray(x, input.dtype) for x in (0.5, math.sqrt(0.5)))
+    return half * input * (1 + jax.lax.erf(input * root))  # jax's own, by erfc, takes three times as long with its gradient
 
 
 @op("leaky_relu")

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import torch_api
 
-BATCH, LENGTH, WIDTH, HEADS = 32, 48, 96, 4
+BATCH, LENGTH, WIDTH, HEADS = 16, 64, 96, 4
 TEXT = torch.tensor(list("".join(topics.values()).encode("ascii", "ignore")))
 
 

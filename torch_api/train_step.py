@@ -291,12 +291,12 @@ class JaxTrainStep:
 
         launch = launches.whole(live, extra, numbers, compiled)
         self.optimizer._sight.forget(launches.began)
+        program: Any = launch.program
         self._misses += 1
         stateful = [leaf for leaf in launch.leaves if leaf.shown]
         own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
         shown = [view for leaf in stateful for view in leaf.shown]
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
-        program: Any = launch.program
         return Ready(program, launch, *own, reached, [leaf.param for leaf in stateful], shown)
 
     def _sum(self, name: str) -> storage.Memory:
@@ -311,8 +311,8 @@ class JaxTrainStep:
     def _warn(self) -> None:
         if self._compilations == _MANY:
             warnings.warn(
-                f"{OWNER} has compiled {_MANY} programs: one for each structure, shape and dtype of batch, each int, bool and string in it, "
-                "each set of plain attributes of the modules and each set of trained parameters. Pad batches to a few shapes, drop the "
+                f"{OWNER} has compiled {_MANY} programs: one for each structure, shape and dtype of batch, each int, bool and string in "
+                "it, each set of plain attributes of the modules and each set of trained parameters. Pad batches to a few shapes, drop the "
                 "last one of an epoch (drop_last=True), and pass numbers that change as tensors.",
                 CompilationWarning,
                 stacklevel=stack_level(),
