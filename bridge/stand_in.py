@@ -29,7 +29,7 @@ class StandIn:
         self._known: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
         for name, p in module.named_parameters():
-            self._known[id(p)] = Traced(params[name], requires_grad=p.requires_grad)
+            self._known[id(p)] = Traced(params[name], parameter=p)
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])

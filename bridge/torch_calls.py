@@ -25,6 +25,10 @@ PRISTINE = dict(HANDLED_FUNCTIONS)
 SPACES: list[Any] = [torch, torch.Tensor, F, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special]  # pyright: ignore
 
 
+# What a tensor without memory can tell of itself: attributes, and how torch would lay it out.
+META = frozenset({"__get__", "stride", "element_size", "get_device", "storage_offset", "dim_order", "is_same_size", "has_names"})
+
+
 class Op(NamedTuple):
     """An implementation over arrays.
 
@@ -95,7 +99,7 @@ def arrays(x: Any) -> Any:
 
 def is_traced(x: Any) -> bool:
     """A value that jax computes with, not torch."""
-    return isinstance(x, jax.Array) or issubclass(type(x), Torchish)
+    return isinstance(x, jax.Array | Torchish)
 
 
 def wrapped(out: Any) -> Any:
@@ -130,6 +134,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             return wrapped(theirs(*args, **kwargs))
         except (AssertionError, NotImplementedError, TypeError) as error:
             raise unsupported(func, f" (torch2jax: {error})") from error
+    if getattr(func, "__name__", "") in META:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
     body = _body(func)
     if body is None:
         raise unsupported(func)

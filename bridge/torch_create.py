@@ -54,7 +54,7 @@ def _register_filled() -> None:
 
 
 def _dtype_of(x: Any) -> Any:
-    return x.dtype if not isinstance(x, torch.Tensor) or type(x) is Traced else jax_dtype(x.dtype)
+    return jax_dtype(x.dtype) if isinstance(x, torch.Tensor) else x.dtype
 
 
 def _always(name: str, handler: Any) -> None:
@@ -236,7 +236,7 @@ def to(input: Any, *args: Any, dtype: Any = None, copy: bool = False, **_: Any) 
     for x in args:
         if isinstance(x, torch.dtype):
             dtype = x
-        elif issubclass(type(x), Traced) or type(x) is torch.Tensor:
+        elif isinstance(x, torch.Tensor):
             dtype = x.dtype
     if (dtype is None or dtype == input.dtype) and not copy:
         return input

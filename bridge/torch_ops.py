@@ -361,25 +361,34 @@ def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     return jnp.cumprod(cast(input, dtype), axis=dim)
 
 
+def _in_order(x: Any, dim: int, descending: bool) -> Any:
+    """Values and their places in order, equal ones as they came, NaN as the largest."""
+    places = lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % max(x.ndim, 1)) if x.ndim else jnp.zeros((), jax_dtype(torch.int64))
+    both = [jnp.flip(a, dim) for a in (x, places)] if descending and x.ndim else [x, places]
+    both = lax.sort(both, dimension=dim, num_keys=1, is_stable=True) if x.ndim else both
+    return tuple(jnp.flip(a, dim) for a in both) if descending and x.ndim else tuple(both)
+
+
 @op("sort")
 def sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """Values and their places."""
-    places = argsort(input, dim, descending)
-    both: Any = jnp.take_along_axis(input, places, axis=dim), places
-    return torch.return_types.sort(both)
+    return torch.return_types.sort(_in_order(input, dim, descending))
 
 
 @op("argsort")
 def argsort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """The places of values in order."""
-    return jnp.argsort(input, axis=dim, stable=True, descending=descending).astype(jax_dtype(torch.int64))
+    return _in_order(lax.stop_gradient(input), dim, descending)[1]
 
 
 @op("topk")
 def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The k largest or smallest, and their places."""
-    places = lax.slice_in_dim(argsort(input, dim, largest), 0, k, axis=dim)
-    both: Any = jnp.take_along_axis(input, places, axis=dim), places
+    if largest:
+        both: Any = [jnp.moveaxis(x, -1, dim) for x in lax.top_k(jnp.moveaxis(input, dim, -1), k)]
+        both[1] = both[1].astype(jax_dtype(torch.int64))
+    else:
+        both = [lax.slice_in_dim(x, 0, k, axis=dim) for x in _in_order(input, dim, False)]
     return torch.return_types.topk(both)
 
 

@@ -65,46 +65,49 @@ def default_float() -> Any:
     return jax_dtype(torch.get_default_dtype())
 
 
-class Traced(Torchish):
+class Traced(torch.Tensor, Torchish):
     """A jax value under torch's interface.
 
-    Functional inside: a write makes a new value. A view knows its base and how it was taken, so that a write through either
-    is seen by the other, as in torch. `isinstance(x, torch.Tensor)` holds, and jax's functions take it (`__jax_array__`).
+    A real tensor, so that torch's C code may look into it: one without memory, on the meta device, with the value's shape and
+    dtype. Functional inside: a write makes a new value. A view knows its base and how it was taken, so that a write through
+    either is seen by the other, as in torch. jax's functions take it (`__jax_array__`, and as a pytree).
     """
 
-    def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, requires_grad: bool = False):
-        self._value = value
-        self._base, self._view = base, view
-        self._version = 0
-        self._seen = base._stamp() if base is not None else 0
-        self.requires_grad = requires_grad
+    def __new__(cls, value: Any, *_: Any, **__: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            known = hasattr(value, "dtype")  # jax unflattens with placeholders
+            meta = torch.empty(value.shape, dtype=torch_dtype(value), device="meta") if known else torch.empty(0, device="meta")
+            return torch.Tensor._make_subclass(cls, meta)
 
-    # A property, so that `isinstance` says Tensor while C code, which looks at the type, still asks `__torch_function__`.
-    @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.Tensor
+    def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, parameter: Any = None):
+        self._value = value
+        self._base_, self._taken = base, view
+        self._writes = 0
+        self._seen = base._stamp() if base is not None else 0
+        self._is_param = parameter is not None
+        self._wants_grad = parameter is not None and parameter.requires_grad
 
     @property
     def value(self) -> Any:
-        base = self._base
+        base = self._base_
         if base is not None and self._seen != base._stamp() and self._aliases():
             self._value, self._seen = self._of(base.value), base._stamp()
         return self._value
 
     @value.setter
     def value(self, new: Any) -> None:
-        base = self._base
+        base = self._base_
         if base is not None and self._aliases():
             base.value = self._written(base.value, new)
             self._seen = base._stamp()
         self._value = new
-        self._version += 1
+        self._writes += 1
 
     def _stamp(self) -> int:
-        return self._version + (self._base._stamp() if self._base is not None else 0)
+        return self._writes + (self._base_._stamp() if self._base_ is not None else 0)
 
     def _of(self, array: Any) -> Any:
-        handler, args, kwargs, index, _ = self._view  # pyright: ignore[reportGeneralTypeIssues]
+        handler, args, kwargs, index, _ = self._taken  # pyright: ignore[reportGeneralTypeIssues]
         out = handler(array, *args, **kwargs)
         return out if index is None else out[index]
 
@@ -118,11 +121,11 @@ class Traced(Torchish):
         return self._meta()[1]
 
     def _meta(self) -> tuple[torch.Tensor, bool]:
-        if self._base is None:
+        if self._base_ is None:
             return torch.empty(self._value.shape, device="meta"), False
-        _, args, kwargs, index, func = self._view  # pyright: ignore[reportGeneralTypeIssues]
+        _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
         with torch._C.DisableTorchFunction():
-            base = self._base._meta()[0]
+            base = self._base_._meta()[0]
             try:
                 out = func(base, *args, **kwargs)
             except (TypeError, RuntimeError):  # an argument that is traced: indexing by a tensor copies
@@ -170,10 +173,10 @@ class Traced(Torchish):
     def data(self, new: Any) -> None:
         self.value = as_array(new)
 
-    grad = grad_fn = names = None
-    is_leaf = True
-    is_cuda = is_sparse = is_quantized = is_mkldnn = is_meta = is_mps = is_xpu = is_xla = is_nested = False
-    layout = torch.strided
+    grad = property(lambda self: None)
+    requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
+    is_meta = is_cuda = False
+    is_cpu = True
     T = property(lambda self: _dispatch(torch.t if self.ndim == 2 else torch.permute, (self, *_reverse(self)), {}))
     mT = property(lambda self: _dispatch(torch.transpose, (self, -1, -2), {}))  # noqa: N815 - torch's name
     H = property(lambda self: self.mH)
@@ -183,13 +186,10 @@ class Traced(Torchish):
     itemsize = property(lambda self: self.value.dtype.itemsize)
 
     def __getattr__(self, name: str) -> Any:
-        """torch.Tensor's methods; then, for code in jax, what only jax's arrays have."""
-        method = getattr(torch.Tensor, name, None) if not name.startswith("__") else None
-        if callable(method):
-            return functools.partial(_call, method, self)
-        if method is None and not name.startswith("_") and hasattr(self.value, name):
-            return getattr(self.value, name)
-        raise AttributeError(f"{name!r} of a traced tensor ({where_now()}) is not there: neither torch.Tensor's method nor jax's.")
+        """For code in jax: what torch's tensors have not and jax's arrays have."""
+        if name.startswith("_") or "_value" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.value, name)
 
     def dim(self) -> int:
         return self.ndim
@@ -241,15 +241,9 @@ class Traced(Torchish):
     def __deepcopy__(self, memo: Any) -> Traced:
         return Traced(self.value)
 
-    __copy__ = None
-
 
 def _reverse(x: Traced) -> tuple[Any, ...]:
     return () if x.ndim == 2 else (tuple(range(x.ndim))[::-1],)
-
-
-def _call(method: Any, self: Traced, *args: Any, **kwargs: Any) -> Any:
-    return _dispatch(method, (self, *args), kwargs)
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,19 +274,12 @@ for _name in [
     if hasattr(torch.Tensor, _name):
         setattr(Traced, _name, _dunder(_name))
 
-# Methods of Torchish that are less than torch's: Tensor's stand in their place.
-for _name in set(vars(Torchish)) - set(vars(Traced)):
-    if not _name.startswith("__") and callable(getattr(torch.Tensor, _name, None)):
-        setattr(
-            Traced, _name, functools.partialmethod(lambda self, method, *a, **k: _call(method, self, *a, **k), getattr(torch.Tensor, _name))
-        )
-
 jax.tree_util.register_pytree_node(Traced, lambda x: ((x.value,), None), lambda _, children: Traced(children[0]))
 
 
 def as_array(x: Any) -> Any:
     """What jax computes with: the value of a traced tensor, a constant made of a torch tensor; anything else as it is."""
-    if type(x) is Traced or isinstance(x, Torchish):
+    if isinstance(x, Torchish):
         return x.value
     if isinstance(x, torch.Tensor):
         return constant(x)
