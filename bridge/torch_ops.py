@@ -363,7 +363,9 @@ def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
 
 def _in_order(x: Any, dim: int, descending: bool) -> Any:
     """Values and their places in order, equal ones as they came, NaN as the largest."""
-    places = lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % max(x.ndim, 1)) if x.ndim else jnp.zeros((), jax_dtype(torch.int64))
+    places = (
+        lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % max(x.ndim, 1)) if x.ndim else jnp.zeros((), jax_dtype(torch.int64))
+    )
     both = [jnp.flip(a, dim) for a in (x, places)] if descending and x.ndim else [x, places]
     both = lax.sort(both, dimension=dim, num_keys=1, is_stable=True) if x.ndim else both
     return tuple(jnp.flip(a, dim) for a in both) if descending and x.ndim else tuple(both)

@@ -7,10 +7,12 @@ the new values leaves the program (`Program`).
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from . import step
 from .analysis import calls_back
 from .dlpack import X64, operands, x64
+from .masks import path_name
 from .problem import Spec, flatten, unflatten
 from .storage import Memory
 from .update import Plan, abstract, bytes_accessed, update
@@ -58,7 +61,7 @@ class Forward:
         own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.aux :]
         self.changed = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
         self.random = len(jaxpr.invars) - 1 in reached(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
-        self._evaluate = jaxpr_as_fun(closed)
+        self._evaluate: Any = jaxpr_as_fun(closed)
         self.jaxpr = closed
 
     def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -77,7 +80,7 @@ def reached(jaxpr: Any, results: Iterable[int], through_constants: bool = False)
         hits = [i for i, v in enumerate(eqn.outvars) if v in wanted]
         if not hits or (eqn.primitive.name == "stop_gradient" and not through_constants):
             continue
-        body = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
+        body: Any = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
         body = getattr(body, "jaxpr", body)
         alike = hasattr(body, "eqns") and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
         inner = reached(body, hits, through_constants) if alike and eqn.primitive.name not in _ALL_TO_ALL else range(len(eqn.invars))
@@ -112,6 +115,7 @@ class Task:
     read: the shape and dtype of each array in that column.
     accumulate: over how many calls gradients are summed up, in `sums`: the parameters that have one, with its dtype.
     loss_at: the position, among the further arguments of the plan, at which the loss itself is passed; None for nowhere.
+    names: what the optimizer calls a parameter, and what the module does, where a transformation may ask for the loss (`VALUE_FN`).
     """
 
     forward: Forward
@@ -122,6 +126,7 @@ class Task:
     accumulate: int = 1
     sums: tuple[tuple[str, str], ...] = ()
     loss_at: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def changed(self, column: str) -> list[str]:
         """The names of the buffers that come back in a column, in its order."""
@@ -143,6 +148,17 @@ class Task:
         grads = {name: jnp.conj(g) if jnp.iscomplexobj(g) else g for name, g in grads.items()}
         return loss, aux, dict(zip(self.forward.buffers, after, strict=True)), grads
 
+    def loss_at_trial(self, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any, trial: Any) -> Any:
+        """The loss with the parameters in a tree by the optimizer's names in the places of the live ones."""
+        values = {name: given.value(columns) for name, given in self.tensors.items()}
+        for path, x in jax.tree_util.tree_flatten_with_path(trial)[0]:
+            name = self.names[path_name(path)]
+            values[name] = x.astype(self.tensors[name].spec.dtype)
+        with x64():
+            params, buffers = ([values[name] for name in names] for names in (self.forward.params, self.forward.buffers))
+            loss, _, _ = self.forward(params, buffers, batch, seed)
+        return loss
+
     def gathered(self, grads: Mapping[str, Any]) -> list[Any]:
         """The gradient of each leaf of the plan: flat, or the rows of a pack, with zeros where nothing is live."""
         return [self._rows(*leaf.buffer, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)]
@@ -154,6 +170,31 @@ class Task:
         count, width = shape
         zeros = jnp.zeros(width, dtype)
         return jnp.stack([jnp.pad(own[i], (0, width - own[i].size)) if i in own else zeros for i in range(count)])
+
+
+_trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
+
+
+@contextmanager
+def _searching(task: Task, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any) -> Iterator[None]:
+    """While an update is traced in here, `VALUE_FN` is the loss of this task."""
+    before = _trial.set(functools.partial(task.loss_at_trial, columns, batch, seed))
+    try:
+        yield
+    finally:
+        _trial.reset(before)
+
+
+def _value(params: Any, **_: Any) -> Any:
+    loss, leaves = _trial.get(), jax.tree.leaves(params)
+    wide = any(x.dtype in (np.float64, np.complex128) for x in leaves)
+    # Outside a program it is only asked what depends on what: here all on all.
+    value = sum(jnp.sum(jnp.real(x)) for x in leaves) if loss is None else loss(params)
+    return jnp.asarray(value).astype(np.float64 if wide else np.float32)
+
+
+# The loss as a function of the live parameters, for transformations that search along a line; the same for all programs.
+VALUE_FN = jax.tree_util.Partial(_value)
 
 
 def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
@@ -169,7 +210,8 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     if task.loss_at is not None:
         further = [loss.astype(x.dtype) if i == task.loss_at else x for i, x in enumerate(further)]
     grads = task.gathered(grads)
-    new = update(task.plan, params, state, kept, grads, masks, numbers, offsets, live, further, [], _NOTHING_MEASURED)
+    with _searching(task, columns, batch, seed):
+        new = update(task.plan, params, state, kept, grads, masks, numbers, offsets, live, further, [], _NOTHING_MEASURED)
     new_params, new_state, new_kept, _, token = new
     return new_params, new_state, _flat(task, after, "buffers"), new_kept, _flat(task, after, "copied"), loss, aux, token
 

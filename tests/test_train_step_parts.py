@@ -7,7 +7,6 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from oracles import movement_error
@@ -211,117 +210,6 @@ def test_half_types_are_summed_in_float32():
     for batch in batches(2, dtype=torch.bfloat16):
         train_step(*batch)
     assert {str(memory.array.dtype) for memory in train_step._sums.values()} == {"float32"}
-
-
-# ---------------------------------------------------------------------- what goes in and comes out
-
-
-def test_aux_of_any_tree_comes_back_as_tensors():
-    model = mlp()
-
-    def loss(m, batch, scale):
-        out = m(batch["x"])
-        return F.mse_loss(out, batch["y"]) * scale, {"out": out, "more": [out.argmax(), None, "name", 3], "y": batch["y"]}
-
-    train_step = JaxTrainStep(model, loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.0), has_aux=True)
-    x, y = next(batches(1))
-    for scale in (2.0, 3.0):
-        value, aux = train_step({"x": x, "y": y}, scale)
-        torch.testing.assert_close(aux["out"], model(x).detach())
-        torch.testing.assert_close(value, (mse(model, x, y) * scale).detach())
-        assert torch.equal(aux["y"], y)
-        assert aux["more"][0].item() == model(x).argmax().item()
-        assert aux["more"][1:] == [None, "name", 3]
-    assert train_step.cache_info().compilations == 1
-
-
-def test_the_loss_may_be_written_in_jax():
-    model = mlp()
-    twin = copy.deepcopy(model)
-    start = [p.detach().clone() for p in model.parameters()]
-    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-
-    def loss(m, x, y):
-        return jnp.mean(jnp.square(jnp.asarray(m(x)) - jnp.asarray(y)))
-
-    train_step = JaxTrainStep(model, loss, adamw(model))
-    for batch in batches(20):
-        value = train_step(*batch)
-        other.zero_grad()
-        mse(twin, *batch).backward()
-        other.step()
-    assert value.dtype is torch.float32
-    assert_moved_alike(model, twin, start, 1e-4)
-
-
-def test_batches_of_numpy_and_jax_arrays():
-    model, results = mlp(), []
-    train_step = JaxTrainStep(model, lambda m, x, y: jnp.mean((jnp.asarray(m(x)) - jnp.asarray(y)) ** 2),
-                              torch_api.MaskedSGD(model.named_parameters(), lr=0.0))  # fmt: skip
-    x, y = next(batches(1))
-    for kind in (lambda t: t, lambda t: t.t().contiguous().t()):
-        results.append(train_step(kind(x), y.numpy()).item())
-        results.append(train_step(kind(x), jnp.asarray(y.numpy())).item())
-    assert results == pytest.approx([mse(model, x, y).item()] * 4, rel=1e-6)
-
-
-def test_a_batch_that_is_the_memory_of_a_parameter_is_read_before_it_is_written():
-    model = nn.Linear(4, 4)
-    twin = copy.deepcopy(model)
-    loss = lambda m, x: m(x).square().mean()  # noqa: E731
-    ours, theirs = torch_api.MaskedSGD(model.parameters(), lr=0.5), torch.optim.SGD(twin.parameters(), lr=0.5)
-    train_step = JaxTrainStep(model, loss, ours)
-    for _ in range(5):
-        train_step(model.weight.detach())
-        theirs.zero_grad()
-        loss(twin, twin.weight.detach().clone()).backward()
-        theirs.step()
-    torch.testing.assert_close(model.weight, twin.weight)
-
-
-def test_tied_weights_are_one_parameter():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.down.weight = self.up.weight
-
-        def forward(self, x):
-            return self.down(torch.tanh(self.up(x)))
-
-    model = Tied()
-    twin = copy.deepcopy(model)
-    start = [p.detach().clone() for p in model.parameters()]
-    loss = lambda m, x, y: (m(x) - x).square().mean()  # noqa: E731
-    train_step = JaxTrainStep(model, loss, adamw(model))
-    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    for batch in batches(20):
-        train_step(*batch)
-        other.zero_grad()
-        loss(twin, *batch).backward()
-        other.step()
-    assert model.up.weight is model.down.weight
-    assert_moved_alike(model, twin, start, 1e-4)
-
-
-def test_further_arguments_reach_the_transformation():
-    def times():
-        def update(updates, state, params=None, *, factor, **extra):
-            return jax.tree.map(lambda u: -u * factor * extra["value"], updates), state
-
-        return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-    model = mlp()
-    before = [p.detach().clone() for p in model.parameters()]
-    train_step = JaxTrainStep(model, mse, torch_api.OptaxOptimizer(model.named_parameters(), times()))
-    x, y = next(batches(1))
-    loss = mse(model, x, y)
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    train_step(x, y, factor=0.25)
-    for p, q, g in zip(model.parameters(), before, grads, strict=True):
-        torch.testing.assert_close(p.detach(), q - 0.25 * loss.item() * g)
-    train_step(x, y, factor=0.5)
-    assert train_step.cache_info().compilations == 1
 
 
 # ---------------------------------------------------------------------- hooks, failures, lifetimes

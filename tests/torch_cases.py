@@ -19,13 +19,36 @@ def table(**cases):
 UNARY = [
     *(
         (name, lambda x, name=name: getattr(torch, name)(x), (A,))
-        for name in "exp expm1 exp2 sin cos tan sinh cosh tanh asinh atan sigmoid erf erfc abs neg sign floor ceil trunc square round".split()
+        for name in [
+            "exp",
+            "expm1",
+            "exp2",
+            "sin",
+            "cos",
+            "tan",
+            "sinh",
+            "cosh",
+            "tanh",
+            "asinh",
+            "atan",
+            "sigmoid",
+            "erf",
+            "erfc",
+            "abs",
+            "neg",
+            "sign",
+            "floor",
+            "ceil",
+            "trunc",
+            "square",
+            "round",
+        ]
     ),
     *(
         (name, lambda x, name=name: getattr(x, name)(), (POS,))
-        for name in "log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma frac".split()
+        for name in ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "lgamma", "digamma", "frac"]
     ),
-    *((name, lambda x, name=name: getattr(torch, name)(x), (PROB,)) for name in "asin acos atanh logit erfinv".split()),
+    *((name, lambda x, name=name: getattr(torch, name)(x), (PROB,)) for name in ["asin", "acos", "atanh", "logit", "erfinv"]),
 ]
 
 BINARY = table(
@@ -147,14 +170,35 @@ WRITES = table(
 ACTIVATIONS = [
     *(
         (name, lambda x, name=name: getattr(F, name)(3 * x), (A,))
-        for name in "relu relu6 silu selu mish logsigmoid softsign tanhshrink hardswish hardsigmoid hardtanh leaky_relu elu celu gelu softplus "
-        "hardshrink softshrink".split()
+        for name in [
+            "relu",
+            "relu6",
+            "silu",
+            "selu",
+            "mish",
+            "logsigmoid",
+            "softsign",
+            "tanhshrink",
+            "hardswish",
+            "hardsigmoid",
+            "hardtanh",
+            "leaky_relu",
+            "elu",
+            "celu",
+            "gelu",
+            "softplus",
+            "hardshrink",
+            "softshrink",
+        ]
     ),
     *table(
         gelu_tanh=(lambda x: F.gelu(x, approximate="tanh") + F.elu(x, 0.5) + F.celu(x, 0.5) + F.hardtanh(x, -0.2, 0.4), A),
         softplus=(lambda x: F.softplus(x, beta=2, threshold=1) + F.threshold(x, 0.1, 20) + F.glu(torch.cat([x, x], 1)), A),
         prelu=(lambda x, w: F.prelu(x, w) + F.prelu(x, w[:1]), A, V),
-        softmax=(lambda x: F.softmax(x, -1) + x.softmax(0) + torch.softmax(x, 1) + F.log_softmax(x, dim=0) + x.log_softmax(1) + F.softmin(x, 1), A),
+        softmax=(
+            lambda x: F.softmax(x, -1) + x.softmax(0) + torch.softmax(x, 1) + F.log_softmax(x, dim=0) + x.log_softmax(1) + F.softmin(x, 1),
+            A,
+        ),
     ),
 ]
 

@@ -66,7 +66,8 @@ class JaxTrainStep:
       loss_fn: `loss_fn(model, *batch)`, in torch operations or in JAX operations on what `model(x)` returns; gives the
         loss, a real scalar. It runs as Python once for each batch signature: the structure, shapes and dtypes of the batch,
         each int, bool and string in it, and the modules' plain attributes (`training`, `p` of a dropout).
-      optimizer: any of torch_api. A transformation that takes extra arguments gets `value`, the loss, unless it is given.
+      optimizer: any of torch_api. A transformation that takes extra arguments gets `value`, the loss,
+        and `value_fn`, the loss as a function of the trained parameters (L-BFGS, line searches), unless they are given.
       accumulate: at every so-manieth call the update is made, with the mean of the gradients of these calls; the other calls
         only add theirs up, in donated memory, float32 for half types. Learning rates are read at the call that updates.
       has_aux: whether loss_fn gives `(loss, aux)`; aux is any tree, its arrays come back as tensors.
@@ -222,7 +223,7 @@ class JaxTrainStep:
         if self._loss_like is None or (self._loss_like.dtype == np.float64) is not wide:
             with x64():
                 self._loss_like = jax.numpy.zeros((), np.float64 if wide else np.float32)
-        return optimizer._arguments({"grad": Same(GRADIENTS), "value": self._loss_like} | given)
+        return optimizer._arguments({"grad": Same(GRADIENTS), "value": self._loss_like, "value_fn": train.VALUE_FN} | given)
 
     # ------------------------------------------------------------------ what a call needs
 
@@ -281,8 +282,9 @@ class JaxTrainStep:
         def compiled(blocks: Sequence[Block], plan: Plan) -> train.Program:
             tensors, read = parts.given(blocks)
             trained = tuple(tuple((self._names[id(leaf.param)], leaf.slot) for leaf in block.leaves) for block in blocks)
-            task = train.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at)
-            key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, updates
+            names = {} if extra is NO_EXTRA else self._optimizers_names()
+            task = train.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
+            key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
             if key not in self._programs:
                 self._programs[key] = train.Program(task, updates)
                 self._compilations += 1
@@ -298,6 +300,11 @@ class JaxTrainStep:
         shown = [view for leaf in stateful for view in leaf.shown]
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
         return Ready(program, launch, *own, reached, [leaf.param for leaf in stateful], shown)
+
+    def _optimizers_names(self) -> dict[str, str]:
+        """What the optimizer calls each parameter, in the tree that its transformation sees, and what the module calls it."""
+        pairs = zip(self.optimizer._leaves, self.optimizer.arrangement.skeleton, strict=True)
+        return {".".join(path): self._names[id(leaf.param)] for leaf, path in pairs if id(leaf.param) in self._names}
 
     def _sum(self, name: str) -> storage.Memory:
         """The sum of a parameter's gradients: in its dtype, in float32 for half types."""
