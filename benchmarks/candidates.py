@@ -93,7 +93,7 @@ def adamw(settings: Settings) -> tuple[dict[str, Maker], dict[str, str]]:
     }
     missing: dict[str, str] = {}
     for name, (package, maker) in optional.items():
-        reason = _absent(package, name in (COMPILED, "HeavyBall"), settings)
+        reason = absent(package, name in (COMPILED, "HeavyBall"), settings)
         if reason is None:
             makers[name] = maker
         else:
@@ -101,7 +101,7 @@ def adamw(settings: Settings) -> tuple[dict[str, Maker], dict[str, str]]:
     return makers, missing
 
 
-def _absent(package: str | None, builds: bool, settings: Settings) -> str | None:
+def absent(package: str | None, builds: bool, settings: Settings) -> str | None:
     """Why a candidate cannot take part; None if it can. `builds`: torch.compile makes it on the spot."""
     if package is not None and not installed(package):
         return NOT_INSTALLED

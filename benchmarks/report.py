@@ -22,6 +22,7 @@ TITLES = {
     "tail": "The tail of a training step",
     "unfused": "What torch has no fused kernel for",
     "loop": "Whole loops: forward, backward, step",
+    "pipelines": "Whole steps as one program: forward, backward and update by JaxTrainStep",
     "first": "Time to the first step, in a fresh process",
     "subsets": "Ever-changing subsets",
     "memory": "Memory",
@@ -191,6 +192,8 @@ def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, str]]:
         ("tail", 1, "clip, AdamW, average of the weights, GPT-2 small: time against torch", "at most 0.7"),
         ("loop", 0, "loop of a transformer: time against torch fused", "at most 1.0"),
         ("loop", 1, "loop of a convolutional network: time against torch fused", "at most 1.0"),
+        ("pipelines", 0, "digits job as one program: time against eager torch", "at most 1.0"),
+        ("pipelines", 1, "character model as one program: time against eager torch", "at most 1.0"),
     ):
         if part in results:
             yield text, results[part]["tables"][index]["rows"][OURS]["ratio"], target

@@ -23,6 +23,7 @@ import dlpack
 import fresh
 import growth
 import jax
+import pipelines
 import report
 import subsets
 import tables
@@ -35,6 +36,7 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "tail": tables.tail,
     "unfused": tables.unfused,
     "loop": tables.loop,
+    "pipelines": pipelines.pipelines,
     "first": fresh.first,
     "subsets": subsets.subsets,
     "memory": fresh.memory,

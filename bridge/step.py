@@ -154,8 +154,7 @@ def run(
       scaling: of `scaled` plans the loss scale and the count of infinities found, float32, and the count of skipped
         updates, int32; all of shape (1,).
     """
-    if _forked:
-        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
+    _refuse_fork()
     flight, kept, skipped = _Flight(), [], []
     flight.programs, flight.packed = len(launches), any(map(_rows, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
@@ -195,6 +194,11 @@ def run(
                 torch.autograd.graph.increment_version(launch.params)
                 kept.append(new_kept)
     return Outcome(kept, flight.moved, skipped, flight.arrived)
+
+
+def _refuse_fork() -> None:
+    if _forked:
+        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
 class _Flight:
@@ -244,6 +248,14 @@ class _Flight:
                     _packs_lock.release()
 
 
+def flight(packed: bool) -> _Flight:
+    """The flight of one program that is no update alone; `packed`: it works on packs."""
+    _refuse_fork()
+    alone = _Flight()
+    alone.programs, alone.packed = 1, packed
+    return alone
+
+
 def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
     """Whether a result of a donated call lies elsewhere than the memory that it was computed in; waits for it on the CPU.
 
@@ -285,3 +297,9 @@ def _threads() -> ThreadPoolExecutor:
 def compilations() -> int:
     """How many programs have been compiled in this process."""
     return _compilations
+
+
+def count_compilation() -> None:
+    """Count a program that was compiled elsewhere."""
+    global _compilations
+    _compilations += 1

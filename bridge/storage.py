@@ -242,6 +242,11 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return memory if row is None else None
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is, or looks into, one whose bytes are jax's."""
+    return tensor.untyped_storage().data_ptr() in _memories
+
+
 def renewed(memory: Memory) -> Memory:
     """The memory, known by the address where its array lies now; of a pack all tensors look there, whoever has them."""
     if memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:

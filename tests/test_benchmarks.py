@@ -148,6 +148,16 @@ def test_tails_and_loops(tmp_path):
 
 
 @pytest.mark.slow
+def test_pipelines(tmp_path):
+    found, printed = measured(tmp_path / "pipelines.json", "pipelines")
+    for table in found["pipelines"]["tables"]:
+        check_rows(table["rows"], {"maskbridge", "maskbridge, eager backward", "torch fused"})
+        assert table["missing"] == {"torch compiled": "needs --compiled"}
+    assert "digits job" in printed
+    assert "character model" in printed
+
+
+@pytest.mark.slow
 def test_what_torch_has_no_kernel_for(tmp_path):
     found, printed = measured(tmp_path / "unfused.json", "unfused")
     names = [table["title"].split(",")[0] for table in found["unfused"]["tables"]]

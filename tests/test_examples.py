@@ -49,6 +49,8 @@ PRINTED = {
     "adam_weights_sgd_biases": ["PartitionedOptimizer: 4 of 4 parameters trained", "optax alone ends"],
     "optimizer_in_ten_lines": ["OptaxOptimizer: 4 of 4 parameters trained", "MultiOptimizer: 4 of 4 parameters trained"],
     "equinox_filter_mask": ["2 of 2 leaves moved, 4 of the other 4 kept their bits", "MaskedAdamW: 4 of 6 parameters trained"],
+    "character_model": ["1 program compiled", "A text of its own"],
+    "digits_train_step": ["by JaxTrainStep", "Losses of the first 50 steps differ by", "eager torch, fused AdamW:"],
     "muon_transformer": ["PartitionedOptimizer: 29 of 29 parameters trained", "with Muon and AdamW", "\nThe "],
 }
 

@@ -20,10 +20,12 @@ from .masked_optax import MaskedAdaBelief, MaskedLamb, MaskedLars, MaskedLion, M
 from .optimizer import OptaxOptimizer
 from .partitioned import MultiOptimizer, PartitionedOptimizer
 from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
+from .train_step import JaxTrainStep
 
 __all__ = [
     "CacheInfo",
     "CompilationWarning",
+    "JaxTrainStep",
     "MaskedASGD",
     "MaskedAdaBelief",
     "MaskedAdadelta",

@@ -73,10 +73,12 @@ class Cache:
         self.misses += 1
         if compiled and last is not None:
             what = "a program" if compiled == 1 else f"{compiled} programs"
-            warnings.warn(f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=_level())
+            warnings.warn(
+                f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level()
+            )
 
 
-def _level() -> int:
+def stack_level() -> int:
     """The stack level, seen from the caller, of the frame that called the step: the first that is neither torch's nor ours."""
     level, frame = 0, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_api", "bridge"):

@@ -121,6 +121,23 @@ class Launches:
         self.known[live, extra, scaled] = launches
         return launches
 
+    def whole(
+        self, live: Sequence[int], extra: Extra, hyperparams: np.ndarray, compiled: Callable[[Sequence[Block], update.Plan], Any]
+    ) -> Launch:
+        """One launch of these leaves, all on one device, as one program that does more than update them.
+
+        `compiled` makes it, from the blocks and the plan of their update; state is given only when it has.
+        """
+        values = self._rows.cut(hyperparams)
+        leaves = [self._active[i] for i in live]
+        blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values)
+        program = compiled(blocks, self._plan(blocks, extra, False, False))
+        storage.return_freed()
+        self._give_state(leaves, values)
+        launch = Launch(blocks, program, [self._shared[unit] for unit in _units(blocks)], self._rows.offsets)
+        launch.prepare()
+        return launch
+
     def _blocks(self, leaves: Sequence[tuple[Leaf, int]], values: Sequence[Sequence[float]]) -> list[Block]:
         """The leaves, each with its position among the gradients, as programs take them: by themselves, then in packs."""
         alone, packed = [], {}

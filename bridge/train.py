@@ -1,0 +1,340 @@
+"""Forward, backward and update as one donated program: what `torch_api.JaxTrainStep` runs.
+
+A loss is traced once, to a jaxpr over all parameters and buffers of a module, the batch and a seed (`Forward`). It is
+differentiated with respect to the live parameters alone, whose gradients go straight into `bridge.update`; nothing but
+the new values leaves the program (`Program`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from . import step
+from .analysis import calls_back
+from .dlpack import X64, operands, x64
+from .masks import path_name
+from .problem import Spec, flatten, unflatten
+from .storage import Memory
+from .update import Plan, abstract, bytes_accessed, update
+
+_ALL_TO_ALL = ("scan", "while", "cond")  # what goes round in these may reach any result
+_NOTHING_MEASURED = np.zeros(2)
+
+
+class Forward:
+    """A traced loss, and what its program tells: `function(params, buffers, batch, seed)` to (loss, aux, buffers), all but the loss lists.
+
+    function: traced with 64-bit types on.
+    params, buffers: the shapes and dtypes of the module's tensors by name; `function` gets lists in their order.
+    batch: arrays, or anything that has shape and dtype.
+
+    reaches: the parameters that the loss can have a gradient of. changed: the buffers that come back as others. random:
+    whether the seed matters.
+    """
+
+    def __init__(self, function: Callable[..., Any], params: Mapping[str, Spec], buffers: Mapping[str, Spec], batch: Sequence[Any]) -> None:
+        self.function = function
+        self.params, self.buffers = dict(params), dict(buffers)
+        self.batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch]
+        given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
+        seed = jax.ShapeDtypeStruct((), np.int64)
+        with x64(), jax.disable_jit(False):
+            traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
+        closed, (_, aux, _) = traced
+        self.aux = len(aux)
+        jaxpr: Any = closed.jaxpr
+        self.calls_back = calls_back(jaxpr)
+        count = len(self.params)
+        self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reached(jaxpr, [0]) if i < count)].tolist())
+        own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.aux :]
+        self.changed = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
+        self.random = len(jaxpr.invars) - 1 in reached(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
+        self._evaluate: Any = jaxpr_as_fun(closed)
+        self.jaxpr = closed
+
+    def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
+        loss, *rest = self._evaluate(*params, *buffers, *batch, seed)
+        return loss, rest[: self.aux], rest[self.aux :]
+
+
+def reached(jaxpr: Any, results: Iterable[int], through_constants: bool = False) -> set[int]:
+    """The positions of the arguments that these results are computed from.
+
+    Only along what can be differentiated, unless `through_constants`: not through integers, nor `stop_gradient`.
+    """
+    inexact = lambda v: through_constants or jnp.issubdtype(v.aval.dtype, jnp.inexact)  # noqa: E731
+    wanted = {v for v in (jaxpr.outvars[i] for i in results) if not isinstance(v, Literal) and inexact(v)}
+    for eqn in reversed(jaxpr.eqns):
+        hits = [i for i, v in enumerate(eqn.outvars) if v in wanted]
+        if not hits or (eqn.primitive.name == "stop_gradient" and not through_constants):
+            continue
+        body: Any = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
+        body = getattr(body, "jaxpr", body)
+        alike = hasattr(body, "eqns") and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
+        inner = reached(body, hits, through_constants) if alike and eqn.primitive.name not in _ALL_TO_ALL else range(len(eqn.invars))
+        wanted |= {v for v in map(eqn.invars.__getitem__, inner) if not isinstance(v, Literal) and inexact(v)}
+    return {i for i, v in enumerate(jaxpr.invars) if v in wanted}
+
+
+class Given(NamedTuple):
+    """Where a program finds one tensor of the module.
+
+    `column` of its arguments: "params" and "kept" as the plan has them, "buffers" that are donated, "copied" buffers that
+    are not, "read": everything else, flat or a pack; `at` in there, `row` of a pack. `spec`: the tensor's own shape.
+    """
+
+    column: str
+    at: int
+    row: int | None
+    spec: Spec
+
+    def value(self, columns: Mapping[str, Sequence[Any]]) -> Any:
+        buffer = columns[self.column][self.at]
+        flat = buffer if self.row is None else buffer[self.row, : math.prod(self.spec.shape)]
+        return unflatten(flat, self.spec)
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that is static about one program.
+
+    live: for each leaf of the plan the names of its live parameters, with their rows where it is a pack.
+    tensors: of each parameter and buffer of the module.
+    read: the shape and dtype of each array in that column.
+    accumulate: over how many calls gradients are summed up, in `sums`: the parameters that have one, with its dtype.
+    loss_at: the position, among the further arguments of the plan, at which the loss itself is passed; None for nowhere.
+    names: what the optimizer calls a parameter, and what the module does, where a transformation may ask for the loss (`VALUE_FN`).
+    """
+
+    forward: Forward
+    plan: Plan
+    live: tuple[tuple[tuple[str, int | None], ...], ...]
+    tensors: Mapping[str, Given]
+    read: tuple[tuple[tuple[int, ...], str], ...] = ()
+    accumulate: int = 1
+    sums: tuple[tuple[str, str], ...] = ()
+    loss_at: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def changed(self, column: str) -> list[str]:
+        """The names of the buffers that come back in a column, in its order."""
+        mine = [name for name in self.forward.changed if self.tensors[name].column == column]
+        return sorted(mine, key=lambda name: self.tensors[name].at)
+
+    def differentiated(self, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], Any, Any]:
+        """Loss, aux, and by name all buffers and the gradients of the live parameters that the loss reaches."""
+        values = {name: given.value(columns) for name, given in self.tensors.items()}
+        buffers = [values[name] for name in self.forward.buffers]
+
+        def loss_of(live: Mapping[str, Any]) -> tuple[Any, Any]:
+            loss, *rest = self.forward([live.get(name, values[name]) for name in self.forward.params], buffers, batch, seed)
+            return loss, rest
+
+        live = {name: values[name] for leaves in self.live for name, _ in leaves if name in self.forward.reaches}
+        (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(live)
+        # torch's gradient of a real loss points uphill; jax's is its conjugate.
+        grads = {name: jnp.conj(g) if jnp.iscomplexobj(g) else g for name, g in grads.items()}
+        return loss, aux, dict(zip(self.forward.buffers, after, strict=True)), grads
+
+    def loss_at_trial(self, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any, trial: Any) -> Any:
+        """The loss with the parameters in a tree by the optimizer's names in the places of the live ones."""
+        values = {name: given.value(columns) for name, given in self.tensors.items()}
+        for path, x in jax.tree_util.tree_flatten_with_path(trial)[0]:
+            name = self.names[path_name(path)]
+            values[name] = x.astype(self.tensors[name].spec.dtype)
+        with x64():
+            params, buffers = ([values[name] for name in names] for names in (self.forward.params, self.forward.buffers))
+            loss, _, _ = self.forward(params, buffers, batch, seed)
+        return loss
+
+    def gathered(self, grads: Mapping[str, Any]) -> list[Any]:
+        """The gradient of each leaf of the plan: flat, or the rows of a pack, with zeros where nothing is live."""
+        return [self._rows(*leaf.buffer, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)]
+
+    def _rows(self, shape: tuple[int, ...], dtype: str, leaves: Sequence[tuple[str, int | None]], grads: Mapping[str, Any]) -> Any:
+        own = {row: flatten(grads[name].astype(dtype), self.tensors[name].spec) for name, row in leaves}
+        if len(shape) == 1:
+            return own[None]
+        count, width = shape
+        zeros = jnp.zeros(width, dtype)
+        return jnp.stack([jnp.pad(own[i], (0, width - own[i].size)) if i in own else zeros for i in range(count)])
+
+
+_trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
+
+
+@contextmanager
+def _searching(task: Task, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any) -> Iterator[None]:
+    """While an update is traced in here, `VALUE_FN` is the loss of this task."""
+    before = _trial.set(functools.partial(task.loss_at_trial, columns, batch, seed))
+    try:
+        yield
+    finally:
+        _trial.reset(before)
+
+
+def _value(params: Any, **_: Any) -> Any:
+    loss, leaves = _trial.get(), jax.tree.leaves(params)
+    wide = any(x.dtype in (np.float64, np.complex128) for x in leaves)
+    # Outside a program it is only asked what depends on what: here all on all.
+    value = sum(jnp.sum(jnp.real(x)) for x in leaves) if loss is None else loss(params)
+    return jnp.asarray(value).astype(np.float64 if wide else np.float32)
+
+
+# The loss as a function of the live parameters, for transformations that search along a line; the same for all programs.
+VALUE_FN = jax.tree_util.Partial(_value)
+
+
+def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """New parameters, state and buffers, then what has no memory of its own: kept leaves, copied buffers, loss, aux, a token."""
+    params, state, buffers = donated
+    kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, _ = arguments
+    columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
+    loss, aux, after, grads = task.differentiated(columns, batch, seed)
+    for (name, _), others in zip(task.sums, sums, strict=True):
+        others = others.reshape(task.tensors[name].spec.shape)
+        total = others + grads[name].astype(others.dtype) if name in grads else others
+        grads[name] = total / task.accumulate
+    if task.loss_at is not None:
+        further = [loss.astype(x.dtype) if i == task.loss_at else x for i, x in enumerate(further)]
+    grads = task.gathered(grads)
+    with _searching(task, columns, batch, seed):
+        new = update(task.plan, params, state, kept, grads, masks, numbers, offsets, live, further, [], _NOTHING_MEASURED)
+    new_params, new_state, new_kept, _, token = new
+    return new_params, new_state, _flat(task, after, "buffers"), new_kept, _flat(task, after, "copied"), loss, aux, token
+
+
+def _accumulate(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """New sums of gradients and buffers, then what has no memory of its own: copied buffers, loss, aux, a token."""
+    sums, buffers = donated
+    params, kept, copied, read, batch, seed, first = arguments
+    columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
+    loss, aux, after, grads = task.differentiated(columns, batch, seed)
+    new = []
+    for (name, _), before in zip(task.sums, sums, strict=True):
+        before = jnp.where(first, jnp.zeros_like(before), before)
+        new.append(before + grads[name].reshape(-1).astype(before.dtype) if name in grads else before)
+    return new, _flat(task, after, "buffers"), _flat(task, after, "copied"), loss, aux, jnp.where(first, 1.0, 0.0)
+
+
+def _flat(task: Task, buffers: Mapping[str, Any], column: str) -> list[Any]:
+    """The new buffers of a column as they lie in memory."""
+    specs = [(task.tensors[name].spec, buffers[name]) for name in task.changed(column)]
+    return [flatten(x, spec).astype(spec.dtype) for spec, x in specs]
+
+
+class Program:
+    """A compiled task: one call with an update or, of one that accumulates, one without.
+
+    Whether a call of Python is in there (`calls_back`) says whether it may fail half-way.
+    """
+
+    def __init__(self, task: Task, updates: bool) -> None:
+        self.task, self.plan, self.updates = task, task.plan, updates
+        donated, arguments = _abstract_arguments(task, updates)
+        with x64(), jax.disable_jit(False):
+            function = functools.partial(_train if updates else _accumulate, task)
+            traced = jax.jit(function, donate_argnums=0).trace(donated, arguments)
+            self.calls_back = calls_back(traced.jaxpr.jaxpr)
+            self.jaxpr = traced.jaxpr
+            self.call: Any = traced.lower().compile()
+        step.count_compilation()
+
+    @property
+    def bytes_accessed(self) -> float:
+        return bytes_accessed(self.call)
+
+    @property
+    def scratch(self) -> int:
+        """Bytes that it needs while it runs, on a CPU taken from the C library."""
+        analysis = self.call.memory_analysis() if self.plan.device.platform == "cpu" else None
+        return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
+    plan = task.plan
+    sharding = jax.sharding.SingleDeviceSharding(plan.device)
+    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
+    params, state, kept, _, masks, numbers, offsets, live, further, _, _ = abstract(plan)
+    columns = {name: [array((math.prod(s.shape),), s.dtype) for s in _specs(task, name)] for name in ("buffers", "copied")}
+    read = [array(*signature) for signature in task.read]
+    sums = [array((math.prod(task.tensors[name].spec.shape),), dtype) for name, dtype in task.sums]
+    seed, first = jax.ShapeDtypeStruct((), np.int64), jax.ShapeDtypeStruct((), np.bool_)
+    batch = task.forward.batch
+    if not updates:
+        return (sums, columns["buffers"]), (params, kept, columns["copied"], read, batch, seed, first)
+    arguments = kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first
+    return (params, state, columns["buffers"]), arguments
+
+
+def _specs(task: Task, column: str) -> list[Spec]:
+    return [task.tensors[name].spec for name in task.changed(column)]
+
+
+class Arrays(NamedTuple):
+    """What one call of a program is given beside its launch.
+
+    buffers: the memories of those that are donated. copied, read: as of `Given`, arrays or memories. sums: memories.
+    """
+
+    buffers: Sequence[Memory]
+    copied: Sequence[torch.Tensor]
+    copied_order: Sequence[Any]
+    read: Sequence[Any]
+    batch: Sequence[Any]
+    sums: Sequence[Memory]
+    seed: Any
+    numbers: np.ndarray
+    further: Sequence[Any]
+    first: bool
+
+
+class Outcome(NamedTuple):
+    """What a call leaves behind: new values of kept leaves and of copied buffers, loss, aux; the rest as of `step.Outcome`."""
+
+    kept: list[Any]
+    copied: list[Any]
+    loss: Any
+    aux: list[Any]
+    moved: bool
+    arrived: list[tuple[Any, Any, Any]]
+
+
+def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
+    """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
+    flight, new_kept = step.flight(bool(launch.rows)), []
+    quiet = jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow")
+    with flight, X64(True), quiet[0], quiet[1], quiet[2], quiet[3], torch.no_grad():
+        params = [leaf.memory for leaf in launch.inplace]
+        kept = operands(launch.kept, launch.kept_order) if launch.kept else []
+        copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
+        read = [x.array if isinstance(x, Memory) else x for x in arrays.read]
+        own, sums, buffers = ([memory.array for memory in part] for part in (params, arrays.sums, arrays.buffers))
+        first = np.bool_(arrays.first)
+        if program.updates:
+            state = [memory.array for memory in launch.state]
+            rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first
+            arguments = kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
+            *donated, new_kept, new_copied, loss, aux, token = program.call((own, state, buffers), arguments)
+            memories = [*params, *launch.state, *arrays.buffers]
+        else:
+            arguments = own, kept, copied, read, list(arrays.batch), arrays.seed, first
+            *donated, new_copied, loss, aux, token = program.call((sums, buffers), arguments)
+            memories = [*arrays.sums, *arrays.buffers]
+        results = [array for part in donated for array in part]
+        for memory, array in zip(memories, results, strict=True):
+            memory.array = array
+        flight.landing.append(([token], memories, results))
+    return Outcome(new_kept, new_copied, loss, aux, flight.moved, flight.arrived)

@@ -1,0 +1,116 @@
+"""The digits job of finetune_digits.py with each training step as one XLA program, beside eager torch and torch.compile.
+
+Forward, backward, batch norm's statistics and the masked AdamW are one program, `JaxTrainStep`, over the parameters that
+torch goes on seeing. Pretraining on the digits 0 to 4 and fine-tuning of the head are the same as there, once by
+JaxTrainStep, once by the eager loop with torch's fused AdamW: same batches, same losses, same accuracy.
+
+    python examples/digits_train_step.py               # half a minute on two CPU cores
+    python examples/digits_train_step.py --compiled    # also torch.compile of forward and backward, which takes a minute to build
+
+It prints the accuracy, the largest difference of losses, and the time of one step each way.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from finetune_digits import GOAL, Data, DigitsNet, accuracy, load_data
+from torch import nn
+from torch.nn import functional as F
+
+import torch_api
+
+BATCH, OPTIONS = 64, {"lr": 2e-3, "weight_decay": 0.05}
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(images), labels)
+
+
+def compiled_step(model: DigitsNet, mask: str | None) -> Step:
+    optimizer = torch_api.MaskedAdamW(model.named_parameters(), **OPTIONS, mask=mask)
+    return torch_api.JaxTrainStep(model, loss_of, optimizer)
+
+
+def eager_step(model: DigitsNet, mask: str | None, forward: nn.Module | None = None) -> Step:
+    """The loop body of torch; `forward` may be what torch.compile made of the model."""
+    params = list(model.parameters() if mask is None else model.head.parameters())
+    optimizer = torch.optim.AdamW(params, **OPTIONS, fused=True)
+    for p in model.parameters():
+        p.requires_grad_(any(p is q for q in params))
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(forward or model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def train(step: Step, data: Data, epochs: int) -> list[float]:
+    """The loss of each step; what does not fill a batch is left for another epoch."""
+    order, losses = torch.Generator().manual_seed(0), []
+    for _ in range(epochs):
+        for batch in torch.randperm(len(data.labels), generator=order).split(BATCH):
+            if len(batch) == BATCH:
+                losses.append(step(data.images[batch], data.labels[batch]).item())
+    return losses
+
+
+def run(model: DigitsNet, make: Callable[[DigitsNet, str | None], Step], data: Data, epochs: int) -> tuple[list[float], list[float]]:
+    """The losses of pretraining with all parameters, and of fine-tuning the head alone."""
+    low = data.labels <= 4
+    model.train()
+    pretraining = train(make(model, None), Data(data.images[low], data.labels[low]), epochs)
+    model.eval()
+    model.head.train()
+    return pretraining, train(make(model, "head.*"), data, epochs)
+
+
+def milliseconds(steps: dict[str, Step], data: Data, rounds: int = 60) -> dict[str, float]:
+    """The median time of one step of each, taken in turn, so that a busy moment hits all of them."""
+    images, labels = data.images[:BATCH], data.labels[:BATCH]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step(images, labels)
+            if i >= 5:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(own) for name, own in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of each of the two phases (default: %(default)s)")
+    parser.add_argument("--compiled", action="store_true", help="also time torch.compile; needs a C++ compiler")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    training, test = load_data()
+    model = DigitsNet()
+    twin, third = deepcopy(model), deepcopy(model)
+    ours, theirs = run(model, compiled_step, training, options.epochs), run(twin, eager_step, training, options.epochs)
+    reached, expected = accuracy(model, test), accuracy(twin, test)
+    difference = max(abs(a - b) for a, b in zip(ours[0][:50], theirs[0][:50], strict=True))
+    print(f"Test accuracy on all ten digits: {reached:.1%} by JaxTrainStep, {expected:.1%} by eager torch.")
+    print(f"Losses of the first 50 steps differ by {difference:.1e} at most.")
+
+    for net in (model, twin, third):
+        net.train()
+    steps = {"JaxTrainStep": compiled_step(model, None), "eager torch, fused AdamW": eager_step(twin, None)}
+    if options.compiled:
+        steps["torch.compile, fused AdamW"] = eager_step(third, None, forward=torch.compile(third))
+    for name, value in milliseconds(steps, training).items():
+        print(f"{name}: {value:.2f} ms a step of {BATCH} images")
+    assert difference < 1e-3, "the program computes something else than the loop"
+    assert min(reached, expected) >= GOAL, f"the test accuracy is {reached:.1%}, expected at least {GOAL:.0%}"
+
+
+if __name__ == "__main__":
+    main()

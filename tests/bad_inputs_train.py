@@ -1,0 +1,124 @@
+"""Bad inputs of the train step, as data. tests/test_errors.py runs them."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import torch
+from bad_inputs import Bad
+from torch.nn import functional as F
+
+from torch_api import JaxTrainStep, MaskedAdamW, train_parts
+
+X, Y = torch.randn(5, 4), torch.randn(5, 2)
+
+
+def loss(model, x, y):
+    return F.mse_loss(model["head"](model["body"](x)), y)
+
+
+def made(loss_fn=loss, *, first=True, **options):
+    """A train step of a model, after one call."""
+
+    def make(net):
+        train_step = JaxTrainStep(net, loss_fn, MaskedAdamW(net.named_parameters(), lr=0.1), **options)
+        if first:
+            train_step(X, Y)
+        return train_step
+
+    return make
+
+
+def itself(net):
+    """For calls that construct, and so move parameters, before they fail."""
+    return net
+
+
+def fresh(loss_fn, **options):
+    return made(loss_fn, first=False, **options)
+
+
+def with_optimizer(make, change=lambda net: None):
+    def construct(net):
+        change(net)
+        JaxTrainStep(net, loss, make(net))
+
+    return construct
+
+
+def adamw(net):
+    return MaskedAdamW(net.named_parameters(), lr=0.1)
+
+
+def over_two_devices(net):
+    net.register_buffer("far", torch.zeros(2, device="meta"))
+
+
+def distributed(net):
+    with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", torch.nn.ModuleDict):
+        JaxTrainStep(net, loss, adamw(net))
+
+
+def sharded(net):
+    optimizer = adamw(net)
+    optimizer._active[0].layout = SimpleNamespace()
+    watch = train_parts.Watch(net)
+    train_parts.check_fit(watch, optimizer)
+
+
+def donated():
+    x = jnp.ones((5, 4))
+    x.delete()
+    return x
+
+
+def autocast(train_step):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        train_step(X, Y)
+
+
+def forked(train_step):
+    with mock.patch("bridge.step._forked", True):
+        train_step(X, Y)
+
+
+TABLE = {
+    "JaxTrainStep": [
+        Bad("a function for a module", lambda net: JaxTrainStep(torch.relu, loss, adamw(net)), itself),
+        Bad("a loss that is no function", lambda net: JaxTrainStep(net, "mse", adamw(net)), itself),
+        Bad("torch's own optimizer", lambda net: JaxTrainStep(net, loss, torch.optim.AdamW(net.parameters()))),
+        Bad("accumulate of 0", lambda net: JaxTrainStep(net, loss, adamw(net), accumulate=0), itself),
+        Bad("a module in DistributedDataParallel", distributed, itself),
+        Bad("a sharded parameter", sharded, itself),
+        Bad("a module on two devices", with_optimizer(adamw, over_two_devices), itself),
+        Bad(
+            "a parameter that the optimizer has not",
+            with_optimizer(lambda net: MaskedAdamW(net["head"].named_parameters(), lr=0.1)),
+            itself,
+        ),
+        Bad(
+            "a parameter that the module has not",
+            lambda net: JaxTrainStep(net["head"], loss, adamw(net)),
+            itself,
+        ),
+        Bad("a loss that is no scalar", lambda s: s(X, Y), fresh(lambda m, x, y: m["head"](m["body"](x)))),
+        Bad("a loss that is no number", lambda s: s(X, Y), fresh(lambda m, x, y: None)),
+        Bad("has_aux without aux", lambda s: s(X, Y), fresh(loss, has_aux=True)),
+        Bad(
+            "a loss that no parameter takes part in",
+            lambda s: s(X, Y),
+            fresh(lambda m, x, y: F.mse_loss(m["head"](m["body"](x)).detach(), y)),
+        ),
+        Bad("a loss of frozen parameters", lambda s: (s.optimizer.set_trainable("*", False), s(X, Y)), made()),
+        Bad("an input that requires grad", lambda s: s(X.clone().requires_grad_(), Y), made()),
+        Bad("an input on another device", lambda s: s(X.to("meta"), Y), made()),
+        Bad("a sparse input", lambda s: s(X.to_sparse(), Y), made()),
+        Bad("an input of a type that nobody knows", lambda s: s(X, object()), made()),
+        Bad("a call inside jit", lambda s: jax.jit(lambda x: s(x, Y))(jnp.ones((5, 4))), made()),
+        Bad("a donated array", lambda s: s(donated(), Y), made()),
+        Bad("a call inside torch.autocast", autocast, made()),
+        Bad("an extra argument that no transformation takes", lambda s: s(X, Y, value=1.0), made()),
+        Bad("a call in a forked process", forked, made()),
+    ]
+}

@@ -1,0 +1,95 @@
+"""Each torch operation under jax as eager torch computes it: values, dtypes and gradients, in float32 and float64."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch_cases
+from torch import nn
+
+import bridge
+from bridge.dlpack import x64
+
+CASES = [(f"{kind}: {name}", function, inputs) for kind, rows in torch_cases.TABLES.items() for name, function, inputs in rows]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+class Applies(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def made(spec, dtype, generator):
+    kind, shape = spec if isinstance(spec[0], str) else ("normal", spec)
+    if kind.startswith("int:"):
+        return torch.randint(int(kind[4:]), shape, generator=generator)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "bool":
+        return x > 0
+    return {"normal": x, "pos": x.abs() + 0.3, "p": x.sigmoid() * 0.9 + 0.05}[kind].to(dtype)
+
+
+def inputs_of(name, specs, dtype):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return [made(spec, dtype, generator) for spec in specs]
+
+
+def by_torch(function, inputs):
+    """Value, and gradients of its sum weighed by cosines."""
+    inputs = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    out = function(*inputs)
+    wanted = [x for x in inputs if x.requires_grad]
+    weights = torch.arange(out.numel(), dtype=torch.float64).cos().reshape(out.shape).to(out.dtype)
+    grads = torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True) if out.requires_grad else [None] * len(wanted)
+    return out.detach(), [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+
+
+def by_jax(function, inputs, wrap=jax.jit):
+    fn = bridge.module_function(Applies(function))
+    arrays = [jnp.asarray(x.numpy()) for x in inputs]
+    places = [i for i, x in enumerate(inputs) if x.is_floating_point()]
+
+    def weighed(*xs):
+        out = fn({}, *xs)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32 if out.dtype != jnp.float64 else jnp.float64)).reshape(out.shape)
+        return jnp.sum(out.astype(weights.dtype) * weights), out
+
+    (_, out), grads = wrap(jax.value_and_grad(weighed, argnums=places, has_aux=True))(*arrays)
+    return out, grads
+
+
+def compare(name, function, specs, dtype):
+    inputs = inputs_of(name, specs, dtype)
+    with x64(dtype is torch.float64):
+        got, got_grads = by_jax(function, inputs)
+        want, want_grads = by_torch(function, inputs)
+        if dtype is torch.float64 or want.is_floating_point():
+            assert str(got.dtype) == str(want.dtype).removeprefix("torch."), "another dtype"
+        for ours, theirs, what in [(got, want, "value"), *((a, b, "gradient") for a, b in zip(got_grads, want_grads, strict=True))]:
+            ours, theirs = np.asarray(ours), theirs.numpy()
+            assert ours.shape == theirs.shape, what
+            size = max(1.0, float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0)))
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=what)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype(request):
+    dtype = request.node.callspec.params.get("dtype", torch.float32) if hasattr(request.node, "callspec") else torch.float32
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("name", "function", "specs"), CASES, ids=[name for name, *_ in CASES])
+def test_an_operation_is_torchs(name, function, specs, dtype):
+    compare(name, function, specs, dtype)

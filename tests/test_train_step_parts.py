@@ -1,0 +1,313 @@
+"""JaxTrainStep, part by part: what is not computed, what is drawn, accumulated, returned, and what happens when a call fails."""
+
+import copy
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from oracles import movement_error
+from torch import nn
+from torch.nn import functional as F
+
+import bridge
+import torch_api
+from torch_api import JaxTrainStep
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def mlp(width=8, **kind):
+    return nn.Sequential(nn.Linear(4, width, **kind), nn.Tanh(), nn.Linear(width, width, **kind), nn.Tanh(), nn.Linear(width, 1, **kind))
+
+
+def mse(model, x, y):
+    return F.mse_loss(model(x), y)
+
+
+def batches(steps, size=6, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield torch.randn(size, 4, generator=generator).to(dtype), torch.randn(size, 1, generator=generator).to(dtype)
+
+
+def adamw(model, **options):
+    return torch_api.MaskedAdamW(model.named_parameters(), lr=1e-2, **options)
+
+
+def count(jaxpr, name):
+    """How often an operation stands in a program, functions that it calls included."""
+    bodies = [getattr(x, "jaxpr", x) for eqn in jaxpr.eqns for x in eqn.params.values()]
+    own = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
+    return own + sum(count(body, name) for body in bodies if hasattr(body, "eqns"))
+
+
+def products(train_step):
+    (program,) = train_step._programs.values()
+    return count(program.jaxpr.jaxpr, "dot_general")
+
+
+def assert_moved_alike(model, twin, start, bound):
+    for p, q, s in zip(model.parameters(), twin.parameters(), start, strict=True):
+        if torch.equal(q, s):
+            assert torch.equal(p, s)
+        else:
+            assert movement_error(p, q, s) <= bound
+
+
+# ---------------------------------------------------------------------- what is not computed
+
+
+def test_no_gradient_of_a_frozen_parameter_is_computed():
+    """Three layers: 3 products forward, and backward 3 for weights and 2 for what flows on; frozen ones have none of these."""
+    counts = {}
+    for mask in (True, "4.*", "2.*", "0.*"):
+        model = mlp()
+        train_step = JaxTrainStep(model, mse, adamw(model, mask=mask))
+        train_step(*next(batches(1)))
+        counts[mask] = products(train_step)
+        grads = [p.grad for p in model.parameters()]
+        assert grads == [None] * 6
+    assert counts == {True: 8, "4.*": 4, "2.*": 5, "0.*": 6}
+    model = mlp()
+    model[0].requires_grad_(False), model[2].requires_grad_(False)
+    train_step = JaxTrainStep(model, mse, adamw(model))
+    train_step(*next(batches(1)))
+    assert products(train_step) == 4
+
+
+class Gated(nn.Module):
+    """Which layers take part depends on the batch; one only without gradient, one only through integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.watched = nn.Linear(4, 1)
+
+    def forward(self, x, which):
+        h = self.a(x) if which == "a" else self.b(x)
+        return h + self.watched(x).detach()
+
+
+def test_a_parameter_that_the_loss_does_not_reach_is_left_alone_as_without_a_gradient():
+    model = Gated()
+    twin = copy.deepcopy(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    loss = lambda m, x, y, which: F.mse_loss(m(x, which), y)  # noqa: E731
+    optimizer, other = adamw(model, weight_decay=0.5), torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.5)
+    train_step = JaxTrainStep(model, loss, optimizer)
+    for i, batch in enumerate(batches(20)):
+        which = "a" if i % 3 else "b"
+        train_step(*batch, which)
+        other.zero_grad()
+        loss(twin, *batch, which).backward()
+        other.step()
+    assert_moved_alike(model, twin, start, 1e-4)
+    assert {name: optimizer.state.get(p, {}).get("step", torch.tensor(0.0)).item() for name, p in model.named_parameters()} == {
+        "a.weight": 13, "a.bias": 13, "b.weight": 7, "b.bias": 7, "watched.weight": 0, "watched.bias": 0,
+    }  # fmt: skip
+    assert train_step.cache_info()[1:] == (2, 2, 2)
+
+
+# ---------------------------------------------------------------------- randomness
+
+
+def dropout_run(seed, steps=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+    train_step = JaxTrainStep(model, mse, torch_api.MaskedSGD(model.named_parameters(), lr=0.0))
+    torch.manual_seed(seed)
+    batch = next(batches(1))
+    losses = [train_step(*batch).item() for _ in range(steps)]
+    assert train_step.cache_info().compilations == 1
+    return losses, train_step, batch
+
+
+def test_dropout_is_new_at_each_call_and_repeats_with_torchs_seed():
+    first, train_step, batch = dropout_run(3)
+    assert len(set(first)) == len(first)
+    assert dropout_run(3)[0] == first
+    assert dropout_run(4)[0] != first
+    state = torch.get_rng_state()
+    train_step.module.eval()
+    value = train_step(*batch).item()
+    assert value == train_step(*batch).item() == pytest.approx(mse(train_step.module, *batch).item(), rel=1e-6)
+    assert torch.equal(state, torch.get_rng_state()), "nothing was drawn, so nothing is taken from the generator"
+
+
+def test_dropout_keeps_the_mean():
+    model = nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 1))
+    nn.init.ones_(model[1].weight), nn.init.zeros_(model[1].bias)
+    train_step = JaxTrainStep(model, lambda m, x: m(x).mean(), torch_api.MaskedSGD(model.named_parameters(), lr=0.0))
+    means = [train_step(torch.ones(512, 4)).item() for _ in range(20)]
+    assert abs(np.mean(means) - 4.0) < 0.05
+    assert np.std(means) > 0.005
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_accumulation_is_the_mean_over_the_calls(dtype):
+    model = mlp(dtype=dtype)
+    twin = copy.deepcopy(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer, other = adamw(model, max_grad_norm=0.5), torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2) for o in (optimizer, other)]
+    train_step = JaxTrainStep(model, mse, optimizer, accumulate=3)
+    data = list(batches(30, dtype=dtype))
+    addresses = None
+    for i, batch in enumerate(data):
+        before = [p.detach().clone() for p in model.parameters()]
+        train_step(*batch)
+        assert all(map(torch.equal, before, model.parameters())) is (i % 3 != 2)
+        assert train_step.pending == (i + 1) % 3
+        now = [memory.address for memory in train_step._sums.values()]
+        assert addresses in (None, now)
+        addresses = now
+        (mse(twin, *batch) / 3).backward()
+        if i % 3 == 2:
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            other.step()
+            other.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+    assert_moved_alike(model, twin, start, 1e-4 if dtype is torch.float32 else 1e-10)
+    assert train_step.cache_info()[1:] == (2, 2, 2)
+
+
+def test_accumulation_over_different_parameters_and_flush():
+    """What a call does not reach keeps the gradient of the calls that did; flush updates with what is there."""
+    model = Gated()
+    twin = copy.deepcopy(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    loss = lambda m, x, y, which: F.mse_loss(m(x, which), y)  # noqa: E731
+    optimizer, other = adamw(model), torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    train_step = JaxTrainStep(model, loss, optimizer, accumulate=2)
+    data = [(*batch, which) for batch, which in zip(batches(9), "ab" + "aa" + "bb" + "ba" + "b", strict=True)]
+    for i, batch in enumerate(data):
+        train_step(*batch)
+        (loss(twin, *batch) / (1 if i == 8 else 2)).backward()
+        if i % 2 or i == 8:
+            other.step()
+            other.zero_grad()
+    assert train_step.pending == 1
+    train_step.flush()
+    assert train_step.pending == 0
+    assert_moved_alike(model, twin, start, 1e-4)
+    before = [p.detach().clone() for p in model.parameters()]
+    train_step.flush()
+    assert all(map(torch.equal, before, model.parameters())), "nothing was pending"
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_half_types_are_summed_in_float32():
+    model = mlp(dtype=torch.bfloat16)
+    train_step = JaxTrainStep(model, mse, adamw(model), accumulate=2)
+    for batch in batches(2, dtype=torch.bfloat16):
+        train_step(*batch)
+    assert {str(memory.array.dtype) for memory in train_step._sums.values()} == {"float32"}
+
+
+# ---------------------------------------------------------------------- hooks, failures, lifetimes
+
+
+def test_hooks_of_the_optimizer_run_around_each_update():
+    model, seen = mlp(), []
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train_step = JaxTrainStep(model, mse, optimizer, accumulate=2)
+    for batch in batches(4):
+        train_step(*batch)
+    assert seen == ["before", "after"] * 2
+
+
+def test_a_loss_that_raises_leaves_all_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = adamw(model)
+
+    def loss(m, x, broken):
+        out = m(x).square().mean()
+        if broken:
+            raise KeyError("mine")
+        return out
+
+    train_step = JaxTrainStep(model, loss, optimizer)
+    x = torch.randn(6, 4)
+    train_step(x, False)
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    parts = [*model.parameters(), *model.buffers()]
+    with pytest.raises(KeyError, match="mine"):
+        train_step(x, True)
+    assert all(map(torch.equal, before[0].values(), model.state_dict().values()))
+    torch.testing.assert_close(before[1], optimizer.state_dict()["state"], rtol=0, atol=0)
+    assert all(a is b for a, b in zip(parts, (*model.parameters(), *model.buffers()), strict=True))
+    assert type(model[0].weight) is nn.Parameter
+    train_step(x, False)
+
+
+def test_results_that_lie_elsewhere_are_followed():
+    """A numpy view of a jax array that is donated makes XLA copy; parameters, state and buffers must look at the new place."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
+    twin = copy.deepcopy(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    loss = lambda m, x, y: (m(x) - y).square().mean()  # noqa: E731
+    train_step = JaxTrainStep(model, loss, adamw(model))
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    held = []
+    for batch in batches(8):
+        train_step(*batch)
+        held.append([np.asarray(a) for a in jax.live_arrays() if a.size in (16, 4)])
+        other.zero_grad()
+        loss(twin, *batch).backward()
+        other.step()
+    assert_moved_alike(model, twin, start, 1e-4)
+    torch.testing.assert_close(model[1].running_var, twin[1].running_var)
+
+
+def test_parameters_outlive_the_step_and_the_optimizer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    train_step = JaxTrainStep(model, lambda m, x: m(x).square().mean(), adamw(model))
+    train_step(torch.randn(6, 4))
+    gone = weakref.ref(train_step)
+    values = {name: t.clone() for name, t in model.state_dict().items()}
+    del train_step
+    gc.collect()
+    assert gone() is None
+    for _ in range(20):
+        jnp.ones((64, 64)).block_until_ready()
+    assert all(map(torch.equal, values.values(), model.state_dict().values()))
+
+
+def test_a_graph_built_before_notices_the_step():
+    model = nn.Linear(4, 4)
+    train_step = JaxTrainStep(model, lambda m, x: m(x).square().mean(), adamw(model))
+    x = torch.randn(6, 4, requires_grad=True)
+    stale = model(x).square().sum()
+    train_step(torch.randn(6, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+def test_traces_and_compilations_are_counted():
+    model = mlp()
+    before = bridge.traces(), bridge.compilations()
+    train_step = JaxTrainStep(model, mse, adamw(model))
+    for batch in batches(5):
+        train_step(*batch)
+    assert (bridge.traces(), bridge.compilations()) == (before[0] + 1, before[1] + 1)
+    assert train_step.cache_info() == (4, 1, 1, 1)
+
+
+def test_many_programs_are_said():
+    model = mlp(width=2)
+    train_step = JaxTrainStep(model, lambda m, x, n: m(x).mean() * n, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    for n in range(8):
+        train_step(torch.ones(2, 4), n + 1)
+    with pytest.warns(torch_api.CompilationWarning, match="9 programs") as caught:
+        train_step(torch.ones(2, 4), 9)
+    assert caught[0].filename == __file__

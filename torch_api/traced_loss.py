@@ -1,0 +1,74 @@
+"""A loss of a torch module as a pure function of the module's arrays, for one kind of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge import train
+from bridge.dlpack import numpy_dtype
+from bridge.modules import traced_call
+from bridge.problem import Spec
+from bridge.tree import nest, unnest
+
+from .batch import OWNER, Batch
+from .watch import Watch
+
+
+class TracedLoss:
+    """`loss_fn(module, *batch)` of arrays: (params, buffers, batch, seed) to the loss, a list of the rest, and a list of new buffers."""
+
+    def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> None:
+        self._module, self._loss_fn, self._has_aux, self._items = module, loss_fn, has_aux, items
+        self._names = list(watch.params), list(watch.buffers)
+        self._tree: Any = None
+        self._leaves: list[Any] = []
+
+    def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
+        own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
+        result, after = traced_call(
+            self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch), rng=jax.random.key(seed)
+        )
+        loss, aux = self._parted(result)
+        flat, self._tree = jax.tree.flatten(aux)
+        self._leaves = [_TRACED if isinstance(x, jax.Array) else x for x in flat]
+        after = unnest(after)
+        return _checked(loss), [x for x in flat if isinstance(x, jax.Array)], [after[name] for name in self._names[1]]
+
+    def _parted(self, result: Any) -> tuple[Any, Any]:
+        if not self._has_aux:
+            return result, None
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"{OWNER}: has_aux is True, so loss_fn must return (loss, aux), but it returned a {type(result).__name__}.")
+        return result
+
+    def restored(self, arrays: Sequence[Any]) -> Any:
+        """The auxiliary results with these arrays; what is no array is as it was when the loss was traced."""
+        rest = iter(arrays)
+        return self._tree.unflatten([next(rest) if x is _TRACED else x for x in self._leaves])
+
+
+_TRACED = object()
+
+
+def _checked(loss: Any) -> Any:
+    what = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, jax.Array) else f"a {type(loss).__name__}"
+    if not isinstance(loss, jax.Array) or loss.size != 1 or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"{OWNER}: loss_fn must return a real scalar, but returned {what}. Reduce it by mean() or sum(); with more than the loss to "
+            "return, give has_aux=True and return (loss, aux)."
+        )
+    return loss.reshape(())
+
+
+def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> train.Forward:
+    """The loss, traced for this kind of batch; nothing is written to the module."""
+    specs = [
+        {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
+    ]
+    function = TracedLoss(module, loss_fn, has_aux, watch, items)
+    return train.Forward(function, specs[0], specs[1], items.arrays)

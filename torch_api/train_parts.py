@@ -1,0 +1,177 @@
+"""What stands around the parameters of a train step: buffers, frozen parameters, and how a program gets at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge import storage, train
+from bridge.dlpack import dense_order, numpy_dtype, to_jax
+from bridge.problem import Spec
+
+from .batch import OWNER
+from .launch import Block
+from .optimizer import OptaxOptimizer
+from .plan import Leaf
+from .watch import Watch
+
+
+class Parts:
+    """Where each tensor of a module is for a program that trains these leaves.
+
+    memories, in_place: of the buffers that it changes in their own memory. copied, copied_order: of those whose new values are
+    copied back. read: all else that it reads: memories, and arrays over torch's own memory, None for those of `looked_at`, which
+    can only be looked at for one call, as (position, tensor, order of its dimensions in memory).
+    """
+
+    def __init__(self, watch: Watch, changed: Sequence[str], live: Sequence[Leaf]) -> None:
+        self._watch, self._live = watch, {id(leaf.param): leaf for leaf in live}
+        self.memories: list[storage.Memory] = []
+        self.in_place: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
+        self.copied_order: list[Any] = []
+        self.read: list[Any] = []
+        self.looked_at: list[tuple[int, torch.Tensor, Any]] = []
+        self._signatures: list[tuple[tuple[int, ...], str]] = []
+        self._found: dict[str, train.Given] = {}
+        self._places: dict[Any, int] = {}
+        with torch.inference_mode(False):
+            for name in changed:
+                self._found[name] = self._changed(watch.buffers[name])
+
+    def _changed(self, buffer: torch.Tensor) -> train.Given:
+        memory, order, _, _ = storage.place(buffer, alone=True)
+        spec = _spec(buffer, order)
+        if memory is not None:
+            self.memories.append(memory)
+            self.in_place.append(buffer)
+            return train.Given("buffers", len(self.memories) - 1, None, spec)
+        self.copied.append(buffer)
+        self.copied_order.append(order)
+        return train.Given("copied", len(self.copied) - 1, None, spec)
+
+    def given(self, blocks: Sequence[Block]) -> tuple[dict[str, train.Given], tuple[Any, ...]]:
+        """Of each tensor where the program of these blocks finds it; and the signatures of the arrays in `read`."""
+        donated = [block.leaves[0].memory for block in blocks if block.leaves[0].memory is not None]
+        kept = [block.leaves[0] for block in blocks if block.pack is None and block.leaves[0].memory is None]
+        in_memory = {memory: ("params", i) for i, memory in enumerate(donated)} | {m: ("buffers", i) for i, m in enumerate(self.memories)}
+        in_torch = {id(leaf.param): i for i, leaf in enumerate(kept)}
+        for name, tensor in (*self._watch.params.items(), *self._watch.buffers.items()):
+            if name in self._found:
+                continue
+            memory, row = storage.located(tensor)
+            if id(tensor) in in_torch:
+                leaf = self._live[id(tensor)]
+                self._found[name] = train.Given("kept", in_torch[id(tensor)], None, _spec(tensor, leaf.order))
+            elif memory in in_memory:
+                self._found[name] = train.Given(*in_memory[memory], row, _spec(tensor, _order(tensor)))
+            else:
+                self._found[name] = train.Given("read", self._reading(tensor, memory), row, _spec(tensor, _order(tensor)))
+        return self._found, tuple(self._signatures)
+
+    def _reading(self, tensor: torch.Tensor, memory: storage.Memory | None) -> int:
+        if memory in self._places:  # other rows of a pack
+            return self._places[memory]
+        position, order = len(self.read), _order(tensor)
+        if memory is not None:
+            self._places[memory] = position
+            self._signatures.append((tuple(memory.array.shape), str(memory.array.dtype)))
+        else:
+            self._signatures.append(((tensor.numel(),), str(numpy_dtype(tensor.dtype))))
+        array = memory if memory is not None else _view(tensor, order)
+        self.read.append(array)
+        if array is None:
+            self.looked_at.append((position, tensor, order))
+        return position
+
+
+def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
+    """The flat tensor as an array over its memory, or None where there is none that stays true.
+
+    On a GPU each look orders jax's work after torch's, so there is one for each call.
+    """
+    if tensor.device.type != "cpu" or dense_order(tensor) is None or not tensor.numel():
+        return None
+    try:
+        return to_jax((tensor if order is None else tensor.permute(order)).detach().reshape(-1))
+    except ValueError:  # not aligned
+        return None
+
+
+def _spec(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Spec:
+    return Spec(None, tuple(tensor.shape), str(numpy_dtype(tensor.dtype)), order)
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    order = dense_order(tensor)
+    return None if order is None or order == tuple(range(tensor.ndim)) else order
+
+
+# ------------------------------------------------------------------ what cannot be trained in one program
+
+
+def check_arguments(module: Any, loss_fn: Any, optimizer: Any, accumulate: Any) -> None:
+    """Raise for arguments of the constructor that are not what they should be."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{OWNER}: module is a {type(module).__name__}; expected a torch.nn.Module.")
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"{OWNER}: module is a DistributedDataParallel, whose communication hangs on torch's backward pass; here none runs. Give "
+            "module.module on one process, or train with loss.backward() and optimizer.step()."
+        )
+    if not callable(loss_fn):
+        raise TypeError(f"{OWNER}: loss_fn is a {type(loss_fn).__name__}; expected a function loss_fn(model, *batch).")
+    if not isinstance(optimizer, OptaxOptimizer):
+        raise TypeError(
+            f"{OWNER}: optimizer is a {type(optimizer).__name__}; expected one of torch_api, whose update is a JAX program. "
+            "For torch.optim.AdamW give torch_api.MaskedAdamW with the same arguments."
+        )
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"{OWNER}: accumulate is {accumulate!r}; expected a whole number of calls, 1 or more.")
+
+
+def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:
+    """The one device that the module is on; an error where module and optimizer do not fit together."""
+    by_device: dict[torch.device, str] = {}
+    for name, tensor in (*watch.params.items(), *watch.buffers.items()):
+        by_device.setdefault(tensor.device, name)
+    if len(by_device) != 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in by_device.items()) or "it has no parameters"
+        raise ValueError(f"{OWNER}: the module must be on one device, but {places}. Move it by module.to(device).")
+    known = {id(leaf.param) for leaf in optimizer._leaves}
+    missing = [name for name, p in watch.params.items() if p.requires_grad and id(p) not in known]
+    if missing:
+        raise ValueError(
+            f"{OWNER}: parameters {_listed(missing)} of the module require grad, but are not the optimizer's and would never be trained. "
+            "Give them to the optimizer (its mask can freeze them), or set requires_grad=False."
+        )
+    own = {id(p) for p in watch.params.values()}
+    foreign = [leaf.name for leaf in optimizer._active if leaf.param.requires_grad and id(leaf.param) not in own]
+    if foreign:
+        raise ValueError(
+            f"{OWNER}: the optimizer trains {_listed(foreign)}, not among the module's parameters, so no gradient could reach it. Put all "
+            "that is trained into one module (torch.nn.ModuleDict), or make an optimizer of this module's parameters."
+        )
+    sharded = [leaf.name for leaf in optimizer._active if leaf.layout is not None]
+    if sharded:
+        raise ValueError(
+            f"{OWNER}: parameter {sharded[0]!r} is a DTensor, and a program of one process holds only its part. "
+            "Train it with loss.backward() and optimizer.step()."
+        )
+    return next(iter(by_device))
+
+
+def refuse_autocast() -> None:
+    """Raise inside torch.autocast: its casts happen in torch's dispatcher, which no traced program passes through."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise RuntimeError(
+            f"{OWNER} was called inside torch.autocast, which has no effect on a compiled program. Leave the context; for half precision "
+            "use module.to(torch.bfloat16) and an optimizer with master_weights=True."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

@@ -1,0 +1,347 @@
+"""`JaxTrainStep`: forward, backward and the masked update of a torch module as one XLA program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from bridge import storage, train
+from bridge.dlpack import device_of, numpy_dtype, operands, to_torch, x64
+from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
+from bridge.update import Plan
+
+from .arguments import Arguments
+from .batch import OWNER, Batch
+from .cache import CacheInfo, CompilationWarning, stack_level
+from .launch import Block, Launch, not_traced
+from .optimizer import OptaxOptimizer
+from .plan import Leaf, lost_like
+from .traced_loss import traced_loss
+from .train_parts import Parts, check_arguments, check_fit, refuse_autocast
+from .watch import Watch
+
+_address = torch.Tensor.data_ptr
+_NO_SEED = np.int64(0)
+# So many programs are one for each batch of some loops: that is said.
+_MANY = 9
+
+
+class Ready(NamedTuple):
+    """What one kind of call needs: its program and launch, the arrays around it, and what tells that state is as it was.
+
+    read: arrays and memories, None where a tensor is to be looked at in each call; `looked_at`: those, with position and order.
+    """
+
+    program: train.Program
+    launch: Launch
+    buffers: list[storage.Memory]
+    in_place: list[torch.Tensor]
+    copied: list[torch.Tensor]
+    copied_order: list[Any]
+    read: list[Any]
+    looked_at: list[tuple[int, torch.Tensor, Any]]
+    sums: list[storage.Memory]
+    names: list[str]
+    stateful: list[torch.Tensor]
+    shown: list[torch.Tensor]
+
+
+class JaxTrainStep:
+    """A training step of a torch module, loss to parameters, as one compiled and donated program.
+
+    `loss = train_step(*batch)` is forward, backward, the optimizer's update (mask, max_grad_norm, average, masters and all)
+    and the update of buffers, in the memory of the very parameters, state and buffers that torch sees. It may be mixed with
+    ordinary `loss.backward(); optimizer.step()`, schedulers and checkpoints in any order: all state is the optimizer's.
+
+    Args:
+      module: on one device. Its parameters that require grad must be the optimizer's, and the other way round; freeze by
+        the optimizer's mask or by `requires_grad=False`. No gradient of a frozen parameter is computed.
+      loss_fn: `loss_fn(model, *batch)`, in torch operations or in JAX operations on what `model(x)` returns; gives the
+        loss, a real scalar. It runs as Python once for each batch signature: the structure, shapes and dtypes of the batch,
+        each int, bool and string in it, and the modules' plain attributes (`training`, `p` of a dropout).
+      optimizer: any of torch_api. A transformation that takes extra arguments gets `value`, the loss,
+        and `value_fn`, the loss as a function of the trained parameters (L-BFGS, line searches), unless they are given.
+      accumulate: at every so-manieth call the update is made, with the mean of the gradients of these calls; the other calls
+        only add theirs up, in donated memory, float32 for half types. Learning rates are read at the call that updates.
+      has_aux: whether loss_fn gives `(loss, aux)`; aux is any tree, its arrays come back as tensors.
+
+    A call gives the loss of its batch, a 0-d tensor without graph, or `(loss, aux)`. `p.grad` is neither read nor written.
+    A parameter that the loss does not depend on stays as it is, as in torch where its grad is None: this is decided from the
+    traced program. Random operations draw from a key that each call takes from torch's default generator (`torch.manual_seed`),
+    so they repeat from run to run, but are not eager torch's. Batch tensors on the CPU are read without a copy; floats in the
+    batch are traced, as 0-d tensors. Inside torch.autocast a call is an error: its casts happen where no traced program passes.
+
+    Hooks of the optimizer run around each update; forward hooks of modules run when the loss is traced; gradient hooks do not run.
+
+    Raises:
+      TypeError, ValueError: what cannot be trained in this way, see docs/errors.md; parameters and state are as before the call.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: OptaxOptimizer,
+        accumulate: int = 1,
+        has_aux: bool = False,
+    ) -> None:
+        check_arguments(module, loss_fn, optimizer, accumulate)
+        self.module, self.loss_fn, self.optimizer = module, loss_fn, optimizer
+        self.accumulate, self.has_aux = accumulate, has_aux
+        self._launches: Any = None  # those of the optimizer that all that is ready was made for
+        self._forwards: dict[Any, Any] = {}
+        self._programs: dict[Any, train.Program] = {}
+        self._sums: dict[str, storage.Memory] = {}
+        self._pending, self._summed = 0, frozenset()
+        self._hits = self._misses = self._compilations = 0
+        self._loss_like: Any = None
+        self._look()
+
+    @property
+    def pending(self) -> int:
+        """How many calls have added up gradients since the last update."""
+        return self._pending
+
+    def cache_info(self) -> CacheInfo:
+        """How many calls found their program at hand, and how many programs were used and compiled."""
+        return CacheInfo(self._hits, self._misses, len(self._programs), self._compilations)
+
+    @not_traced
+    def __call__(self, *batch: Any, **extra_args: Any) -> Any:
+        """One step on this batch; `extra_args` are further arguments of the transformation, as of `optimizer.step`."""
+        refuse_autocast()
+        updates = self._pending + 1 >= self.accumulate
+        arguments = self._arguments(extra_args) if updates else None
+        if self.optimizer._group_signature() != self.optimizer._signature:
+            self.optimizer._place()
+        if self.optimizer._launches is not self._launches or not self._watch.same():
+            self._look()
+        items = Batch(batch, self._device, self._real)
+        if updates:
+            return _hooked(self.optimizer, self._step, items, arguments)
+        return self._step(items, None, updates=False)
+
+    def flush(self, **extra_args: Any) -> None:
+        """Update now with the mean of the gradients of the `pending` calls, if there are any: for the end of an epoch."""
+        if not self._pending:
+            return
+        trained = {name: self._watch.params[name] for name in self._summed}
+        before = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+        try:
+            for p, _ in before:
+                p.grad = None
+            for name, p in trained.items():
+                total = self._sums[name].tensor(p.device).view(p.shape)
+                p.grad = torch.empty_like(p).copy_(total / self._pending)
+            self.optimizer.step(**extra_args)
+        finally:
+            for p, grad in before:
+                p.grad = grad
+        self._pending, self._summed = 0, frozenset()
+
+    # ------------------------------------------------------------------ one call
+
+    def _step(self, items: Batch, arguments: Arguments | None, updates: bool = True) -> Any:
+        optimizer = self.optimizer
+        forward = self._forward(items)
+        live = self._live(forward, updates)
+        extra, further = (NO_EXTRA, []) if arguments is None else arguments.of([optimizer._active[i] for i in live])
+        numbers = optimizer._hyperparams()
+        key = items.signature, live, extra, updates
+        ready = self._ready.get(key)
+        if ready is not None and not _as_left(ready, optimizer.state):
+            optimizer._place()  # the state was replaced or cleared by hand: go on from what is there
+            self._look()
+            ready = None
+        self._hits += ready is not None
+        if ready is None:
+            loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
+            ready = self._ready[key] = self._prepared(forward, live, extra, loss_at, updates, numbers)
+        launch = ready.launch
+        for position, tensor, order in ready.looked_at:
+            (ready.read[position],) = operands([tensor], [order])
+        seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
+        about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
+        before = launch.copied() if ready.program.calls_back else []
+        try:
+            outcome = train.run(ready.program, launch, train.Arrays(*about, seed, numbers, further, not self._pending))
+        except BaseException as error:
+            self._salvage(error, before, ready)
+            raise
+        self._settle(ready, outcome, updates)
+        for handler, number, frame in outcome.arrived:
+            handler(number, frame)
+        loss, *aux = to_torch([outcome.loss, *outcome.aux])
+        return (loss, forward.function.restored(aux)) if self.has_aux else loss
+
+    def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
+        """What is left to do when results are in memory."""
+        launch = ready.launch
+        if outcome.moved:
+            self.optimizer._launches.follow([launch])
+            for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
+                buffer.data = storage.renewed(memory).tensor(buffer.device, like=buffer)
+            for memory in ready.sums:
+                storage.renewed(memory)
+            self._look()
+        if outcome.kept:
+            storage.write_back(launch.kept, outcome.kept, launch.kept_order)
+        if outcome.copied:
+            storage.write_back(ready.copied, outcome.copied, ready.copied_order)
+        torch.autograd.graph.increment_version([*ready.in_place, *(launch.params if updates else ())])
+        if updates:
+            self._pending, self._summed = 0, frozenset()
+            vars(self.optimizer)["_opt_called"] = True  # schedulers ask
+        else:
+            self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
+
+    def _salvage(self, error: BaseException, before: Any, ready: Ready) -> None:
+        """After a failed call: give tensors whose memory is gone others, as the optimizer does after a failed step."""
+        if self.optimizer._launches.salvage(error, before):
+            self.optimizer._place()
+        for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
+            if memory.array.is_deleted():
+                buffer.data = lost_like(buffer)
+        if any(memory.array.is_deleted() for memory in ready.sums):
+            self._sums.clear()
+            self._pending, self._summed = 0, frozenset()
+        self._launches = None
+
+    def _arguments(self, given: dict[str, Any]) -> Arguments | None:
+        """The further arguments of the transformation, the loss among them, if it takes any."""
+        optimizer = self.optimizer
+        if not any(rule.takes_extra for rule in optimizer._rules.values()):
+            return optimizer._arguments(given) if given else None
+        wide = all(leaf.dtype in (torch.float64, torch.complex128) for leaf in optimizer._leaves)
+        if self._loss_like is None or (self._loss_like.dtype == np.float64) is not wide:
+            with x64():
+                self._loss_like = jax.numpy.zeros((), np.float64 if wide else np.float32)
+        return optimizer._arguments({"grad": Same(GRADIENTS), "value": self._loss_like, "value_fn": train.VALUE_FN} | given)
+
+    # ------------------------------------------------------------------ what a call needs
+
+    def _look(self) -> None:
+        """Follow whatever has changed of module and optimizer; what was made ready for something else is forgotten."""
+        optimizer = self.optimizer
+        self._watch = watch = Watch(self.module)
+        self._device = check_fit(watch, optimizer)
+        self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
+        if any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
+            optimizer._place()
+            watch.look()
+        self._launches = optimizer._launches
+        self._names = {id(p): name for name, p in watch.params.items()}
+        self._candidates = [i for i, leaf in enumerate(optimizer._active) if leaf.param.requires_grad]
+        self._ready, self._traced, self._lives = {}, {}, {}
+
+    def _live(self, forward: train.Forward, updates: bool) -> tuple[int, ...]:
+        """The parameters that this call trains: those that the loss reaches, or that an earlier one did whose gradient waits."""
+        summed = self._summed if updates else frozenset()
+        live = self._lives.get((forward, summed))
+        if live is not None:
+            return live
+        active, wanted = self.optimizer._active, forward.reaches | summed
+        live = self._lives[forward, summed] = tuple(i for i in self._candidates if self._names[id(active[i].param)] in wanted)
+        if not live:
+            del self._lives[forward, summed]
+            raise ValueError(
+                f"{OWNER}: the loss depends on no parameter that is trained. Check that loss_fn calls the model, without torch.no_grad() "
+                "or detach(), and what the optimizer's mask and requires_grad freeze."
+            )
+        return live
+
+    def _forward(self, items: Batch) -> Any:
+        """The traced loss for this kind of batch."""
+        found = self._traced.get(items.signature)
+        if found is None:
+            key = items.signature, self._watch.signature
+            found = self._forwards.get(key)
+            if found is None:
+                found = self._forwards[key] = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
+            self._traced[items.signature] = found
+        return found
+
+    def _prepared(
+        self, forward: Any, live: tuple[int, ...], extra: Extra, loss_at: int | None, updates: bool, numbers: np.ndarray
+    ) -> Ready:
+        """The program and all around it."""
+        launches, active = self.optimizer._launches, self.optimizer._active
+        parts = Parts(self._watch, forward.changed, [active[i] for i in live])
+        self._watch.look()  # buffers have moved
+        names = sorted(self._names[id(active[i].param)] for i in self._candidates) if self.accumulate > 1 else []
+        sums = [self._sum(name) for name in names]
+        kinds = tuple((name, str(memory.array.dtype)) for name, memory in zip(names, sums, strict=True))
+
+        def compiled(blocks: Sequence[Block], plan: Plan) -> train.Program:
+            tensors, read = parts.given(blocks)
+            trained = tuple(tuple((self._names[id(leaf.param)], leaf.slot) for leaf in block.leaves) for block in blocks)
+            names = {} if extra is NO_EXTRA else self._optimizers_names()
+            task = train.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
+            key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
+            if key not in self._programs:
+                self._programs[key] = train.Program(task, updates)
+                self._compilations += 1
+                self._warn()
+            return self._programs[key]
+
+        launch = launches.whole(live, extra, numbers, compiled)
+        self.optimizer._sight.forget(launches.began)
+        program: Any = launch.program
+        self._misses += 1
+        stateful = [leaf for leaf in launch.leaves if leaf.shown]
+        own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
+        shown = [view for leaf in stateful for view in leaf.shown]
+        reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
+        return Ready(program, launch, *own, reached, [leaf.param for leaf in stateful], shown)
+
+    def _optimizers_names(self) -> dict[str, str]:
+        """What the optimizer calls each parameter, in the tree that its transformation sees, and what the module calls it."""
+        pairs = zip(self.optimizer._leaves, self.optimizer.arrangement.skeleton, strict=True)
+        return {".".join(path): self._names[id(leaf.param)] for leaf, path in pairs if id(leaf.param) in self._names}
+
+    def _sum(self, name: str) -> storage.Memory:
+        """The sum of a parameter's gradients: in its dtype, in float32 for half types."""
+        p = self._watch.params[name]
+        dtype = np.dtype(np.float32) if p.dtype in (torch.float16, torch.bfloat16) else numpy_dtype(p.dtype)
+        known = self._sums.get(name)
+        if known is None or known.array.shape != (p.numel(),) or known.array.dtype != dtype:
+            self._sums[name] = storage.register(storage.full((p.numel(),), dtype, 0, device_of(p)))
+        return self._sums[name]
+
+    def _warn(self) -> None:
+        if self._compilations == _MANY:
+            warnings.warn(
+                f"{OWNER} has compiled {_MANY} programs: one for each structure, shape and dtype of batch, each int, bool and string in "
+                "it, each set of plain attributes of the modules and each set of trained parameters. Pad batches to a few shapes, drop the "
+                "last one of an epoch (drop_last=True), and pass numbers that change as tensors.",
+                CompilationWarning,
+                stacklevel=stack_level(),
+            )
+
+
+def _elsewhere(leaf: Leaf) -> bool:
+    """Whether a parameter is no longer what the optimizer has placed."""
+    p = leaf.param
+    now = p.data_ptr(), p.stride(), p.shape, p.dtype
+    return leaf.spec is None or now != (leaf.address, leaf.strides, leaf.shape, leaf.dtype)
+
+
+def _as_left(ready: Ready, state: Mapping[Any, Any]) -> bool:
+    """Whether the optimizer's state holds the tensors, in the memory, that the last update left there."""
+    if list(map(_address, ready.launch.views)) != ready.launch.seen:
+        return False
+    held: list[Any] = list(map(state.get, ready.stateful))
+    if not all(held):
+        return False
+    now = list(chain.from_iterable(map(dict.values, held)))
+    return len(now) == len(ready.shown) and all(map(is_, now, ready.shown))
+
+
+_hooked: Any = torch.optim.Optimizer.profile_hook_step(lambda optimizer, function, *arguments: function(*arguments))

@@ -1,0 +1,65 @@
+"""What a compiled step knows of a module, and whether that is still so: one comparison of columns a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+_address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
+_kind = attrgetter("shape", "dtype", "requires_grad")
+# What a forward pass may branch on; a traced program has the values of the time at which it was traced.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Watch:
+    """A module as it was when last looked at: its parts, its plain attributes (`training` among them), and where its tensors lie.
+
+    params, buffers: by name, tied ones once.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._modules = list(module.modules())
+        self.params: dict[str, torch.Tensor] = dict(module.named_parameters())
+        self.buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
+        self._tensors = [*self.params.values(), *self.buffers.values()]
+        self._parts = [part for m in self._modules for part in (m._parameters, m._buffers, m._modules)]
+        self._held, self._lengths = self._contents(), list(map(len, self._parts))
+        self._own = [vars(m) for m in self._modules]
+        names = [[name for name, value in own.items() if isinstance(value, _PLAIN)] for own in self._own]
+        self._read = [itemgetter(*own, own[0]) for own in names]  # `training` is always there
+        self.look()
+
+    def look(self) -> None:
+        """Take note of how everything is now; the parts are as they were."""
+        self._plain = self._attributes()
+        self._seen = self._places()
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """All that the trace of a loss depends on."""
+        kinds = tuple((name, t.shape, t.dtype) for name, t in (*self.params.items(), *self.buffers.items()))
+        return tuple(self._modules), tuple(self._plain), kinds
+
+    def same(self) -> bool:
+        """Whether all is as it was at the last look."""
+        return self._places() == self._seen and self._same_parts() and self._plain == self._attributes()
+
+    def _same_parts(self) -> bool:
+        return self._lengths == list(map(len, self._parts)) and all(map(is_, self._held, self._contents()))
+
+    def _contents(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._parts)))
+
+    def _places(self) -> Sequence[Any]:
+        return list(map(_address, self._tensors)), list(map(_strides, self._tensors)), list(map(_kind, self._tensors))
+
+    def _attributes(self) -> list[Any]:
+        try:
+            return [read(own) for read, own in zip(self._read, self._own, strict=True)]
+        except KeyError:  # one was deleted
+            return []
