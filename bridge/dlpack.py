@@ -139,7 +139,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
     if dtype in EXTENSION_DTYPES:
         return np.dtype(EXTENSION_DTYPES[dtype][1])
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Array:

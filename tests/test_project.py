@@ -34,6 +34,9 @@ ORDER = {
         "split",
         "update",
         "step",
+        "dynamo",
+        "traced",
+        "functions",
         "__init__",
     ],
     "torch_api": [
