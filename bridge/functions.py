@@ -172,10 +172,7 @@ class JaxFunction:
                     f"{self._title}: argument {tensors[0][0]!r} is on {tensors[0][1].device}, but {name!r} on {x.device}; expected one "
                     "device. Move one of them with .to()."
                 )
-        if tensors:
-            device = device_of(tensors[0][1])
-        else:
-            device = next(iter(arrays[0].devices())) if arrays else jax.numpy.zeros(()).device
+        device = device_of(tensors[0][1]) if tensors else next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
         wide = self._x64
         if wide is None:
             flag: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,12 +208,11 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
-        outs, kept = recording.run(tensors, others)
+        outs, kept, rest = recording.run(tensors, others)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*_integers(recording.program, outs))
-        mine = [x for x in kept if isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*[tensors[i] for i in recording.needed], *[outs[i] for i in recording.outputs], *mine)
-        ctx.recording, ctx.others, ctx.rest = recording, others, [None if isinstance(x, torch.Tensor) else x for x in kept]
+        ctx.save_for_backward(*[tensors[i] for i in recording.needed], *[outs[i] for i in recording.outputs], *kept)
+        ctx.recording, ctx.others, ctx.rest = recording, others, rest
         return tuple(outs)
 
     @staticmethod
@@ -237,10 +233,7 @@ class _Recorded(torch.autograd.Function):
             pull = program.pullback(wanted, given, needed)
             found = _apply(pull, ctx.others, [*saved[: len(needed)], *chosen], _transformed())
         else:
-            first = len(needed) + len(recording.outputs)
-            mine = iter(saved[first:])
-            kept = [next(mine) if x is None else x for x in ctx.rest]
-            found = recording.backward(given, [*saved[:first], *kept], ctx.others, chosen)
+            found = recording.backward(given, [*saved, *chosen], [*ctx.rest, *ctx.others])
         for i, grad in zip(wanted, found, strict=True):
             out[2 + i] = grad
         return tuple(out)
@@ -283,7 +276,8 @@ class _Transformed(torch.autograd.Function):
         return tuple(next(found) if yes else None for yes in program.outs_differ)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, program: Program, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        program, others, *tensors = args
         outs = _apply(program.batched(info.batch_size, tuple(in_dims[2:])), others, tensors, _transformed())
         return outs, tuple(0 if isinstance(x, torch.Tensor) else None for x in outs)
 
@@ -299,7 +293,9 @@ def _apply(program: Program, others: Sequence[Any], tensors: Sequence[torch.Tens
     return program.run(tensors, others)
 
 
-_is_legacy_batch: Callable[[torch.Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
+_is_legacy_batch: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
+)
 _functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -365,4 +361,6 @@ def _settled(leaf: Any, place: Place) -> Any:
 
 
 def _abstract(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)) if isinstance(leaf, jax.Array) else leaf
+    return (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)) if isinstance(leaf, jax.Array) else leaf
+    )

@@ -7,6 +7,7 @@ holds: what a function hands through, or returns twice, is copied.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +18,13 @@ import numpy as np
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from .dlpack import X64, numpy_dtype, to_jax, to_torch, wait_for, x64
+from .dlpack import X64, numpy_dtype, operands, results, wait_for, x64
 
 # What crosses as it is; an array of another type, such as a random key, stays jax's.
 _IN_TORCH = {str(numpy_dtype(t)) for t in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)} | {
     str(numpy_dtype(t)) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 }
+_config: Any = jax.config
 Order = tuple[int, ...] | None
 Function = Callable[..., Any]
 
@@ -34,59 +36,59 @@ class Place(NamedTuple):
     wide: bool
 
 
-def view(tensor: torch.Tensor, order: Order = None) -> jax.Array:
-    """The tensor's memory as an array, dimensions in the order given; copied on its device if jax cannot read it so."""
-    tensor = tensor.detach()
-    if order is not None:
-        tensor = tensor.permute(order)
-    return to_jax(tensor if tensor.is_contiguous() else tensor.contiguous(), copy=None)
-
-
 def crosses(aval: Any) -> bool:
     """Whether torch has its type."""
     return str(aval.dtype) in _IN_TORCH
 
 
 class Call:
-    """A compiled function of arrays. `orders`: for each, the order in which its dimensions come; those beyond come as they are."""
+    """A compiled function of tensors, each with its dimensions in the order given, and of other arrays."""
 
-    def __init__(self, function: Function, avals: Sequence[Any], place: Place, orders: Sequence[Order] = ()) -> None:
-        self._place = place
-        orders = (*orders, *[None] * (len(avals) - len(orders)))
-        back = [None if order is None else tuple(map(int, np.argsort(order))) for order in orders]
+    def __init__(self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order]) -> None:
+        self._place, self._orders = place, list(orders)
         sharding = jax.sharding.SingleDeviceSharding(place.device)
 
-        def spec(aval: Any, order: Order) -> Any:
+        def call(*arrays: Any) -> tuple[Any, ...]:
+            given = list(map(_unflattened, arrays, tensors, orders))
+            return tuple(function(*given, *arrays[len(given) :])) or (jnp.zeros(()),)  # something to wait for
+
+        def spec(aval: Any) -> Any:
             if not isinstance(aval, jax.ShapeDtypeStruct):
                 return aval
-            shape = aval.shape if order is None else tuple(aval.shape[d] for d in order)
-            return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=_is_weak(aval))
 
-        def call(*arrays: Any) -> tuple[Any, ...]:
-            given = [x if dims is None else jax.lax.transpose(x, dims) for x, dims in zip(arrays, back, strict=True)]
-            return tuple(function(*given)) or (jnp.zeros(()),)  # something to wait for
-
+        flat = [jax.ShapeDtypeStruct((math.prod(aval.shape),), aval.dtype, sharding=sharding) for aval in tensors]
         with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
-            lowered = jax.jit(call).lower(*map(spec, avals, orders))
+            lowered = jax.jit(call).lower(*flat, *map(spec, others))
             self._compiled: Any = lowered.compile()
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
+        self._all_cross = all(self._cross)
         self._token = self._cross.index(True) if any(self._cross) else None
 
-    def __call__(self, arrays: Iterable[Any]) -> list[Any]:
-        """Run to the end: on the CPU the arrays may be overwritten afterwards, elsewhere by what torch's stream does next.
+    def __call__(self, tensors: Iterable[torch.Tensor], others: Sequence[Any]) -> list[Any]:
+        """Run to the end: on the CPU the tensors may be overwritten afterwards, elsewhere by what torch's stream does next.
 
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
         """
-        if self._place.wide == jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-            results = self._compiled(*arrays)
+        flat, config = operands([x.detach() for x in tensors], self._orders), _config
+        if config.jax_enable_x64 == self._place.wide and config.jax_transfer_guard_host_to_device in (None, "allow"):
+            found = self._compiled(*flat, *others)
         else:
-            with X64(self._place.wide):
-                results = self._compiled(*arrays)
+            with X64(self._place.wide), jax.transfer_guard("allow"):
+                found = self._compiled(*flat, *others)
         if self._token is None:
-            jax.block_until_ready(results)
+            jax.block_until_ready(found)
         else:
-            wait_for((results[self._token],))
-        return [to_torch(x) if yes else x for x, yes in zip(results, self._cross, strict=True)]
+            wait_for((found[self._token],))
+        if self._all_cross:
+            return results(found)
+        return [results((x,))[0] if yes else x for x, yes in zip(found, self._cross, strict=True)]
+
+
+def _unflattened(flat: Any, aval: Any, order: Order) -> Any:
+    if order is None:
+        return flat.reshape(aval.shape)
+    return flat.reshape([aval.shape[d] for d in order]).transpose([order.index(d) for d in range(len(order))])
 
 
 class Program:
@@ -100,7 +102,9 @@ class Program:
       orders: for each tensor, the order in which its dimensions are contiguous; None where they are as they come.
     """
 
-    def __init__(self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order] = ()) -> None:
+    def __init__(
+        self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order] = ()
+    ) -> None:
         self.place, self.tensors, self.others = place, list(tensors), list(others)
         self.orders = list(orders) or [None] * len(self.tensors)
         with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
@@ -117,9 +121,8 @@ class Program:
 
     def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs alone; nothing is kept."""
-        call = self._made.get("run") or self._once("run", lambda: Call(fresh(self.closed), self.avals, self.place, self.orders))
-        results = call([*map(view, tensors, self.orders), *others])
-        return tuple(results[: len(self.outs)])
+        call = self._made.get("run") or self._once("run", self._plain)
+        return tuple(call(tensors, others)[: len(self.outs)])
 
     def recording(self, wanted: tuple[int, ...]) -> Recording:
         """The call that also keeps what the gradients of the wanted tensors need."""
@@ -193,6 +196,9 @@ class Program:
 
         return function, [arrays[i] for i in chosen]
 
+    def _plain(self) -> Call:
+        return Call(fresh(self.closed), self.tensors, self.others, self.place, self.orders)
+
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         with self._lock:
             if key not in self._made:
@@ -205,11 +211,13 @@ class Recording:
 
     A residual that is an input or an output is not kept a second time, and torch watches for changes of those.
 
-    needed: the tensors on which the residuals depend; `outputs`: the outputs that are residuals; then come `kept` arrays.
+    needed: the tensors on which the residuals depend; `outputs`: the outputs that are residuals; `kept`: residuals that are
+    neither; `rest`: those of them that torch has no type for.
     """
 
     def __init__(self, program: Program, wanted: tuple[int, ...]) -> None:
         self.program, self.wanted = program, wanted
+        self._tree: Any = None
         self._backward: dict[tuple[int, ...], Call] = {}
         self._lock = threading.Lock()
         place, count, width = program.place, len(program.tensors), len(program.outs)
@@ -222,47 +230,57 @@ class Recording:
 
         with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
             closed = jax.make_jaxpr(record)(*program.avals)
-        residuals = closed.jaxpr.outvars[width:]
         self._sources, kept = _sources(closed, width)
-        self.needed = tuple(i for i in _reached(closed.jaxpr, residuals) if i < count)
+        self.needed = tuple(i for i in _reached(closed.jaxpr, closed.jaxpr.outvars[width:]) if i < count)
         self.outputs = tuple(sorted({i for kind, i in self._sources if kind == "output"}))
-        self.kept = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in kept]
+        self.kept, self.rest = [list(map(_struct, kept[kind])) for kind in ("kept", "rest")]
         at = {id(v): i for i, v in enumerate(closed.jaxpr.outvars)}
-        self._forward = Call(fresh(closed, range(width), [at[id(v)] for v in kept]), program.avals, place, program.orders)
+        function = fresh(closed, range(width), [at[id(v)] for v in (*kept["kept"], *kept["rest"])])
+        self._forward = Call(function, program.tensors, program.others, place, program.orders)
 
-    def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Outputs, and what is kept."""
-        results = self._forward([*map(view, tensors, self.program.orders), *others])
-        return results[: len(self.program.outs)], results[len(self.program.outs) :]
+    def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
+        """Outputs, kept, rest."""
+        first, second = len(self.program.outs), len(self.program.outs) + len(self.kept)
+        found = self._forward(tensors, others)
+        return found[:first], found[first:second], found[second:]
 
-    def backward(self, given: tuple[int, ...], saved: Sequence[Any], others: Sequence[Any], grads: Sequence[torch.Tensor]) -> list[Any]:
-        """The gradients of the wanted tensors by those of the given outputs, and by what was saved: needed, outputs, kept."""
+    def backward(self, given: tuple[int, ...], tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> list[Any]:
+        """The gradients of the wanted tensors.
+
+        Args:
+          given: of which outputs there is a gradient; of the others it is zero.
+          tensors: needed, outputs, kept, and the gradients given.
+          arrays: rest, and the call's arguments that are no tensors.
+        """
         call = self._backward.get(given) or self._compile(given)
-        orders = [*(self.program.orders[i] for i in self.needed), *[None] * (len(saved) - len(self.needed))]
-        arrays = [view(x, order) if isinstance(x, torch.Tensor) else x for x, order in zip(saved, orders, strict=True)]
-        return call([*arrays, *map(view, grads), *others])
+        return call(tensors, arrays)
 
     def _compile(self, given: tuple[int, ...]) -> Call:
-        program, count = self.program, len(self.program.tensors)
-        first, second = len(self.needed), len(self.needed) + len(self.outputs)
+        program, count, width = self.program, len(self.program.tensors), len(self.program.others)
+        tensors = [*(program.tensors[i] for i in self.needed), *(program.outs[i] for i in self.outputs), *self.kept]
+        named = [("input", i) for i in self.needed] + [("output", i) for i in self.outputs]
+        named += [("kept", i) for i in range(len(self.kept))] + [("grad", i) for i in given]
+        named += [("rest", i) for i in range(len(self.rest))] + [("input", count + i) for i in range(width)]
 
         def back(*arrays: Any) -> list[Any]:
-            needed, outputs, kept, rest = cut(arrays, first, second, second + len(self.kept))
-            grads, others = rest[: len(given)], rest[len(given) :]
-            place = {("input", i): x for i, x in zip(self.needed, needed, strict=True)}
-            place |= {("input", count + i): x for i, x in enumerate(others)}
-            place |= {("output", i): x for i, x in zip(self.outputs, outputs, strict=True)}
-            place |= {("kept", i): x for i, x in enumerate(kept)}
-            leaves = [i if kind == "constant" else place[kind, i] for kind, i in self._sources]
-            return program.pulled(jax.tree_util.tree_unflatten(self._tree, leaves), given, grads)
+            place = dict(zip(named, arrays, strict=True))
+            leaves = [which if kind == "constant" else place[kind, which] for kind, which in self._sources]
+            return program.pulled(jax.tree_util.tree_unflatten(self._tree, leaves), given, [place["grad", i] for i in given])
 
-        tensors = [*(program.tensors[i] for i in self.needed), *(program.outs[i] for i in self.outputs), *self.kept]
-        tensors += [program.outs[i] for i in given]
         with self._lock:
             if given not in self._backward:
-                orders = [program.orders[i] for i in self.needed]
-                self._backward[given] = Call(back, [*tensors, *program.others], program.place, orders)
+                tensors += [program.outs[i] for i in given]
+                orders = [program.orders[i] for i in self.needed] + [None] * (len(tensors) - len(self.needed))
+                self._backward[given] = Call(back, tensors, [*self.rest, *program.others], program.place, orders)
             return self._backward[given]
+
+
+def _is_weak(aval: Any) -> bool:
+    return getattr(aval, "weak_type", False)  # random keys have no such thing
+
+
+def _struct(variable: Any) -> Any:
+    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
 
 
 def differs(aval: Any) -> bool:
@@ -286,28 +304,30 @@ def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = 
         seen.add(id(outvars[i]))
 
     def function(*arrays: Any) -> list[Any]:
-        results = jaxpr_as_fun(closed)(*arrays)
-        own = [jnp.copy(results[i]) if i in shared and crosses(results[i]) else results[i] for i in outs]
-        return own + [results[i] for i in kept]
+        found = jaxpr_as_fun(closed)(*arrays)
+        own = [jnp.copy(found[i]) if i in shared and crosses(found[i]) else found[i] for i in outs]
+        return own + [found[i] for i in kept]
 
     return function
 
 
-def _sources(closed: Any, width: int) -> tuple[list[tuple[str, Any]], list[Any]]:
-    """Where each residual comes from, as (kind, which), and the variables that must be kept because they are nowhere else."""
-    outvars = closed.jaxpr.outvars
+def _sources(closed: Any, width: int) -> tuple[list[tuple[str, Any]], dict[str, list[Any]]]:
+    """Where each residual comes from, as (kind, which), and by kind the variables that must be kept because they are nowhere else."""
+    outvars: Any = closed.jaxpr.outvars
     outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(v.aval)])
     known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
     known |= {id(v): ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
     known |= {id(v): ("constant", value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
-    sources, kept = [], []
+    sources: list[tuple[str, Any]] = []
+    kept: dict[str, list[Any]] = {"kept": [], "rest": []}
     for v in outvars[width:]:
         if isinstance(v, Literal):
-            sources.append(("constant", np.asarray(v.val, v.aval.dtype)))
+            sources.append(("constant", np.asarray(v.val, v.aval.dtype)))  # pyright: ignore[reportAttributeAccessIssue]
             continue
         if id(v) not in known:
-            known[id(v)] = ("kept", len(kept))
-            kept.append(v)
+            kind = "kept" if crosses(v.aval) else "rest"
+            known[id(v)] = (kind, len(kept[kind]))
+            kept[kind].append(v)
         sources.append(known[id(v)])
     return sources, kept
 
