@@ -71,10 +71,11 @@ class Call:
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
         """
         flat, config = operands([x.detach() for x in tensors], self._orders), _config
-        if config.jax_enable_x64 == self._place.wide and config.jax_transfer_guard_host_to_device in (None, "allow"):
+        as_it_is = config.jax_transfer_guard_host_to_device in (None, "allow") and not config.jax_disable_jit
+        if as_it_is and config.jax_enable_x64 == self._place.wide:
             found = self._compiled(*flat, *others)
         else:
-            with X64(self._place.wide), jax.transfer_guard("allow"):
+            with X64(self._place.wide), jax.transfer_guard("allow"), jax.disable_jit(False):
                 found = self._compiled(*flat, *others)
         if self._token is None:
             jax.block_until_ready(found)
@@ -167,7 +168,7 @@ class Program:
             return jax.ShapeDtypeStruct((*aval.shape[:dim], size, *aval.shape[dim:]), aval.dtype)
 
         out = [0 if crosses(aval) else None for aval in self.outs]
-        function = jax.vmap(jaxpr_as_fun(self.closed), (*dims, *[None] * len(self.others)), out, axis_size=size)
+        function = jax.vmap(evaluated(self.closed), (*dims, *[None] * len(self.others)), out, axis_size=size)
         tensors = list(map(shape, self.tensors, dims))
         return self._once(("batch", size, dims), lambda: Program(function, tensors, self.others, self.place))
 
@@ -189,7 +190,7 @@ class Program:
             full = list(arrays)
             for i, value in zip(chosen, values, strict=True):
                 full[i] = value
-            outs = jaxpr_as_fun(self.closed)(*full)
+            outs = evaluated(self.closed)(*full)
             return [x for x, yes in zip(outs, self.outs_differ, strict=True) if yes], [
                 x for x, yes in zip(outs, self.outs_differ, strict=True) if not yes
             ]
@@ -293,6 +294,12 @@ def cut(values: Sequence[Any], *at: int) -> list[Sequence[Any]]:
     return [values[start:end] for start, end in zip((0, *at), (*at, len(values)), strict=True)]
 
 
+def evaluated(closed: Any) -> Function:
+    """The traced function; jax 0.6 gives constants as Python numbers, and here they are arrays."""
+    call, outvars = jaxpr_as_fun(closed), closed.jaxpr.outvars
+    return lambda *arrays: [x if hasattr(x, "dtype") else jnp.asarray(x, v.aval.dtype) for x, v in zip(call(*arrays), outvars, strict=True)]
+
+
 def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = ()) -> Function:
     """The traced function, each of its outputs in memory of its own, whatever jax hands through; those in `kept` as they are."""
     outvars, outs = closed.jaxpr.outvars, range(len(closed.jaxpr.outvars)) if outs is None else outs
@@ -304,7 +311,7 @@ def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = 
         seen.add(id(outvars[i]))
 
     def function(*arrays: Any) -> list[Any]:
-        found = jaxpr_as_fun(closed)(*arrays)
+        found = evaluated(closed)(*arrays)
         own = [jnp.copy(found[i]) if i in shared and crosses(found[i]) else found[i] for i in outs]
         return own + [found[i] for i in kept]
 
