@@ -45,7 +45,7 @@ class Call:
     """A compiled function of tensors, each with its dimensions in the order given, and of other arrays."""
 
     def __init__(self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order]) -> None:
-        self._place, self._orders = place, list(orders)
+        self._place, self._orders, self._on_cpu = place, list(orders), place.device.platform == "cpu"
         sharding = jax.sharding.SingleDeviceSharding(place.device)
 
         def call(*arrays: Any) -> tuple[Any, ...]:
@@ -71,14 +71,18 @@ class Call:
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
         """
         flat, config = operands([x.detach() for x in tensors], self._orders), _config
-        as_it_is = config.jax_transfer_guard_host_to_device in (None, "allow") and not config.jax_disable_jit
-        if as_it_is and config.jax_enable_x64 == self._place.wide:
-            found = self._compiled(*flat, *others)
-        else:
+        if config.jax_transfer_guard_host_to_device not in (None, "allow") or config.jax_disable_jit:
             with X64(self._place.wide), jax.transfer_guard("allow"), jax.disable_jit(False):
                 found = self._compiled(*flat, *others)
+        elif config.jax_enable_x64 != self._place.wide:
+            with X64(self._place.wide):
+                found = self._compiled(*flat, *others)
+        else:
+            found = self._compiled(*flat, *others)
         if self._token is None:
             jax.block_until_ready(found)
+        elif self._on_cpu:
+            found[self._token].block_until_ready()
         else:
             wait_for((found[self._token],))
         if self._all_cross:
