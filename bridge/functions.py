@@ -19,7 +19,7 @@ from .dlpack import x64 as scope
 from .dynamo import not_traced
 from .flags import client_started
 from .masks import path_name
-from .traced import Place, Program, Recording
+from .pullback import Place, Program, Recording
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _NARROW = {

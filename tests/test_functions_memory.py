@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import bridge
-from bridge import traced
+from bridge import pullback
 
 LAYOUTS = {
     "contiguous": lambda: torch.randn(16, 8),
@@ -40,7 +40,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.into, self.out = [], []
-        operands, results = traced.operands, traced.results
+        operands, results = pullback.operands, pullback.results
 
         def watched_operands(*args):
             found = operands(*args)
@@ -174,7 +174,7 @@ def test_a_call_that_does_not_wait_is_caught():
     compiled, stale = program._made["run"]._compiled, 0
     for _ in range(100):
         x.fill_(3)
-        (y,) = compiled(*traced.operands([x, w], [None, None]))
+        (y,) = compiled(*pullback.operands([x, w], [None, None]))
         x.fill_(-1)
         stale += not bool((bridge.to_torch(y) == 3).all())
     assert stale

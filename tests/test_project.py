@@ -35,7 +35,7 @@ ORDER = {
         "update",
         "step",
         "dynamo",
-        "traced",
+        "pullback",
         "functions",
         "__init__",
     ],
