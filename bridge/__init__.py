@@ -2,6 +2,7 @@
 
 from . import matrix_rules, rules
 from .dlpack import to_jax, to_torch
+from .functions import jax_function
 from .modules import module_function
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -55,6 +56,7 @@ __all__ = [
     "compilations",
     "freeze",
     "identity",
+    "jax_function",
     "lookahead",
     "masked",
     "matrix_rules",

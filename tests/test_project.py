@@ -46,6 +46,9 @@ ORDER = {
         "update",
         "step",
         "train",
+        "dynamo",
+        "pullback",
+        "functions",
         "__init__",
     ],
     "torch_api": [
