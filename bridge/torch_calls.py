@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
 from .traced import Traced, as_array, where_now
@@ -183,7 +184,7 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _known_values(found: Op, args: Any, kwargs: Any) -> Any:
     """Where all values are known, so are the results, while jax traces too: torch code may branch on them."""
     values = [x for x in leaves((args, kwargs)) if isinstance(x, jax.Array)]
-    known = values and not found.always and not any(isinstance(x, jax.core.Tracer) for x in values)
+    known = values and not found.always and not any(isinstance(x, Tracer) for x in values)
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from .torch_calls import OPS, Op, arrays, op
 from .torch_ops import floating
-from .traced import Traced, as_array, default_float, jax_dtype, next_key, promoted, torch_dtype
+from .traced import as_array, default_float, jax_dtype, next_key, promoted, torch_dtype
 
 # Below this many elements a new constant is computed at once and not in the program, so that torch code may branch on it.
 AT_ONCE = 4096

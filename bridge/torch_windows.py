@@ -183,15 +183,6 @@ def adaptive(n: int, input: Any, output_size: Any, reduce: Any) -> Any:
     return input
 
 
-def _without_places(pool: Any) -> Any:
-    def run(input: Any, output_size: Any, return_indices: bool = False) -> Any:
-        if return_indices:
-            raise NotImplementedError("adaptive_max_pool: return_indices=True is not there in jax. Use max_pool with a kernel size.")
-        return pool(input, output_size)
-
-    return run
-
-
 def _register_pools() -> None:
     for n in (1, 2, 3):
 
@@ -235,7 +226,7 @@ def _register_pools() -> None:
         ) -> Any:
             return max_pool_with_indices(n, input, kernel_size, stride, padding, dilation, ceil_mode)
 
-        def adaptive_largest(input: Any, output_size: Any, n: int = n) -> Any:
+        def adaptive_largest(input: Any, output_size: Any, return_indices: bool = False, n: int = n) -> Any:
             return adaptive(n, input, output_size, lambda x, a: jnp.max(x, a))
 
         op(f"max_pool{n}d")(largest)
@@ -243,7 +234,7 @@ def _register_pools() -> None:
         op(f"adaptive_avg_pool{n}d")(adaptive_means)
         op(f"max_pool{n}d_with_indices")(largest_with_places)
         for func in (f"adaptive_max_pool{n}d", f"_adaptive_max_pool{n}d"):  # torch._C's of that name returns places too
-            OPS[getattr(F, func)] = Op(_without_places(adaptive_largest), None)
+            OPS[getattr(F, func)] = Op(adaptive_largest, None)
 
 
 _register_pools()

@@ -93,7 +93,9 @@ LAYERS = {
     "group norm": images(lambda: nn.GroupNorm(2, 4)),
     "layer norm": vectors(lambda: nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4))),
     "pools": images(lambda: nn.Sequential(nn.MaxPool2d(2, 1), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
-    "activations": vectors(lambda: nn.Sequential(nn.GELU("tanh"), nn.SiLU(), nn.PReLU(), nn.ReLU(inplace=True), nn.Softmax(-1), nn.LogSoftmax(1))),
+    "activations": vectors(
+        lambda: nn.Sequential(nn.GELU("tanh"), nn.SiLU(), nn.PReLU(), nn.ReLU(inplace=True), nn.Softmax(-1), nn.LogSoftmax(1))
+    ),
     "lstm": vectors(lambda: nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True), 3, 6, 4),
     "lstm, projected": vectors(lambda: nn.LSTM(4, 5, proj_size=2), 6, 3, 4),
     "gru": vectors(lambda: nn.GRU(4, 5, 2, bias=False), 6, 3, 4),
@@ -103,7 +105,7 @@ LAYERS = {
     "encoder": vectors(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2), 3, 6, 4),
     "encoder, norm first": vectors(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, activation="gelu", norm_first=True), 6, 3, 4),
     "upsample": images(lambda: nn.Sequential(nn.PixelShuffle(2), nn.ZeroPad2d(1))),
-}  # fmt: skip
+}
 EVAL_ONLY = {"mlp"}  # its dropout draws other numbers than torch's
 
 
