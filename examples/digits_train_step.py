@@ -18,28 +18,27 @@ from copy import deepcopy
 
 import torch
 from finetune_digits import GOAL, Data, DigitsNet, accuracy, load_data
-from torch import nn
 from torch.nn import functional as F
 
 import torch_api
 
-BATCH, OPTIONS = 64, {"lr": 2e-3, "weight_decay": 0.05}
+BATCH = 64
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(model: Callable[..., torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(images), labels)
 
 
 def compiled_step(model: DigitsNet, mask: str | None) -> Step:
-    optimizer = torch_api.MaskedAdamW(model.named_parameters(), **OPTIONS, mask=mask)
+    optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=2e-3, weight_decay=0.05, mask=mask)
     return torch_api.JaxTrainStep(model, loss_of, optimizer)
 
 
-def eager_step(model: DigitsNet, mask: str | None, forward: nn.Module | None = None) -> Step:
+def eager_step(model: DigitsNet, mask: str | None, forward: Callable[..., torch.Tensor] | None = None) -> Step:
     """The loop body of torch; `forward` may be what torch.compile made of the model."""
     params = list(model.parameters() if mask is None else model.head.parameters())
-    optimizer = torch.optim.AdamW(params, **OPTIONS, fused=True)
+    optimizer = torch.optim.AdamW(params, lr=2e-3, weight_decay=0.05, fused=True)
     for p in model.parameters():
         p.requires_grad_(any(p is q for q in params))
 
