@@ -71,7 +71,7 @@ TASKS: dict[str, Callable[[Settings], Task]] = {
 }
 
 
-def eager(task: Task, optimizer: torch.optim.Optimizer, forward: nn.Module | None = None) -> Step:
+def eager(task: Task, optimizer: torch.optim.Optimizer, forward: Callable[..., Any] | None = None) -> Step:
     """The loop body of torch; `forward` may be what torch.compile made of the model."""
     model, loss_fn, batch = task
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
 from .traced import Traced, as_array, where_now
@@ -166,19 +168,30 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             inplace |= bool(bound.arguments.pop("inplace", False))
             args, kwargs = bound.args, bound.kwargs
     if found.raw:
-        return wrapped(found.handler(*args, **kwargs))
+        with _known_values(found, arrays(args), arrays(kwargs)):
+            return wrapped(found.handler(*args, **kwargs))
     if found.views and isinstance(args[0], Traced):
         return _view(found, func, args, kwargs)
-    result = found.handler(*arrays(args), **arrays(kwargs))
+    given, named = arrays(args), arrays(kwargs)
+    with _known_values(found, given, named):
+        result = found.handler(*given, **named)
     target = args[0] if inplace else out
     if target is None:
         return wrapped(result)
     return _write(target, result, func)
 
 
+def _known_values(found: Op, args: Any, kwargs: Any) -> Any:
+    """Where all values are known, so are the results, while jax traces too: torch code may branch on them."""
+    values = [x for x in leaves((args, kwargs)) if isinstance(x, jax.Array)]
+    known = values and not found.always and not any(isinstance(x, Tracer) for x in values)
+    return jax.ensure_compile_time_eval() if known else nullcontext()
+
+
 def _view(found: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base, rest, kwargs = args[0], arrays(args[1:]), arrays(kwargs)
-    result = found.handler(base.value, *rest, **kwargs)
+    with _known_values(found, (base.value, *rest), kwargs):
+        result = found.handler(base.value, *rest, **kwargs)
     if isinstance(result, tuple | list):
         return type(result)(Traced(x, base, (found.handler, rest, kwargs, i, func)) for i, x in enumerate(result))
     return Traced(result, base, (found.handler, rest, kwargs, None, func))

@@ -114,7 +114,7 @@ def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None,
         dtype = torch.get_default_dtype() if any(isinstance(x, float) for x in (start, end, step)) else torch.int64
     start, end, step = (x.item() if hasattr(x, "item") else x for x in (start, end, step))
     n = max(0, int(np.ceil((end - start) / step)))
-    return create(lambda: (jnp.arange(n) * step + start).astype(jax_dtype(dtype)), n)
+    return create(lambda: jnp.arange(start, end, step, dtype=jax_dtype(dtype)), n)
 
 
 @op("linspace", always=True)

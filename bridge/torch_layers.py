@@ -214,7 +214,7 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
 
 
 def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
-    x = input.astype(jnp.promote_types(input.dtype, jnp.float32)) if input.dtype.itemsize < 4 else input
+    x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
     mean = jnp.mean(x, axes, keepdims=True)
     return (x - mean) * lax.rsqrt(jnp.var(x, axes, keepdims=True) + eps)
 

@@ -28,6 +28,12 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
+def nonzero(x: Any) -> Any:
+    """Whether x is not zero; bools as they are."""
+    x = jnp.asarray(x)
+    return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
+
+
 def _register_unary() -> None:
     real = "exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh"
     names = {name: getattr(jnp, name) for name in real.split()}
@@ -38,7 +44,7 @@ def _register_unary() -> None:
     names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "logit": lambda x: jnp.log(x) - jnp.log1p(-x)}
     for name, f in names.items():
         op(name)(lambda input, f=f: f(floating(input)))
-    for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: x == 0}.items():
+    for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~nonzero(x)}.items():
         op(name)(lambda input, f=f: f(input))
     same = {"abs": jnp.abs, "absolute": jnp.abs, "neg": jnp.negative, "negative": jnp.negative, "sign": jnp.sign, "floor": jnp.floor}
     same |= {"ceil": jnp.ceil, "trunc": jnp.trunc, "fix": jnp.trunc, "square": jnp.square, "sgn": jnp.sign, "bitwise_not": jnp.bitwise_not}
@@ -83,7 +89,7 @@ def _register_binary() -> None:
     for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
         op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
     for name, f in {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}.items():
-        op(name)(lambda input, other, f=f: f(jnp.asarray(input) != 0, jnp.asarray(other) != 0))
+        op(name)(lambda input, other, f=f: f(nonzero(input), nonzero(other)))
 
 
 def _mul(a: Any, b: Any) -> Any:
@@ -290,13 +296,13 @@ def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool =
 @op("all")
 def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether all are nonzero."""
-    return jnp.all(input != 0, axis=axes(dim), keepdims=keepdim)
+    return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim)
 
 
 @op("any")
 def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether one is nonzero."""
-    return jnp.any(input != 0, axis=axes(dim), keepdims=keepdim)
+    return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim)
 
 
 @op("amax")

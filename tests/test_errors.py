@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bad_inputs
 import bad_inputs_jax
+import bad_inputs_modules
 import bad_inputs_train
 import jax
 import optax
@@ -18,7 +19,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bridge", "torch_api")
 PAGE = ROOT / "docs" / "errors.md"
-TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE | bad_inputs_train.TABLE
+TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE | bad_inputs_modules.TABLE | bad_inputs_train.TABLE
 CASES = {f"{section}: {bad.given}": bad for section, rows in TABLE.items() for bad in rows}
 # Texts quote jax, optax and torch: the page has those of one set of versions.
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2" and optax.__version__ == "0.2.8"

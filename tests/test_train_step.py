@@ -1,6 +1,8 @@
 """JaxTrainStep: forward, backward and update as one program, against the eager loop that it stands for."""
 
 import copy
+import re
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -287,3 +289,9 @@ def test_changes_between_calls_are_followed():
     both(lambda m, o: setattr(m, "body", nn.Sequential(m.body[0], nn.ReLU(), *m.body[2:])))
     both(lambda m, o: setattr(m.norm, "running_mean", torch.ones(4)))
     both(lambda m, o: setattr(m.norm, "momentum", 0.5))
+
+
+def test_the_example_of_the_docs_runs():
+    text = (Path(__file__).parent.parent / "docs" / "train_step.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(block, "docs/train_step.md", "exec"), {})

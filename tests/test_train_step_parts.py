@@ -250,6 +250,41 @@ def test_a_loss_that_raises_leaves_all_as_it_was():
     train_step(x, False)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_program_that_fails_half_way_leaves_values_and_memory_as_they_were(accumulate):
+    """A callback raises inside the running program, when parameters, state, buffers and sums are donated already."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer, broken = adamw(model), []
+
+    def called(value):
+        if broken:
+            raise KeyError("mine")
+        return value
+
+    def loss(m, x):
+        value = jnp.mean(jnp.square(jnp.asarray(m(x))))
+        same = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        return value + 0 * jax.pure_callback(called, same, jax.lax.stop_gradient(value))
+
+    train_step = JaxTrainStep(model, loss, optimizer, accumulate=accumulate)
+    x = torch.randn(6, 4)
+    for _ in range(2 * accumulate - 1):
+        train_step(x)
+    tensors = [*model.state_dict().values(), *(t for state in optimizer.state.values() for t in state.values())]
+    before = [t.clone() for t in tensors]
+    broken.append(True)
+    with pytest.raises(Exception, match=r"mine|callback") as caught:
+        train_step(x)
+    broken.clear()
+    now = [*model.state_dict().values(), *(t for state in optimizer.state.values() for t in state.values())]
+    assert all(map(torch.equal, before, now))
+    assert train_step.pending in (0, accumulate - 1)
+    assert train_step.pending or accumulate == 1 or "gradients of 1 calls" in str(caught.value.__notes__)
+    for _ in range(accumulate):
+        train_step(x)
+    assert not torch.equal(before[0], model[0].weight)
+
+
 def test_results_that_lie_elsewhere_are_followed():
     """A numpy view of a jax array that is donated makes XLA copy; parameters, state and buffers must look at the new place."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))

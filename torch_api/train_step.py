@@ -169,7 +169,7 @@ class JaxTrainStep:
             (ready.read[position],) = operands([tensor], [order])
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
-        before = launch.copied() if ready.program.calls_back else []
+        before = [*launch.copied(), *((b, b.detach().clone()) for b in ready.in_place)] if ready.program.calls_back else []
         try:
             outcome = train.run(ready.program, launch, train.Arrays(*about, seed, numbers, further, not self._pending))
         except BaseException as error:
@@ -204,12 +204,14 @@ class JaxTrainStep:
 
     def _salvage(self, error: BaseException, before: Any, ready: Ready) -> None:
         """After a failed call: give tensors whose memory is gone others, as the optimizer does after a failed step."""
-        if self.optimizer._launches.salvage(error, before):
-            self.optimizer._place()
         for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
             if memory.array.is_deleted():
                 buffer.data = lost_like(buffer)
+        if self.optimizer._launches.salvage(error, before):
+            self.optimizer._place()
         if any(memory.array.is_deleted() for memory in ready.sums):
+            if self._pending:
+                error.add_note(f"The gradients of {self._pending} calls that waited for an update are lost.")
             self._sums.clear()
             self._pending, self._summed = 0, frozenset()
         self._launches = None
