@@ -14,13 +14,14 @@ import torch
 
 from bridge import storage, train
 from bridge.dlpack import device_of, numpy_dtype, operands, to_torch, x64
+from bridge.dynamo import not_traced
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.update import Plan
 
 from .arguments import Arguments
 from .batch import OWNER, Batch
 from .cache import CacheInfo, CompilationWarning, stack_level
-from .launch import Block, Launch, not_traced
+from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
 from .traced_loss import traced_loss
