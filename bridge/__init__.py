@@ -1,7 +1,7 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
-from .dlpack import to_jax, to_torch
+from .handover import load_module_tree, to_jax, to_torch
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
 from .step import compilations, traces
@@ -54,6 +54,7 @@ __all__ = [
     "compilations",
     "freeze",
     "identity",
+    "load_module_tree",
     "lookahead",
     "masked",
     "matrix_rules",

@@ -16,6 +16,7 @@ ORDER = {
         "masks",
         "dlpack",
         "tree",
+        "handover",
         "storage",
         "checks",
         "leafwise",
@@ -60,6 +61,8 @@ ORDER = {
         "masked",
         "masked_optax",
         "partitioned",
+        "running",
+        "optax_state",
         "__init__",
     ],
 }
