@@ -1,6 +1,7 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
+from .doctor import doctor
 from .handover import load_module_tree, to_jax, to_torch
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -52,6 +53,7 @@ __all__ = [
     "StatefulSchedule",
     "WeightNorm",
     "compilations",
+    "doctor",
     "freeze",
     "identity",
     "load_module_tree",

@@ -46,6 +46,11 @@ def _after_fork() -> None:
     _forked = client_started()
 
 
+def was_forked() -> bool:
+    """Whether this process was forked from one in which jax had started."""
+    return _forked
+
+
 request_fusion()
 os.register_at_fork(after_in_child=_after_fork)
 

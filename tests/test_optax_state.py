@@ -540,6 +540,7 @@ def test_tied_parameters_are_one():
     assert alike(to_optax_state(optimizer, optax.adam(1e-3)), optax.adam(1e-3).init(tree_of(net)))
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_a_sharded_state_is_refused():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh

@@ -35,6 +35,9 @@ ORDER = {
         "split",
         "update",
         "step",
+        "facts",
+        "doctor",
+        "__main__",
         "__init__",
     ],
     "torch_api": [
