@@ -2,6 +2,7 @@
 
 from . import matrix_rules, rules
 from .doctor import doctor
+from .functions import jax_function
 from .handover import load_module_tree, to_jax, to_torch
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -56,6 +57,7 @@ __all__ = [
     "doctor",
     "freeze",
     "identity",
+    "jax_function",
     "load_module_tree",
     "lookahead",
     "masked",

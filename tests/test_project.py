@@ -38,6 +38,9 @@ ORDER = {
         "facts",
         "doctor",
         "__main__",
+        "dynamo",
+        "traced",
+        "functions",
         "__init__",
     ],
     "torch_api": [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,18 +11,6 @@ from bridge import step, storage, update
 
 from .packs import Pack
 from .plan import Leaf
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def not_traced(function: _Function) -> _Function:
-    """A function at which torch.compile breaks its graph: dynamo cannot follow addresses and jax, and failed half-way.
-
-    torch's own decorator waits for the first call, and any optimizer has imported dynamo by then; the public one would
-    import it here, which takes as long as torch itself.
-    """
-    disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-    return disable(function)
 
 
 class Block:

@@ -13,6 +13,7 @@ import torch
 
 from bridge import step, storage, update
 from bridge.dlpack import device_of
+from bridge.dynamo import not_traced
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
 from bridge.rules import Rule
@@ -22,7 +23,7 @@ from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo
 from .grouped import GroupedOptimizer
-from .launch import not_traced, restore
+from .launch import restore
 from .launches import Launches
 from .options import Changeable, Options
 from .plan import Leaf, bad_gradient, check_norm, followed

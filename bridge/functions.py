@@ -1,0 +1,366 @@
+"""A JAX function as a differentiable torch function."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.core import Tracer
+from torch.autograd import forward_ad
+
+from .dlpack import dense_order, device_of, numpy_dtype, to_jax
+from .dlpack import x64 as scope
+from .dynamo import not_traced
+from .flags import client_started
+from .masks import path_name
+from .traced import Place, Program, Recording
+
+_PROGRAMS_KEPT = 512  # of one function; the oldest goes
+_NARROW = {
+    torch.float64: torch.float32,
+    torch.int64: torch.int32,
+    torch.complex128: torch.complex64,
+}
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = client_started()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunction:
+    """A JAX function as a torch function of tensors and pytrees, differentiable to any order, compiled once per signature.
+
+    Args:
+      fn: a pure function of arrays; `jax.grad`, `lax.scan`, `custom_vjp` and so on may stand in it. It runs once for each
+        signature, traced: what it closes over is fixed then.
+      x64: None: jax keeps 64-bit types in a program that is given a tensor or a jax array of 64 bits (within it `jnp.ones(3)`
+        is then float64 too, as under `jax.enable_x64`), and otherwise does as its flag says. True: it keeps them in all.
+        False: tensors of 64 bits are converted to 32, as jax does by itself: for class labels in int64 among float32.
+
+    Returns:
+      A function of `fn`'s arguments, any pytrees of:
+        tensors: dynamic. Those of real and complex numbers are differentiable, integers and booleans are not.
+        jax arrays (random keys too) and numpy arrays, Python floats and complex numbers: dynamic, not differentiable.
+          numpy arrays become what jax makes of them. Floats change without a new program.
+        ints, bools, strings, functions, all else that is hashable: static, part of the signature.
+      It returns the tree that `fn` returns, with tensors for arrays and numbers; random keys stay jax arrays.
+
+    The signature is the tree, shapes, dtypes, device, dimension order in memory, static leaves, and of jax's settings the
+    precision of matrix products, promotion and x64. Gradients of another set of arguments compile another program.
+
+    Memory: arguments are read where they lie, in any order of dimensions; what starts unaligned, has gaps or overlaps is
+    copied on its device. Outputs are new memory that torch sees without a copy, also where `fn` hands an argument through.
+    When the call returns on the CPU, it has read its arguments, so they may change; on a GPU torch's stream waits. Residuals
+    are kept by `save_for_backward` (hooks see them; torch's error is raised if a tensor that is needed changed meanwhile),
+    and not under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
+    the arguments and is itself such a function.
+
+    `torch.func` (grad, vjp, jvp, vmap, and combinations), forward-mode and batched gradients work where jax can transform
+    `fn`; under vmap a random key is the same for all. Under autocast it computes in the types that it is given, like
+    `torch.amp.custom_fwd` without `cast_inputs`. Threads may share it. torch.compile breaks its graph here. It can be pickled
+    if `fn` can; programs stay behind.
+
+    Raises:
+      TypeError: an argument is a tracer (call `fn` itself inside jax) or not hashable; an output is no array.
+      ValueError: tensors lie on several devices, or are sparse or meta.
+      RuntimeError: in a process forked after jax started; jax does not see the tensors' device.
+      And whatever `fn` raises.
+
+    Sources: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html, https://docs.pytorch.org/docs/stable/notes/extending.func.html.
+    """
+    return JaxFunction(fn, x64)
+
+
+class JaxFunction:
+    """What `jax_function` returns; `programs` counts the signatures that it keeps."""
+
+    def __init__(self, fn: Callable[..., Any], x64: bool | None = None) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._x64 = fn, x64
+        self._title = f"jax_function({getattr(fn, '__name__', type(fn).__name__)})"
+        self._known: dict[Any, tuple[Program, Any]] = {}
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return JaxFunction, (self._fn, self._x64)
+
+    def __repr__(self) -> str:
+        return f"<{self._title}: {self.programs} programs>"
+
+    @property
+    def programs(self) -> int:
+        return len(self._known)
+
+    @not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _forked:
+            raise RuntimeError(
+                f"{self._title}: this process was forked after jax had started, and jax hangs in such a child. "
+                "Start it with 'spawn' (DataLoader: multiprocessing_context='spawn')."
+            )
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        if self._x64 is False:
+            leaves = list(map(_narrow, leaves))
+        transformed = _transformed()
+        signature, tensors, others = _described(leaves, transformed)
+        config: Any = jax.config
+        key = (tree, tuple(signature), config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # a static leaf without a hash, which is named below
+            known = None
+        program, out_tree = known or self._program(key, leaves, args, kwargs, transformed)
+        if others:
+            others = [_settled(x, program.place) for x in others]
+        return out_tree.unflatten(_apply(program, others, tensors, transformed))
+
+    def _program(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any]:
+        """Check what is given, and trace `fn` for it."""
+        named = [(path_name(path[1:]), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+        for name, leaf in named:
+            self._check(name, leaf)
+        with self._lock:
+            if key not in self._known:
+                place = self._place(named)
+                kinds = list(map(_kind, leaves))
+                tensors = [jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(x.dtype)) for x in leaves if isinstance(x, torch.Tensor)]
+                others = [_abstract(_settled(x, place)) for x, kind in zip(leaves, kinds, strict=True) if kind == "other"]
+                orders = [None if transformed else _order(x) for x in leaves if isinstance(x, torch.Tensor)]
+                flat = _Flat(self._title, self._fn, key[0], leaves, kinds)
+                program = Program(flat, tensors, others, place, orders)
+                while len(self._known) >= _PROGRAMS_KEPT:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = program, flat.out_tree
+            return self._known[key]
+
+    def _check(self, name: str, leaf: Any) -> None:
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                f"{self._title}: argument {name!r} is a tracer ({leaf.aval}); expected a tensor. Inside jit, grad or vmap of jax call "
+                "the function itself, which is its `__wrapped__`."
+            )
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_meta or leaf.layout is not torch.strided:
+                to_jax({f"{self._title}: {name}": leaf.detach()})
+        elif _kind(leaf) == "static":
+            try:
+                hash(leaf)
+            except TypeError:
+                raise TypeError(
+                    f"{self._title}: argument {name!r} is a {type(leaf).__name__}, which has no hash; expected a tensor, an array, a "
+                    "number, or something hashable. Register its type as a pytree, or close over it."
+                ) from None
+
+    def _place(self, named: Sequence[tuple[str, Any]]) -> Place:
+        """The device of the tensors, else of the jax arrays, else jax's own; and whether types of 64 bits are there to keep."""
+        tensors = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
+        arrays = [x for _, x in named if isinstance(x, jax.Array)]
+        for name, x in tensors:
+            if x.device != tensors[0][1].device:
+                raise ValueError(
+                    f"{self._title}: argument {tensors[0][0]!r} is on {tensors[0][1].device}, but {name!r} on {x.device}; expected one "
+                    "device. Move one of them with .to()."
+                )
+        device = device_of(tensors[0][1]) if tensors else next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
+        wide = self._x64
+        if wide is None:
+            flag: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+            wide = flag or any(x.dtype in _NARROW for _, x in tensors) or any(_is_wide(x.dtype) for x in arrays)
+        return Place(device, wide)
+
+
+class _Flat:
+    """`fn` of the arrays among its leaves, tensors first, to the arrays among its outputs."""
+
+    def __init__(self, title: str, fn: Callable[..., Any], tree: Any, leaves: Sequence[Any], kinds: Sequence[str]) -> None:
+        self._title, self._fn, self._tree = title, fn, tree
+        self._static = {i: leaf for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)) if kind == "static"}
+        self._at = [i for wanted in ("tensor", "other") for i, kind in enumerate(kinds) if kind == wanted]
+        self.out_tree: Any = None
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        leaves = self._static | dict(zip(self._at, arrays, strict=True))
+        args, kwargs = self._tree.unflatten([leaves[i] for i in range(len(leaves))])
+        outs, self.out_tree = jax.tree_util.tree_flatten_with_path(self._fn(*args, **kwargs))
+        for path, out in outs:
+            if not isinstance(out, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+                place = f"output {path_name(path)!r}" if path else "the output"
+                raise TypeError(
+                    f"{self._title}: {place} is a {type(out).__name__}; expected arrays, numbers or None. "
+                    "Leave it out, or compute it in jax from the arguments."
+                )
+        return [out for _, out in outs]
+
+
+class _Recorded(torch.autograd.Function):
+    """The call in torch's graph, with residuals."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
+        outs, kept, rest = recording.run(tensors, others)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*_integers(recording.program, outs))
+        ctx.save_for_backward(*[tensors[i] for i in recording.needed], *[outs[i] for i in recording.outputs], *kept)
+        ctx.recording, ctx.others, ctx.rest = recording, others, rest
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        recording = ctx.recording
+        program, wanted, needed = recording.program, recording.wanted, recording.needed
+        given = tuple(i for i, grad in enumerate(grads) if grad is not None and program.outs_differ[i])
+        out: list[Any] = [None] * (2 + len(program.tensors))
+        if not given:
+            return tuple(out)
+        saved, chosen = ctx.saved_tensors, [grads[i] for i in given]
+        if any(map(_is_legacy_batch, chosen)):
+            raise RuntimeError(
+                "jax_function: is_grads_batched=True and vectorize=True batch by torch's old vmap, which no function of one's own can "
+                "follow. Use torch.func: jacrev, or vmap over what torch.func.vjp returns."
+            )
+        if torch.is_grad_enabled() or _transformed():
+            pull = program.pullback(wanted, given, needed)
+            found = _apply(pull, ctx.others, [*saved[: len(needed)], *chosen], _transformed())
+        else:
+            found = recording.backward(given, [*saved, *chosen], [*ctx.rest, *ctx.others])
+        for i, grad in zip(wanted, found, strict=True):
+            out[2 + i] = grad
+        return tuple(out)
+
+
+class _Transformed(torch.autograd.Function):
+    """The call under a transformation of torch.func or in forward mode: keeps arguments alone, and computes anew from them."""
+
+    @staticmethod
+    def forward(program: Program, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
+        return program.run(tensors, others)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.program, ctx.others, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*_integers(ctx.program, output))
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        program, out = ctx.program, [None] * len(ctx.needs_input_grad)
+        given = tuple(i for i, grad in enumerate(grads) if grad is not None and program.outs_differ[i])
+        wanted = tuple(i for i, yes in enumerate(ctx.needs_input_grad[2:]) if yes)
+        if given and wanted:
+            everything = tuple(range(len(program.tensors)))
+            tensors = [*ctx.saved_tensors, *(grads[i] for i in given)]
+            found = _apply(program.pullback(wanted, given, everything), ctx.others, tensors, _transformed())
+            for i, grad in zip(wanted, found, strict=True):
+                out[2 + i] = grad
+        return tuple(out)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        program = ctx.program
+        given = tuple(i for i, t in enumerate(tangents[2:]) if t is not None and jax.numpy.issubdtype(program.tensors[i].dtype, np.inexact))
+        tensors = [*ctx.saved_tensors, *(tangents[2 + i] for i in given)]
+        found = iter(_apply(program.pushforward(given), ctx.others, tensors, _transformed()))
+        return tuple(next(found) if yes else None for yes in program.outs_differ)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        program, others, *tensors = args
+        outs = _apply(program.batched(info.batch_size, tuple(in_dims[2:])), others, tensors, _transformed())
+        return outs, tuple(0 if isinstance(x, torch.Tensor) else None for x in outs)
+
+
+def _apply(program: Program, others: Sequence[Any], tensors: Sequence[torch.Tensor], transformed: bool) -> Any:
+    """Call a program by the cheapest way that keeps what torch must know."""
+    if transformed:
+        return _Transformed.apply(program, others, *tensors)
+    if program.differentiable and torch.is_grad_enabled():
+        wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+        if wanted:
+            return _Recorded.apply(program.recording(wanted), others, *tensors)
+    return program.run(tensors, others)
+
+
+_is_legacy_batch: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
+)
+_functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def _transformed() -> bool:
+    """Whether torch transforms what runs now; always, where it does not tell, which costs 15 us a call."""
+    return _functorch_is_active() or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def _integers(program: Program, outs: Sequence[Any]) -> list[torch.Tensor]:
+    return [x for x, yes in zip(outs, program.outs_differ, strict=True) if not yes and isinstance(x, torch.Tensor)]
+
+
+def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
+    """What of each leaf belongs to the signature; the tensors; the other arrays and numbers."""
+    signature, tensors, others = [], [], []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            signature.append((leaf.shape, leaf.dtype, leaf.device, None if transformed else _order(leaf)))
+            continue
+        kind = _kind(leaf)
+        if kind == "static":
+            signature.append((type(leaf), leaf))
+            continue
+        others.append(leaf)
+        shape = None if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic) else (leaf.shape, leaf.dtype)
+        signature.append((type(leaf), shape, getattr(leaf, "weak_type", False)))
+    return signature, tensors, others
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which the memory is contiguous; None where it is as it is, or needs a copy."""
+    return None if tensor.layout is not torch.strided or tensor.is_contiguous() else dense_order(tensor)
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return "tensor"
+    return "other" if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) else "static"
+
+
+def _is_wide(dtype: Any) -> bool:
+    return str(dtype) in ("float64", "int64", "uint64", "complex128")
+
+
+def _narrow(leaf: Any) -> Any:
+    """Of 64 bits, 32."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and _is_wide(leaf.dtype):
+        return leaf.astype(str(leaf.dtype).replace("64", "32").replace("128", "64"))
+    return leaf
+
+
+def _settled(leaf: Any, place: Place) -> Any:
+    """A leaf that is no tensor, where the program runs, and such that nobody changes it."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        with scope(place.wide):
+            return jax.device_put(np.array(leaf), place.device)
+    if isinstance(leaf, jax.Array) and leaf.devices() != {place.device}:
+        return jax.device_put(leaf, place.device)
+    return leaf
+
+
+def _abstract(leaf: Any) -> Any:
+    return (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)) if isinstance(leaf, jax.Array) else leaf
+    )
