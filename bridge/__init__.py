@@ -1,8 +1,9 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
-from .dlpack import to_jax, to_torch
+from .doctor import doctor
 from .functions import jax_function
+from .handover import load_module_tree, to_jax, to_torch
 from .modules import module_function
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -54,9 +55,11 @@ __all__ = [
     "StatefulSchedule",
     "WeightNorm",
     "compilations",
+    "doctor",
     "freeze",
     "identity",
     "jax_function",
+    "load_module_tree",
     "lookahead",
     "masked",
     "matrix_rules",

@@ -270,7 +270,7 @@ def layout(problem: Problem) -> Layout:
     own: list[list[Field]] = [[] for _ in specs]
     shared: list[Field] = []
     flat, structure = jax.tree_util.tree_flatten_with_path(computed)
-    owner_of = _owners([path for path, _ in flat], [_nested(spec.path) for spec in specs])
+    owner_of = owners([path for path, _ in flat], [nested(spec.path) for spec in specs])
     for position, ((path, leaf), stored, key) in enumerate(zip(flat, jax.tree.leaves(kept), keys, strict=True)):
         owner, name = owner_of(path)
         alike = owner is not None and leaf.shape == wide[owner].shape
@@ -281,8 +281,8 @@ def layout(problem: Problem) -> Layout:
         dtype = str(row.kept.state_dtype) if asked else dtype
         field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)
         (shared if owner is None else own[owner]).append(field)
-    tails = {tail for fields in own for field in fields for tail in _tails(field.name)}
-    shared = _short_names(shared, tails | BESIDE)
+    taken = {tail for fields in own for field in fields for tail in tails(field.name)}
+    shared = _short_names(shared, taken | BESIDE)
     own = [_short_names(fields, {field.name for field in shared} | BESIDE) for fields in own]
     if row.unit is None:
         own, shared = [sorted(own[0] + shared, key=attrgetter("position"))], []
@@ -295,11 +295,12 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _nested(path: Path | None) -> tuple[Any, ...]:
+def nested(path: Path | None) -> tuple[Any, ...]:
+    """A path in a nested dict as a key path of jax."""
     return tuple(map(jax.tree_util.DictKey, path or ()))
 
 
-def _owners(paths: Sequence[tuple[Any, ...]], leaves: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], tuple[int | None, str]]:
+def owners(paths: Sequence[tuple[Any, ...]], leaves: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], tuple[int | None, str]]:
     """How to tell from a path in the state which leaf it belongs to, and what it is called without the leaf's own path.
 
     A leaf's path stands at the end (the longest such counts), or, where the state keeps several arrays a leaf (SM3),
@@ -330,13 +331,13 @@ def _owners(paths: Sequence[tuple[Any, ...]], leaves: Sequence[tuple[Any, ...]])
     return owner
 
 
-def _tails(name: str) -> list[str]:
+def tails(name: str) -> list[str]:
     """The ends of a dotted name, from the last part to the whole."""
     return [name.split(".", n)[-1] for n in range(name.count("."), -1, -1)]
 
 
 def _short_names(fields: list[Field], taken: set[str]) -> list[Field]:
     """Each field by the shortest tail of its dotted name that is its own and not `taken`: 'nu', not '0.nu'."""
-    ends = collections.Counter(tail for field in fields for tail in _tails(field.name))
+    ends = collections.Counter(tail for field in fields for tail in tails(field.name))
     free = lambda tail: ends[tail] == 1 and tail not in taken and not tail[:1].isdigit()  # noqa: E731
-    return [f._replace(name=next(filter(free, _tails(f.name)), f.name or "state")) for f in fields]
+    return [f._replace(name=next(filter(free, tails(f.name)), f.name or "state")) for f in fields]

@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
@@ -44,6 +45,11 @@ _packs_lock = threading.RLock()
 def _after_fork() -> None:
     global _forked
     _forked = client_started()
+
+
+def was_forked() -> bool:
+    """Whether this process was forked from one in which jax had started."""
+    return _forked
 
 
 request_fusion()
@@ -81,7 +87,7 @@ class Program:
         return bytes_accessed(self.update) + (bytes_accessed(self.measure) if self.measure else 0.0)
 
 
-class Launch:
+class Launch(ABC):
     """A program over some of the live leaves, and where their arrays are: what stays the same from step to step.
 
     In plan order: leaves by themselves come before packs.
@@ -122,9 +128,9 @@ class Launch:
     offsets: Any
     live: Any
 
+    @abstractmethod
     def prepare(self) -> None:
         """Find all that a call needs."""
-        raise NotImplementedError
 
 
 class Outcome(NamedTuple):

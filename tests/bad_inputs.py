@@ -4,6 +4,7 @@ import copy
 from typing import Any, NamedTuple
 from unittest import mock
 
+import jax
 import numpy as np
 import optax
 import optax.contrib
@@ -26,6 +27,8 @@ from torch_api import (
     MultiOptimizer,
     OptaxOptimizer,
     PartitionedOptimizer,
+    load_optax_state,
+    to_optax_state,
 )
 
 
@@ -421,6 +424,78 @@ PRESETS = [
     Bad("a lazy module", lambda _: torch_api.no_decay(torch.nn.LazyLinear(2))),
 ]
 
+
+def handed(change=lambda state: state, tx=None):
+    """Hands the optimizer's state over, changed, and back to it."""
+    return lambda opt: load_optax_state(opt, change(to_optax_state(opt, optax.adam(0.1) if tx is None else tx)))
+
+
+def one_has_no_gradient(optimizer):
+    params_of(optimizer)[0].grad = None
+    optimizer.step()
+
+
+def misspelled(state):
+    return jax.tree.map(lambda x: x, (state[0]._replace(mu={"boby": state[0].mu["body"], "head": state[0].mu["head"]}), state[1]))
+
+
+def without(field):
+    return lambda state: (state[0]._replace(**{field: None}), state[1])
+
+
+def with_moment(change):
+    return lambda state: (state[0]._replace(mu=jax.tree.map(change, state[0].mu)), state[1])
+
+
+def frozen_since(optimizer):
+    optimizer.set_trainable("body.*", False)
+
+
+def tree_of(optimizer):
+    return bridge.tree.nest(zip(optimizer.names(), map(torch.Tensor.detach, params_of(optimizer)), strict=True))
+
+
+def begun(optimizer, tx=None):
+    """What optax begins with over all parameters."""
+    return (optax.adam(0.1) if tx is None else tx).init(bridge.to_jax(tree_of(optimizer), copy=True))
+
+
+def two_counts(optimizer):
+    first, last = begun(optimizer, optax.adam(optax.constant_schedule(0.1)))
+    return first, last._replace(count=last.count + 1)
+
+
+MOMENTUM = stepped(lambda named: MaskedSGD(named, lr=0.1, momentum=0.9))
+ADAM = stepped(lambda named: MaskedAdamW(named, lr=0.1))
+
+
+def plain(net):
+    class Plain(torch.optim.Optimizer):
+        pass
+
+    return Plain(net.named_parameters(), {})
+
+
+STATES = [
+    Bad("a factory for the transformation", lambda opt: to_optax_state(opt, optax.adam), ADAM),
+    Bad("an optimizer that no rule stands for", to_optax_state, plain),
+    Bad("a module of other parameters", lambda opt: to_optax_state(opt, module=foreign()), ADAM),
+    Bad("a field that the transformation has no place for", lambda opt: to_optax_state(opt, optax.sgd(0.1)), ADAM),
+    Bad("a place that no field is for", lambda opt: to_optax_state(opt, optax.chain(optax.ema(0.9), optax.adam(0.1))), ADAM),
+    Bad("two places for a field", lambda opt: to_optax_state(opt, optax.chain(optax.adam(0.1), optax.adam(0.1))), ADAM),
+    Bad("a place of another shape", lambda opt: to_optax_state(opt, optax.flatten(optax.trace(0.9))), MOMENTUM),
+    Bad("one count for unequal steps", lambda opt: to_optax_state(opt, optax.adam(0.1)), stepped(after=one_has_no_gradient)),
+    Bad("state of what is frozen", lambda opt: load_optax_state(opt, begun(opt)), stepped(after=frozen_since)),
+    Bad("a state of other parameters", handed(misspelled), ADAM),
+    Bad("a state without a moment", handed(without("nu")), ADAM),
+    Bad("a state without its count", lambda opt: load_optax_state(opt, without("count")(begun(opt))), adamw(lr=0.1)),
+    Bad("a state of a field that is not known", lambda opt: load_optax_state(opt, begun(opt)), MOMENTUM),
+    Bad("two counts", lambda opt: load_optax_state(opt, two_counts(opt)), ADAM),
+    Bad("a moment of another shape", handed(with_moment(lambda x: x[None])), ADAM),
+    Bad("a moment that loses digits", handed(with_moment(lambda x: np.asarray(x, np.float64))), ADAM),
+    Bad("a moment that is no array", handed(with_moment(str)), ADAM),
+]
+
 TABLE = {
     "Parameters": PARAMETERS,
     "Arguments and groups": ARGUMENTS,
@@ -428,5 +503,6 @@ TABLE = {
     "Steps": STEPS,
     "Checkpoints": CHECKPOINTS,
     "Labels and pairs": LABELS,
+    "States between torch and optax": STATES,
     "Presets": PRESETS,
 }

@@ -1,5 +1,6 @@
 """Bad inputs of the JAX side and of the bridge between, as data. tests/test_errors.py runs them."""
 
+from collections import UserDict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +16,9 @@ from bridge import rules
 from bridge.dlpack import device_of
 
 TREE = {"body": {"weight": jnp.ones((3, 2)), "bias": jnp.ones(3)}, "head": {"weight": jnp.ones((2, 3))}}
+
+
+HEAD = {"weight": jnp.ones((2, 4)), "bias": jnp.ones(2)}
 
 
 def grads():
@@ -41,6 +45,10 @@ BRIDGE = [
     Bad("a traced array", lambda _: jax.jit(bridge.to_torch)(jnp.ones(3))),
     Bad("a donated array", lambda _: bridge.to_torch(deleted())),
     Bad("an array of a type that torch has not", lambda _: bridge.to_torch({"w": jnp.ones(3, jnp.int4)})),
+    Bad("a container that is no pytree", lambda _: bridge.to_jax({"config": UserDict(weight=torch.zeros(3))})),
+    Bad("a tree for another module", lambda net: bridge.load_module_tree(net, {"neck": {"weight": jnp.ones(3)}})),
+    Bad("a tree that lacks a parameter", lambda net: bridge.load_module_tree(net, {"body": {"weight": jnp.ones((3, 4))}})),
+    Bad("an array of another shape for a parameter", lambda net: bridge.load_module_tree(net, bridge.to_jax(net) | {"head": HEAD})),
     Bad("a name given twice", lambda _: bridge.tree.nest([("w", 1), ("w", 2)])),
     Bad("a name below another", lambda _: bridge.tree.nest([("w", 1), ("w.x", 2)])),
 ]

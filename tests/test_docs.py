@@ -1,9 +1,12 @@
-"""Every new line of docs/migrating.md runs."""
+"""Every new line of docs/migrating.md and every block of docs/interop.md runs; what that page warns of is so."""
 
 import re
+import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 import pytest
@@ -12,7 +15,8 @@ import torch
 import bridge
 import torch_api
 
-PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "migrating.md"
 pytestmark = pytest.mark.slow
 
 
@@ -57,3 +61,98 @@ def test_the_new_line_runs(line, names):
         return
     with jax.numpy_dtype_promotion("standard"):
         exec(line, names)
+
+
+# ------------------------------------------------------------------ docs/interop.md
+
+INTEROP = (DOCS / "interop.md").read_text()
+
+
+def test_the_blocks_of_the_interop_page_run_one_after_the_other():
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
+    assert len(blocks) == 4
+    with jax.numpy_dtype_promotion("standard"):
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"interop.md, block {number}", "exec"), names)
+
+
+def test_files_that_the_interop_page_names_exist_and_its_drawing_is_xml():
+    from xml.etree import ElementTree
+
+    for link in re.findall(r"\]\(([^)#]+)\)", INTEROP):
+        assert link.startswith("http") or (DOCS / link).exists(), link
+    root = ElementTree.parse(DOCS / "memory.svg").getroot()
+    words = " ".join("".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text"))
+    for word in ("Parameter", "donated", "gradients", "waits"):
+        assert word in words
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of dispatch on the CPU")
+def test_a_call_returns_before_it_has_read_its_arguments_and_waiting_helps():
+    product = jax.jit(lambda m: (m @ m).sum())
+    n = 1500
+    product(bridge.to_jax(torch.ones(n, n))).block_until_ready()
+    stale = 0
+    for wait in [True] * 3 + [False] * 10:
+        m = torch.ones(n, n)
+        out = product(bridge.to_jax(m))
+        if wait:
+            out.block_until_ready()
+        m.zero_()
+        wrong = abs(float(out) - n**3) > 1e-3 * n**3
+        assert not (wait and wrong)
+        stale += wrong
+    assert stale, "jax waits by itself now: the page may say so"
+
+
+def test_an_imported_array_is_not_donated():
+    t = torch.zeros(1000)
+    a = bridge.to_jax(t)
+    result = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)(a)
+    assert a.is_deleted()
+    assert result.unsafe_buffer_pointer() != t.data_ptr()
+    assert not t.any()
+
+
+def test_an_array_that_torch_looks_into_is_not_donated():
+    x = jnp.zeros(1000)
+    t = bridge.to_torch(x)
+    result = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)(x)
+    assert result.unsafe_buffer_pointer() != t.data_ptr()
+    assert not t.any()
+
+
+def test_what_torch_writes_into_the_memory_of_an_array_is_in_the_array():
+    x = jnp.zeros(1000)
+    bridge.to_torch(x)[0] = 3.0
+    assert float(x[0]) == 3.0
+
+
+def test_64_bits_become_32_but_not_by_to_jax(standard_promotion):
+    assert jnp.asarray(np.zeros(2)).dtype == jnp.float32
+    wide = bridge.to_jax(torch.zeros(2, dtype=torch.float64))
+    assert str(wide.dtype) == "float64"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some jax warn, some do not
+        assert (wide + 1).dtype == jnp.float32
+
+
+def test_torch_shares_a_loaded_state_and_this_package_copies_it():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    first, second, ours = torch.optim.Adam([p]), torch.optim.Adam([p]), torch_api.MaskedAdam([p])
+    first.step()
+    second.load_state_dict(first.state_dict())
+    ours.load_state_dict(first.state_dict())
+    place = first.state[p]["exp_avg"].data_ptr()
+    assert second.state[p]["exp_avg"].data_ptr() == place
+    assert ours.state[p]["exp_avg"].data_ptr() != place
+
+
+def test_a_view_keeps_a_parameter_where_it_is():
+    p = torch.nn.Parameter(torch.ones(300, 300))
+    view = p.detach()
+    opt = torch_api.MaskedAdam([p])
+    assert p.data_ptr() == view.data_ptr()
+    assert opt.report().rows[0]["write-back"].startswith("copy")

@@ -31,6 +31,7 @@ OUT_OF_REACH = {
     ("bridge/optim.py", "ReplicatedOptimizer: the gradients do not vary over {}."): "needs several devices: tests/test_optim.py",
     ("torch_api/plan.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/test_distributed.py",
     ("torch_api/rows.py", "{}: {}, but this transformation does not treat"): "needs several processes: tests/test_distributed.py",
+    ("torch_api/running.py", "{}: {}, and a process holds a part"): "needs a process group: tests/test_optax_state.py",
     ("bridge/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
     ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
 }

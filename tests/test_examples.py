@@ -1,5 +1,7 @@
 """Each example, run as a user runs it."""
 
+import base64
+import json
 import os
 import subprocess
 import sys
@@ -12,14 +14,19 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(name, folder, *arguments):
-    """What the example prints, from an empty folder and with warnings as errors; its own assertions hold."""
+    """What the example prints."""
+    return run_script(ROOT / "examples" / f"{name}.py", folder, *arguments)
+
+
+def run_script(script, folder, *arguments):
+    """What it prints, from an empty folder and with warnings as errors; its own assertions hold."""
     # With any -W, matplotlib's parser turns on its own debugging warnings, which matplotlib 3.8 trips.
     old = ["-W", "ignore:::pyparsing"] if version("matplotlib").startswith("3.8.") else []
     # Thawing a body and players that take turns compile, and say so.
     old += [x for owner in ("PartitionedOptimizer", "MaskedAdamW") for x in ("-W", f"ignore:{owner}.step compiled")]
-    command = [sys.executable, "-W", "error", *old, str(ROOT / "examples" / f"{name}.py"), *arguments]
+    command = [sys.executable, "-W", "error", *old, str(script), *arguments]
     # jax's default, as a user has it: optax's own functions are not made for strict promotion.
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard", "MPLBACKEND": "agg"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -51,6 +58,9 @@ PRINTED = {
     "equinox_filter_mask": ["2 of 2 leaves moved, 4 of the other 4 kept their bits", "MaskedAdamW: 4 of 6 parameters trained"],
     "character_model": ["1 program compiled", "A text of its own"],
     "digits_train_step": ["by JaxTrainStep", "Losses of the first 50 steps differ by", "eager torch, fused AdamW:"],
+    "two_worlds": ["Learning side by side", "An epoch in optax and one in torch"],
+    "ode_physics": ["step 249: the films are missed by 0.0", "1 program(s) compiled"],
+    "backbone_and_head": ["epoch 6: loss", "traced", "Back in the module"],
     "muon_transformer": ["PartitionedOptimizer: 29 of 29 parameters trained", "with Muon and AdamW", "\nThe "],
 }
 
@@ -58,12 +68,40 @@ PRINTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
-    if name.startswith("equinox"):
+    if name in ("equinox_filter_mask", "two_worlds", "backbone_and_head"):
         pytest.importorskip("equinox")
     printed = run(name, tmp_path)
     for text in PRINTED[name]:
         assert text in printed
     assert not list(tmp_path.iterdir()), "the example left files behind"
+
+
+def notebook():
+    return json.loads((ROOT / "examples" / "interop.ipynb").read_text())
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run(tmp_path):
+    cells = ["".join(cell["source"]) for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+    script = tmp_path / "cells.py"
+    script.write_text("\n\n".join([*cells, "print(plt.get_fignums())"]))
+    printed = run_script(script, tmp_path)
+    assert "the noise is 0.03" in printed
+    assert "MaskedAdamW: 6 of 6 parameters trained" in printed
+    assert printed.endswith("[1, 2, 3]\n")
+
+
+def test_the_notebook_holds_what_it_printed_and_drew():
+    stored = notebook()
+    assert (stored["nbformat"], stored["nbformat_minor"]) == (4, 5)
+    code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    pictures = [base64.b64decode(output["data"]["image/png"]) for output in outputs if output["output_type"] == "display_data"]
+    assert len(pictures) == 3
+    assert all(picture.startswith(b"\x89PNG") and len(picture) > 5_000 for picture in pictures)
+    assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
+    assert len({cell["id"] for cell in stored["cells"]}) == len(stored["cells"])
 
 
 def test_every_example_is_run_here():

@@ -53,8 +53,8 @@ class Seen:
             self.out.append([(x.unsafe_buffer_pointer(), t.data_ptr()) for x, t in zip(arrays, found, strict=True)])
             return found
 
-        monkeypatch.setattr(traced, "operands", watched_operands)
-        monkeypatch.setattr(traced, "results", watched_results)
+        monkeypatch.setattr(pullback, "operands", watched_operands)
+        monkeypatch.setattr(pullback, "results", watched_results)
 
 
 @pytest.fixture

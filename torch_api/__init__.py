@@ -17,6 +17,7 @@ from .masked import (
     MaskedSGD,
 )
 from .masked_optax import MaskedAdaBelief, MaskedLamb, MaskedLars, MaskedLion, MaskedScheduleFreeAdamW, MaskedYogi
+from .optax_state import load_optax_state, to_optax_state
 from .optimizer import OptaxOptimizer
 from .partitioned import MultiOptimizer, PartitionedOptimizer
 from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
@@ -49,7 +50,9 @@ __all__ = [
     "OptaxOptimizer",
     "PartitionedOptimizer",
     "layer_decay",
+    "load_optax_state",
     "muon_labels",
     "no_decay",
     "no_decay_on_bias_and_norm",
+    "to_optax_state",
 ]

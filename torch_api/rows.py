@@ -53,7 +53,7 @@ class Rows:
         kept: Kept,
     ) -> None:
         self._owner, self._extra, self._kept = owner, extra, kept
-        self.skeleton = _paths([leaf.name for leaf in leaves])
+        self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
@@ -226,7 +226,7 @@ def _order(leaf: Leaf) -> tuple[int, ...] | None:
     return None if order is None or order == tuple(range(len(order))) else order
 
 
-def _paths(names: Sequence[str]) -> tuple[Path, ...]:
+def tree_paths(names: Sequence[str]) -> tuple[Path, ...]:
     """The names as paths in a nested dict; as keys of a flat one if a name is also the prefix of another, or is there twice.
 
     Two models may have parameters of one name in one optimizer: the second is then called 'weight#2'.

@@ -1,0 +1,281 @@
+"""`doctor()`: what stands between torch and jax in this process and on this machine, each finding with its fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+
+from .facts import Facts, gather
+from .flags import FUSION_FLAG
+from .step import was_forked
+
+# As pyproject.toml has them: at least, and below.
+BOUNDS = {
+    "jax": ("0.6", "0.12"),
+    "jaxlib": ("0.6", "0.12"),
+    "ml_dtypes": ("0.5", None),
+    "numpy": ("1.26.4", "3"),
+    "optax": ("0.2.5", "0.3"),
+    "torch": ("2.6", "3"),
+    "torch2jax": ("0.1", "0.2"),
+}
+OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
+
+
+class Finding(NamedTuple):
+    """`level`: "ok", "note" (worth knowing), "warning" (slower, or a trap ahead) or "error" (something does not work)."""
+
+    check: str
+    level: str
+    found: str
+    fix: str = ""
+
+
+class Report:
+    """The findings as text when printed; `rows` has them as dicts, `exit_code` is 1 if one is an error, else 0."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        self.rows = [finding._asdict() for finding in findings]
+
+    @property
+    def exit_code(self) -> int:
+        return int(any(row["level"] == ERROR for row in self.rows))
+
+    def __str__(self) -> str:
+        width = max(len(row["check"]) for row in self.rows)
+        lines = []
+        for row in self.rows:
+            lines.append(f"{row['level']:<8} {row['check']:<{width}}  {row['found']}")
+            lines += [f"{'':<8} {'':<{width}}  -> {row['fix']}"] if row["fix"] else []
+        counts = {level: sum(row["level"] == level for row in self.rows) for level in (ERROR, WARNING, NOTE)}
+        verdict = "nothing stands in the way" if not self.exit_code else "something does not work"
+        return "\n".join([*lines, "", f"{verdict}: " + ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items())])
+
+    __repr__ = __str__
+
+
+def doctor(start: bool = False) -> Report:
+    """Look at this process and machine, and say what is in the way of torch and jax together, with the fix for each.
+
+    Reads only: no flag is changed, and jax is not started, which might take a GPU. What only a running jax tells (its devices,
+    whether XLA heard the flag of `XLA_FLAGS`, the fast calls) is left open until jax has started, or with `start=True`.
+    `python -m bridge` prints the report from the shell; its exit code is the report's.
+
+    Args:
+      start: start jax as its first use would, with the devices and the memory that this takes.
+
+    Returns:
+      A `Report`: text when printed, `rows` of check, level, found and fix, and `exit_code`.
+    """
+    if start:
+        jax.local_devices()
+    return diagnosed(gather(was_forked()))
+
+
+def diagnosed(facts: Facts) -> Report:
+    """The report on facts, wherever they come from."""
+    return Report([finding for check in _CHECKS for finding in check(facts)])
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0])[:3])
+
+
+def _padded(version: str) -> tuple[int, ...]:
+    number = _number(version)
+    return number + (0,) * (3 - len(number))
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    known = {"python": facts.python} | {name: version for name, version in facts.versions.items() if version}
+    text = ", ".join(f"{name} {version}" for name, version in known.items())
+    wrong = []
+    for name, (low, high) in BOUNDS.items():
+        version = facts.versions.get(name)
+        fits = version is not None and _padded(version) >= _padded(low) and (high is None or _padded(version) < _padded(high))
+        if not fits:
+            wrong.append(f"'{name}>={low}{f',<{high}' if high else ''}'")
+    if wrong:
+        yield Finding("versions", ERROR, f"not in the range that is tested: {', '.join(wrong)} ({text})", f"pip install {' '.join(wrong)}")
+    else:
+        yield Finding("versions", OK, text)
+    ours, beneath = facts.versions.get("jax"), facts.versions.get("jaxlib")
+    if ours and beneath and _padded(beneath) > _padded(ours):
+        yield Finding("versions", ERROR, f"jaxlib {beneath} is newer than jax {ours}", f"pip install 'jax=={beneath}' 'jaxlib=={beneath}'")
+
+
+def _devices(facts: Facts) -> Iterator[Finding]:
+    torch_side = f"torch sees {facts.torch_gpus} GPUs" if facts.torch_gpus else "torch sees the CPU alone"
+    asked = facts.env.get("JAX_PLATFORMS", "")
+    wants_cpu = asked.split(",")[0] == "cpu"
+    gpus = dict(facts.jax_devices or ()).get("gpu", 0) or dict(facts.jax_devices or ()).get("cuda", 0)
+    jax_side = (
+        "jax has not started" if facts.jax_devices is None else f"jax has {', '.join(f'{n} {kind}' for kind, n in facts.jax_devices)}"
+    )
+    both = f"{torch_side}, {jax_side}"
+    install = "pip install 'maskbridge[cuda]' (a jax built for torch's CUDA), and see CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
+    if facts.torch_gpus and wants_cpu:
+        yield Finding("devices", WARNING, f"{both}: JAX_PLATFORMS={asked} keeps jax off them", "unset JAX_PLATFORMS to train on a GPU")
+    elif facts.torch_gpus and facts.started and not gpus:
+        loaded = "; torch's cuDNN or CUDA may have been loaded first: import jax before torch" if facts.plugins else ""
+        yield Finding("devices", ERROR, f"{both}: parameters on a GPU cannot be updated", install + loaded)
+    elif facts.torch_gpus and not facts.started and not facts.plugins:
+        yield Finding("devices", ERROR, f"{both} and has no plugin for GPUs", install)
+    elif facts.torch_gpus and facts.started and gpus != facts.torch_gpus:
+        yield Finding("devices", WARNING, f"{both}: not the same number", "set CUDA_VISIBLE_DEVICES for both before either starts")
+    elif gpus and not facts.torch_gpus:
+        fix = "JAX_PLATFORMS=cpu, or a torch built for CUDA" + (f" ({facts.torch_cuda})" if facts.torch_cuda else "")
+        yield Finding("devices", WARNING, f"{both}: arrays of jax's own lie where no tensor is", fix)
+    else:
+        open_yet = facts.jax_devices is None and facts.may_start_gpu
+        yield Finding("devices", NOTE if open_yet else OK, both, "bridge.doctor(start=True) starts it and compares" if open_yet else "")
+
+
+def _visible(facts: Facts) -> Iterator[Finding]:
+    env = facts.env
+    names = ("CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    text = ", ".join(f"{name}={env[name]}" for name in names if name in env) or "CUDA_VISIBLE_DEVICES and LOCAL_RANK are not set"
+    visible = env.get("JAX_CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))
+    many = facts.torch_gpus > 1 if visible in (None, "all") else len(visible.split(",")) > 1
+    ranks = int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1")) or 1)
+    if "LOCAL_RANK" in env and ranks > 1 and many and facts.may_start_gpu:
+        yield Finding(
+            "visible devices",
+            WARNING,
+            f"{text}: jax in each of {ranks} processes takes every GPU that it sees",
+            "JAX_CUDA_VISIBLE_DEVICES=$LOCAL_RANK and XLA_PYTHON_CLIENT_PREALLOCATE=false, before jax is imported",
+        )
+    else:
+        yield Finding("visible devices", OK, text)
+
+
+def _preallocation(facts: Facts) -> Iterator[Finding]:
+    names = ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+    given = {name: facts.env[name] for name in names if name in facts.env}
+    text = ", ".join(f"{name}={value}" for name, value in given.items())
+    off = given.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
+    if facts.torch_gpus and facts.may_start_gpu and not off and not any("FRACTION" in name or "ALLOCATOR" in name for name in given):
+        yield Finding(
+            "preallocation",
+            WARNING,
+            "jax takes 75% of the GPU's memory at its first use, and torch finds the rest",
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false (or XLA_PYTHON_CLIENT_MEM_FRACTION=.3), before jax is imported",
+        )
+    else:
+        yield Finding("preallocation", OK, text or "not set; no GPU is shared with torch")
+
+
+def _x64(facts: Facts) -> Iterator[Finding]:
+    if facts.x64:
+        yield Finding(
+            "x64", NOTE, "on: 0.5 in your own JAX code makes float64", "jax_enable_x64 is not needed: float64 parameters work without"
+        )
+    else:
+        yield Finding("x64", OK, "off: to_jax keeps float64 and int64, jnp.asarray and jnp.zeros make 32 bits of them")
+
+
+def _flags(facts: Facts) -> Iterator[Finding]:
+    flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get("MASKBRIDGE_XLA_FLAGS") == "0"
+    text = f"XLA_FLAGS={flags!r}"
+    slower = "Adam moves 40 bytes a parameter on the CPU instead of 28"
+    if facts.fuses or (facts.fuses is None and FUSION_FLAG in flags):
+        yield Finding("XLA flags", OK, f"{text}: {'heard' if facts.fuses else 'set, jax will read it when it starts'}")
+    elif FUSION_FLAG in flags:
+        yield Finding(
+            "XLA flags",
+            WARNING,
+            f"{text}: jax started without it, or this jaxlib does not know it; {slower}",
+            "import bridge before jax computes anything; a newer jaxlib (0.6 does not know it, 0.10 does)",
+        )
+    elif opted_out:
+        yield Finding("XLA flags", NOTE, f"MASKBRIDGE_XLA_FLAGS=0: {slower}", "unset it")
+    elif "xla_backend_extra_options" in flags:
+        yield Finding("XLA flags", NOTE, f"{text}: your own options are kept; {slower}", f"add {FUSION_FLAG} to them, with a comma")
+    else:
+        yield Finding("XLA flags", WARNING, f"jax had started before bridge was imported; {slower}", "import bridge or torch_api first")
+
+
+def _alignment(facts: Facts) -> Iterator[Finding]:
+    if facts.misaligned:
+        sizes = ", ".join(map(str, facts.misaligned))
+        yield Finding(
+            "alignment",
+            WARNING,
+            f"torch gave memory that is not aligned to 64 bytes (tensors of {sizes} floats): copy=False refuses it, copy=None copies it",
+            "copy=None, and report it: torch's allocator promises 64 bytes. Parameters that an optimizer has moved are aligned",
+        )
+    else:
+        yield Finding("alignment", OK, "torch's own tensors are aligned to 64 bytes; slices (t[1:]) may not be")
+
+
+def _fast_paths(facts: Facts) -> Iterator[Finding]:
+    ways = {"import": facts.importer, "export": facts.exporter}
+    slow = [name for name, fast in ways.items() if fast is False]
+    if slow:
+        yield Finding(
+            "fast paths",
+            NOTE,
+            f"{' and '.join(slow)} by jax's public call: 20 us a tensor instead of 4",
+            "this jax or torch has other private names than those known; report it",
+        )
+    else:
+        yield Finding(
+            "fast paths", OK, "chosen when jax starts" if facts.importer is None else "import and export by the calls beneath jax's own"
+        )
+    if not facts.counts_holders:
+        yield Finding(
+            "write-back",
+            WARNING,
+            "this torch does not tell who holds a storage: every parameter is updated by a copy",
+            "a torch between 2.6 and 2.13, or report it",
+        )
+
+
+def _processes(facts: Facts) -> Iterator[Finding]:
+    apart = "DataLoader(..., multiprocessing_context='forkserver'), or torch.multiprocessing.set_start_method('forkserver') at the start"
+    if facts.forked:
+        yield Finding("processes", ERROR, "this process was forked after jax had started: nothing of jax works in it", apart)
+    elif facts.start_method == "fork":
+        now = "jax runs here, and" if facts.started else "once jax has started,"
+        yield Finding("processes", NOTE, f"{now} workers of a DataLoader are forked: jax in them may hang, torch alone does not", apart)
+    else:
+        yield Finding("processes", OK, f"workers are started by {facts.start_method}")
+
+
+def _threads(facts: Facts) -> Iterator[Finding]:
+    env = facts.env
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    text = f"{facts.torch_threads} threads of torch on {facts.cores} cores" + "".join(
+        f", {name}={env[name]}" for name in names if name in env
+    )
+    quiet = env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("GOMP_SPINCOUNT") == "0" or env.get("KMP_BLOCKTIME") == "0"
+    if facts.torch_threads > facts.cores:
+        yield Finding("threads", WARNING, f"{text}: more than there are cores", "torch.set_num_threads(n), or OMP_NUM_THREADS")
+    elif facts.torch_threads > 1 and not quiet:
+        yield Finding(
+            "threads",
+            NOTE,
+            f"{text}: after each operation torch's threads spin for some milliseconds, on the cores that XLA would use",
+            "OMP_WAIT_POLICY=passive, before torch is imported",
+        )
+    else:
+        yield Finding("threads", OK, text)
+
+
+def _cache(facts: Facts) -> Iterator[Finding]:
+    if facts.cache_dir is None:
+        yield Finding(
+            "compilation cache", NOTE, "off: every process compiles anew", "JAX_COMPILATION_CACHE_DIR=/a/folder (docs/performance.md)"
+        )
+    elif not facts.cache_writable:
+        yield Finding("compilation cache", WARNING, f"{facts.cache_dir} cannot be written to", "choose another folder")
+    else:
+        yield Finding("compilation cache", OK, str(facts.cache_dir))
+
+
+_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    _versions, _devices, _visible, _preallocation, _x64, _flags, _alignment, _fast_paths, _processes, _threads, _cache,
+)  # fmt: skip

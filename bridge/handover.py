@@ -1,0 +1,107 @@
+"""Whole trees and modules between torch and jax: `to_jax` and `to_torch` as users call them, and the way back into a module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from . import dlpack
+from .masks import near, path_name
+from .tree import nest, tied_names, unnest
+
+
+def to_jax(tree: Any, copy: bool | None = False) -> Any:
+    """View torch tensors as jax arrays, on the same device and over the same memory.
+
+    Args:
+      tree: a tensor, or any pytree of jax's that holds tensors (dicts and lists with None in them, a state_dict, an Equinox
+        module, a registered dataclass); leaves of other types come back unchanged. An `nn.Module`, by itself or in the
+        tree, becomes the nested dict of its parameters, detached, as by `module_tree`. Its buffers are no parameters and
+        are left out: `to_jax(dict(module.named_buffers()))` has them.
+      copy: False: zero-copy or an error. None: zero-copy where possible, else a copy on the same device. True: a copy.
+
+    Returns:
+      `jax.Array`s of equal shape and dtype (64-bit types stay 64-bit, whatever jax's global flag says). With copy=False
+      each aliases its tensor and keeps it alive.
+
+    Raises:
+      ValueError: a tensor requires grad, is sparse, on the meta device, a lazy conjugate or negative, strided or
+        expanded, or not aligned to 64 bytes. The text names the leaf and what to do.
+      TypeError: a container that jax does not know as a pytree holds tensors, which would stay behind in silence.
+      RuntimeError: jax does not see a tensor's device.
+    """
+    return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _opened("to_jax", tree, torch.Tensor), copy)
+
+
+def to_torch(tree: Any, copy: bool | None = False) -> Any:
+    """View jax arrays as torch tensors, on the same device and over the same memory.
+
+    Args:
+      tree: a `jax.Array`, or any pytree that holds them (an Equinox module, flax's params, an optax state); leaves of other
+        types come back unchanged, and the tree keeps its type: an Equinox module then holds tensors.
+      copy: as in `to_jax`.
+
+    Returns:
+      Tensors of equal shape and dtype. With copy=False writing to one writes to the jax array, and jax no longer
+      donates that array while the tensor lives.
+
+    Raises:
+      ValueError: the array was donated or deleted, is a tracer or sharded over several devices, or has a dtype that torch lacks.
+      TypeError: as in `to_jax`.
+    """
+    return dlpack.to_torch(tree if isinstance(tree, jax.Array) else _opened("to_torch", tree, jax.Array), copy)
+
+
+def load_module_tree(module: torch.nn.Module, tree: Any) -> None:
+    """Write a nested dict of arrays into the module's parameters, in place: the inverse of `module_tree`.
+
+    Parameters stay the same objects at the same addresses. The arrays (jax or numpy) are read once and not kept.
+
+    Raises:
+      ValueError: a name is missing, or too many; an array has another shape, is a tracer or was donated; a dtype would lose
+        digits (float32 for a bfloat16 parameter: cast it first). Nothing is changed then.
+    """
+    what = "load_module_tree"
+    given = {name: x for name, x in unnest(tree).items() if x is not None}
+    params, ties = dict(module.named_parameters()), tied_names(module)
+    for name in given:
+        if name not in params:
+            hint = f"It is tied to {ties[name]!r}; give it once, under that name." if name in ties else near(name, params)
+            raise ValueError(f"{what}: the module has no parameter {name!r}. {hint}")
+    for name, p in params.items():
+        if name not in given:
+            raise ValueError(f"{what}: the tree has no {name!r}, of shape {tuple(p.shape)}. {near(name, given)}")
+    with dlpack.x64():
+        arrays = {name: jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for name, x in given.items()}
+    tensors = dlpack.to_torch(arrays, copy=None)
+    for name, p in params.items():
+        x = tensors[name]
+        if not isinstance(x, torch.Tensor) or x.shape != p.shape or torch.promote_types(x.dtype, p.dtype) != p.dtype:
+            has = f"shape {tuple(x.shape)} and dtype {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+            raise ValueError(f"{what}: {name!r} has {has}; expected an array of shape {tuple(p.shape)} and dtype {p.dtype}.")
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(tensors[name])
+
+
+def _opened(what: str, tree: Any, kind: type) -> Any:
+    """The tree with the parameters of modules in their place."""
+
+    def opened(path: Any, x: Any) -> Any:
+        if isinstance(x, torch.nn.Module) and kind is torch.Tensor:
+            return nest((name, p.detach()) for name, p in x.named_parameters())
+        held = x.values() if isinstance(x, Mapping) else vars(x).values() if dataclasses.is_dataclass(x) and hasattr(x, "__dict__") else ()
+        if any(isinstance(value, kind) for value in held) and not isinstance(x, type):
+            name = path_name(path)
+            raise TypeError(
+                f"{what}: {f'leaf {name!r}' if name else 'the tree'} is a {type(x).__name__}, which holds arrays but is no pytree to jax. "
+                "Register it (jax.tree_util.register_dataclass), or give a dict of its values."
+            )
+        return x
+
+    return jax.tree_util.tree_map_with_path(opened, tree)

@@ -1,0 +1,143 @@
+"""A torch network and an Equinox network learn scikit-learn's digits side by side, each from the labels and from the other.
+
+Both read one batch, which lies in memory once, and see each other's predictions without a copy: the torch network is updated
+by `MaskedAdam`, the Equinox network by optax. Then torch hands its network and its optimizer's state over to optax, which
+trains for an epoch in pure JAX and hands both back, in place: the same weights as if torch had gone on.
+
+    python examples/two_worlds.py                      # about 15 seconds on two CPU cores (needs `pip install equinox`)
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+import bridge
+import torch_api
+
+RATE, TRAINING = 3e-3, 1200
+
+
+def load() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Images as 64 numbers, labels as rows with a 1, labels as numbers."""
+    digits: Any = load_digits()
+    order = torch.randperm(len(digits.data), generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor(digits.target)[order]
+    return torch.tensor(digits.data, dtype=torch.float32)[order] / 16, F.one_hot(labels).float(), labels
+
+
+def batches(epoch: int) -> Iterator[torch.Tensor]:
+    return iter(torch.randperm(TRAINING, generator=torch.Generator().manual_seed(epoch)).split(50))
+
+
+def learn_from(logits: Any, rows: Any, other: Any) -> Any:
+    """Cross entropy with the labels, and with what the other network predicts; in JAX."""
+    return (optax.softmax_cross_entropy(logits, rows) + optax.softmax_cross_entropy(logits, jax.nn.softmax(other))).mean()
+
+
+def together(net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tensor, epochs: int) -> tuple[torch_api.MaskedAdam, Any]:
+    """One loop over both worlds; the torch network's optimizer, and the trained Equinox model."""
+    optimizer = torch_api.MaskedAdam(net.named_parameters(), lr=RATE)
+    tx = optax.adam(RATE)
+    state = tx.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def update(model: Any, state: Any, x: Any, y: Any, other: Any) -> tuple[Any, Any]:
+        grads = eqx.filter_grad(lambda m: learn_from(jax.vmap(m)(x), y, other))(model)
+        updates, state = tx.update(grads, state)
+        return eqx.apply_updates(model, updates), state
+
+    predict = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
+    for epoch in range(epochs):
+        for index in batches(epoch):
+            x, y = images[index], rows[index]
+            seen = bridge.to_jax({"x": x, "y": y})
+            assert seen["x"].unsafe_buffer_pointer() == x.data_ptr(), "the batch lies in memory once"
+            theirs = predict(model, seen["x"])
+            ours = net(x)
+            model, state = update(model, state, seen["x"], seen["y"], bridge.to_jax(ours.detach()))
+            loss = F.cross_entropy(ours, y) + F.cross_entropy(ours, bridge.to_torch(theirs).softmax(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return optimizer, model
+
+
+def forward(params: Any, x: Any) -> Any:
+    """The torch network in JAX, over the nested dict of its parameters."""
+    hidden = jax.nn.relu(x @ params["hidden"]["weight"].T + params["hidden"]["bias"])
+    return hidden @ params["out"]["weight"].T + params["out"]["bias"]
+
+
+def epoch_in_jax(net: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, rows: torch.Tensor, epoch: int) -> None:
+    """Network and optimizer handed to optax for an epoch, and back."""
+    tx = optax.adam(RATE)
+    params = bridge.to_jax(net)
+    state = torch_api.to_optax_state(optimizer, tx)  # exp_avg is mu, exp_avg_sq nu, step count
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
+        grads = jax.grad(lambda p: optax.softmax_cross_entropy(forward(p, x), y).mean())(params)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    for index in batches(epoch):
+        params, state = step(params, state, *bridge.to_jax((images[index], rows[index])))
+    bridge.load_module_tree(net, params)
+    torch_api.load_optax_state(optimizer, state)
+
+
+def epoch_in_torch(net: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, rows: torch.Tensor, epoch: int) -> None:
+    for index in batches(epoch):
+        optimizer.zero_grad()
+        F.cross_entropy(net(images[index]), rows[index]).backward()
+        optimizer.step()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    images, rows, labels = load()
+    net = nn.Sequential()
+    net.add_module("hidden", nn.Linear(64, 64))
+    net.add_module("relu", nn.ReLU())
+    net.add_module("out", nn.Linear(64, 10))
+    model = eqx.nn.MLP(64, 10, 48, 2, key=jax.random.key(0))
+    optimizer, model = together(net, model, images, rows, 9)
+
+    def accuracies() -> tuple[float, float]:
+        """Of the torch network and of the Equinox model, on the images that neither has learned."""
+        new, expected = images[TRAINING:], labels[TRAINING:].numpy()
+        guesses = jax.vmap(model)(jnp.asarray(new.numpy())).argmax(-1)
+        return float((net(new).argmax(-1).numpy() == expected).mean()), float((np.asarray(guesses) == expected).mean())
+
+    ours, theirs = accuracies()
+    print(f"Learning side by side: {ours:.1%} for the torch network, {theirs:.1%} for the Equinox model")
+    assert min(ours, theirs) > 0.93
+
+    twin = copy.deepcopy(net)
+    going_on = torch.optim.Adam(twin.parameters(), lr=RATE)
+    going_on.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch.optim would share the tensors
+    places = [p.data_ptr() for p in net.parameters()]
+    epoch_in_jax(net, optimizer, images, rows, 9)
+    epoch_in_torch(twin, going_on, images, rows, 9)
+    epoch_in_torch(net, optimizer, images, rows, 10)  # back in torch
+    epoch_in_torch(twin, going_on, images, rows, 10)
+    apart = max((a - b).abs().max().item() for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+    print(f"An epoch in optax and one in torch: weights at most {apart:.1e} from those of two epochs in torch; {accuracies()[0]:.1%}")
+    assert apart < 1e-5
+    assert places == [p.data_ptr() for p in net.parameters()]
+    assert {int(state["step"]) for state in optimizer.state.values()} == {11 * 24}
+
+
+if __name__ == "__main__":
+    main()

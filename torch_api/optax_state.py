@@ -1,0 +1,398 @@
+"""The state of a torch optimizer as that of an optax transformation, and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.core import Tracer
+
+from bridge.dlpack import numpy_dtype, to_jax, to_torch, x64
+from bridge.masks import near, path_name
+from bridge.problem import nested as dict_path
+from bridge.problem import owners, tails
+
+from .running import Param, expected, nested, parameters, scalar_device, transformation
+
+# torch's fields by the names that optax gives to the same numbers. Some have no such name: torch's amsgrad keeps the maximum
+# before the bias correction, optax's after it; torch's Rprop keeps the last gradient, optax.rprop the last update.
+_OPTAX_NAMES: dict[str, tuple[str, ...]] = {
+    "step": ("count",), "exp_avg": ("mu",), "exp_avg_sq": ("nu",), "exp_inf": ("nu",), "momentum_buffer": ("trace",),
+    "square_avg": ("nu", "e_g"), "acc_delta": ("e_x",), "grad_avg": ("mu",), "sum": ("sum_of_squares",),
+}  # fmt: skip
+# Parts of a state that are settings, not results of training: optax.inject_hyperparams, masks of elements (bridge.select).
+_SETTINGS = frozenset({"hyperparams", "hyperparams_states", "elements"})
+
+
+class _Place(NamedTuple):
+    """A leaf of an optax state: the parameter that it belongs to (None: all of `members`), and its name without the parameter's."""
+
+    path: tuple[Any, ...]
+    name: str
+    owner: int | None
+    members: tuple[int, ...]
+
+    @property
+    def shown(self) -> str:
+        return path_name(self.path)
+
+    @property
+    def is_count(self) -> bool:
+        return self.owner is None and self.name.split(".")[-1] == "count"
+
+    @property
+    def is_setting(self) -> bool:
+        return not _SETTINGS.isdisjoint(self.name.split("."))
+
+
+def to_optax_state(
+    optimizer: torch.optim.Optimizer, tx: Any = None, *, module: torch.nn.Module | None = None, count: int | None = None, copy: bool = False
+) -> Any:
+    """The optimizer's state as the tree that `tx.init(params)` gives, over the nested dict of its parameters.
+
+    With it `tx` goes on in pure JAX where the optimizer stopped: `state = to_optax_state(opt, optax.adam(1e-3))`.
+
+    Args:
+      optimizer: any optimizer of this package, or one of torch.optim.
+      tx: the optax transformation that is to go on; its leaves are filled by name, torch's `exp_avg` where optax has `mu`,
+        `exp_avg_sq` where it has `nu`, `momentum_buffer` where it has `trace`, `step` where it has `count`. None: the
+        transformation that the optimizer runs itself. That is the one it was made with, `bridge.rules.adam(...)` for
+        MaskedAdam and torch.optim.Adam, and, where several or not all parameters are trained by it, an `optax.partition`
+        of such, whose label "frozen" has what is not trained (`MaskedNode` in the state of the others).
+      module: names the parameters; else the names that the optimizer was given, or "param0", "param1".
+      count: what optax counts where the optimizer counts nothing (a schedule in optax.sgd after torch.optim.SGD).
+      copy: False: arrays lie over the memory of the optimizer's state where dtype and alignment allow, and the optimizer's
+        next step changes them; True: all are copies. Counts are copies always.
+
+    Returns:
+      The state. A parameter that was never updated has what `tx.init` gives it. An array keeps a wider dtype than `tx`
+      would give it (`state_dtype`), and is cast to a wider one. What the optimizer keeps beside its transformation
+      (`ema_param`, `master_param`, `rounding_key`) and the state of frozen parameters stay with it.
+
+    Raises:
+      ValueError: a field has no place in the state of `tx` or a place has no field (the text names both), shapes differ,
+        parameters of one count were updated more and less often, or the state lies as a DTensor.
+    """
+    what = "to_optax_state"
+    params = parameters(what, optimizer, module)
+    template = _Template(what, transformation(what, optimizer, params) if tx is None else tx, params)
+    taken: dict[tuple[int, str], _Place] = {}
+    leaves = []
+    for position, place in enumerate(template.places):
+        tensor, givers = _given(what, place, params, template.shapes[position], functools.partial(template.initial, position), count)
+        for giver in givers:
+            other = taken.setdefault(giver, place)
+            if other.owner is not None and other is not place:
+                raise ValueError(
+                    f"{what}: both {other.shown!r} and {place.shown!r} would have the {giver[1]!r} of {params[giver[0]].name!r}. Give a "
+                    "transformation that keeps it once."
+                )
+        leaves.append(template.initial(position) if tensor is None else template.array(position, tensor, copy))
+    for i, param in enumerate(params):
+        rest = sorted(field for field in param.fields if (i, field) not in taken and field != "step")
+        if rest:
+            names = ", ".join(sorted({place.name for place in template.places})) or "none, for it has no state"
+            raise ValueError(
+                f"{what}: the state of {param.name!r} has {rest[0]!r}, for which this transformation has no place, and it would be lost. "
+                f"Give the transformation that keeps it, or no tx. Places: {names}."
+            )
+    return template.structure.unflatten(leaves)
+
+
+def load_optax_state(
+    optimizer: torch.optim.Optimizer, state: Any, *, module: torch.nn.Module | None = None, count: int | None = None
+) -> None:
+    """Write an optax state over the nested dict of parameters into the optimizer, in place: the inverse of `to_optax_state`.
+
+    Tensors of `optimizer.state` stay the same objects at the same addresses; what has no state yet gets it. Parameters,
+    param groups, averages and masters are left alone.
+
+    Args:
+      optimizer: any optimizer of this package, or one of torch.optim.
+      state: of any transformation, its leaves jax or numpy arrays; matched by name as in `to_optax_state`. Settings
+        (`optax.inject_hyperparams`) are passed over: the optimizer's are in its groups.
+      module: as in `to_optax_state`.
+      count: the optimizer's `step` where the state counts nothing (optax.rmsprop); None: as it is.
+
+    Raises:
+      ValueError: a trained parameter has no array for a field, an array belongs to none (or to a frozen parameter), shapes
+        differ, a dtype would lose digits, or a leaf is a tracer, donated, or on several devices. Nothing is changed then.
+    """
+    what = "load_optax_state"
+    params = parameters(what, optimizer, module)
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    places = _places([path for path, _ in flat], params)
+    found = _claimed(what, params, [_wanted(optimizer, p) for p in params], zip(places, _tensors(what, places, flat), strict=True), count)
+    for param, fields in zip(params, found, strict=True):
+        own = optimizer.state[param.tensor] if fields else {}
+        for name, tensor in fields.items():
+            known = own.get(name)
+            if isinstance(known, torch.Tensor) and known.shape == tensor.shape:
+                with torch.no_grad():
+                    known.copy_(tensor)
+            else:
+                own[name] = tensor.clone()
+
+
+# ------------------------------------------------------------------ places
+
+
+def _places(paths: Sequence[tuple[Any, ...]], params: Sequence[Param]) -> list[_Place]:
+    """Which leaf of a state belongs to which parameter, or to which of them together."""
+    found = _found(paths, [dict_path(param.path) for param in params])
+    below: dict[tuple[Any, ...], set[int]] = {}
+    for path, (owner, _) in zip(paths, found, strict=True):
+        if owner is not None:
+            for end in range(len(path)):
+                below.setdefault(path[:end], set()).add(owner)
+    everyone = tuple(i for i, param in enumerate(params) if param.trained)
+
+    def members(path: tuple[Any, ...]) -> tuple[int, ...]:
+        # A count belongs to those that have arrays beside it. One without such, in a part of an optax.partition, is not that of
+        # another part: then all are asked, and must agree.
+        near_by = (below[path[:end]] for end in range(len(path) - 1, len(_part(path)) - 1, -1) if path[:end] in below)
+        return tuple(sorted(next(near_by, everyone)))
+
+    return [
+        _Place(path, name, owner, members(path) if owner is None else (owner,)) for path, (owner, name) in zip(paths, found, strict=True)
+    ]
+
+
+def _part(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The beginning of a key path that leads into a part of an optax.partition; empty where there is none."""
+    return path[: max((i + 2 for i, key in enumerate(path) if getattr(key, "name", None) == "inner_states"), default=0)]
+
+
+def _found(paths: Sequence[tuple[Any, ...]], names: Sequence[tuple[Any, ...]]) -> list[tuple[int | None, str]]:
+    """The parameter of each path, and the path's name without that; each part of an optax.partition knows some of them only."""
+    index = {name: i for i, name in enumerate(names)}
+    lengths = sorted(set(map(len, names)))
+    parts: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    for path in paths:
+        parts.setdefault(_part(path), []).append(path)
+    found: dict[tuple[Any, ...], tuple[int | None, str]] = {}
+    for head, own in parts.items():
+        inner = [path[len(head) :] for path in own]
+        pieces = {path[start : start + n] for path in inner for n in lengths for start in range(len(path) - n + 1)}
+        known = [name for name in names if name in pieces]
+        owner_of = owners(inner, known) if known else lambda path: (None, path_name(path))
+        for path, rest in zip(own, inner, strict=True):
+            owner, name = owner_of(rest)
+            found[path] = (None if owner is None else index[known[owner]]), path_name(head + rest) if owner is None else name
+    return [found[path] for path in paths]
+
+
+def _field(place: _Place, fields: Iterable[str]) -> str | None:
+    """The field of a torch optimizer's state that a place holds: of the place's own name, or what torch calls it."""
+    ends = tails(place.name or "state")
+    fields = set(fields)
+    same = [field for field in fields if field in ends]
+    # The momentum of torch's RMSprop is of the scaled gradient, that of optax.rmsprop of the update: lr times as much.
+    unlike = {"momentum_buffer"} if "square_avg" in fields else set()
+    alike = [field for field in sorted(fields - unlike) if not set(ends).isdisjoint(_OPTAX_NAMES.get(field, ()))]
+    return max(same, key=len) if same else next(iter(alike), None) if not place.is_setting else None
+
+
+def _given(
+    what: str, place: _Place, params: Sequence[Param], shape: tuple[int, ...], initial: Callable[[], Any], count: int | None
+) -> tuple[torch.Tensor | None, list[tuple[int, str]]]:
+    """What the optimizer has for a place, None where it is to begin; and the fields that it comes from."""
+    found: list[tuple[Param, torch.Tensor]] = []
+    givers: list[tuple[int, str]] = []
+    last = place.name.split(".")[-1]
+    for i in place.members:
+        param = params[i]
+        field = _field(place, param.fields)
+        if field is not None:
+            givers.append((i, field))
+            found.append((param, param.fields[field]))
+        elif param.fields and last in param.hidden:
+            found.append((param, torch.tensor(param.hidden[last])))
+        elif param.fields and place.is_count and count is not None:
+            found.append((param, torch.tensor(count)))
+        elif param.fields and not place.is_setting:
+            remedy = (
+                "Give count, how many updates there were." if place.is_count else "Give the transformation that goes with it, or no tx."
+            )
+            raise ValueError(
+                f"{what}: the optimizer has nothing for {place.shown!r}: its state of {param.name!r} has {sorted(param.fields)}. {remedy}"
+            )
+    if not found:
+        return None, []
+    for param, tensor in found:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{what}: {place.shown!r} has shape {shape} in the state of this transformation, but the optimizer's of {param.name!r} "
+                f"has {tuple(tensor.shape)}. Give the transformation that goes with it, or no tx."
+            )
+    late = [params[i] for i in place.members if not params[i].fields and not place.is_setting]
+    others = found[1:] + [(param, torch.as_tensor(np.asarray(initial()))) for param in late[:1]]
+    for param, tensor in others:
+        if tensor is not found[0][1] and not torch.equal(tensor.to(found[0][1].dtype), found[0][1]):
+            _disagree(what, place, found[0], (param, tensor))
+    return found[0][1], givers
+
+
+def _disagree(what: str, place: _Place, one: tuple[Param, Any], other: tuple[Param, Any]) -> NoReturn:
+    (a, x), (b, y) = one, other
+    raise ValueError(
+        f"{what}: {place.shown!r} is one for {a.name!r} and {b.name!r}, of which the optimizer has {_shown(x)} and {_shown(y)}: one is "
+        "frozen, or had fewer gradients. Give a tx that separates them: bridge.select(tx, mask), or optax.partition with a label for each."
+    )
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return str(tensor.item()) if tensor.numel() == 1 else f"different arrays of shape {tuple(tensor.shape)}"
+
+
+class _Template:
+    """The state that a transformation begins with, as shapes; as arrays only where those are asked for."""
+
+    def __init__(self, what: str, tx: Any, params: Sequence[Param]) -> None:
+        self._what, self._params = what, params
+        if not callable(getattr(tx, "init", None)) or isinstance(tx, type):
+            raise TypeError(
+                f"{what}: tx is {getattr(tx, '__name__', repr(tx))}; expected an optax transformation, such as optax.adam(1e-3), or None."
+            )
+        self._tx, self._begun = tx, None
+        types = [numpy_dtype(param.tensor.dtype) for param in params]
+        self._wide = any(dtype in (np.float64, np.complex128) for dtype in types)
+        keys: list[Any] = []
+
+        def init(tree: Any) -> Any:
+            state = tx.init(tree)
+            keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(state)]
+            return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), state)
+
+        shapes = [jax.ShapeDtypeStruct(tuple(param.tensor.shape), dtype) for param, dtype in zip(params, types, strict=True)]
+        with x64(self._wide):
+            begun = jax.eval_shape(init, nested((param.path, shape) for param, shape in zip(params, shapes, strict=True)))
+        flat, self.structure = jax.tree_util.tree_flatten_with_path(begun)
+        self.places = _places([path for path, _ in flat], params)
+        self._leaves = [(aval, key) for (_, aval), key in zip(flat, keys, strict=True)]
+        self.shapes = [aval.shape for aval, _ in self._leaves]
+
+    def initial(self, position: int) -> Any:
+        """A leaf as the transformation begins with it."""
+        if self._begun is None:  # copies, because an init may hand out the parameters themselves
+            tree = nested((param.path, to_jax(param.tensor.detach(), copy=True)) for param in self._params)
+            with x64(self._wide):
+                self._begun = jax.tree.leaves(self._tx.init(tree))
+        return self._begun[position]
+
+    def array(self, position: int, tensor: torch.Tensor, copy: bool) -> Any:
+        """The tensor as this leaf, in its type, but where that is the narrower one."""
+        aval, key = self._leaves[position]
+        if key is not None:
+            return jax.random.wrap_key_data(to_jax(tensor, copy=True), impl=key)
+        target = getattr(torch, str(aval.dtype))
+        tensor = tensor.to(target) if _keeps(tensor, target) else tensor
+        return to_jax(tensor, copy=True if copy or tensor.ndim == 0 else None)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _keeps(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the values are the same in another dtype."""
+    if tensor.dtype == dtype or torch.promote_types(tensor.dtype, dtype) == dtype:
+        return True
+    return tensor.numel() == 1 and bool(tensor.to(dtype).to(tensor.dtype) == tensor)
+
+
+# ------------------------------------------------------------------ back
+
+
+def _wanted(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, tuple[tuple[int, ...] | None, torch.dtype, torch.device]]:
+    """Shape (None: any), dtype and device of each field that a parameter's state is to have: as it is, or as a step would make it."""
+    if not param.trained:
+        return {}
+    p = param.tensor
+    wanted: dict[str, tuple[tuple[int, ...] | None, torch.dtype, torch.device]] = {}
+    for name, field in expected(optimizer, param).items():
+        shape = None if field.position == -1 else tuple(p.shape) if field.shape is None else tuple(field.shape)
+        wanted[name] = shape, getattr(torch, field.dtype), scalar_device(optimizer, param) if shape == () else p.device
+    return wanted | {name: (tuple(x.shape), x.dtype, x.device) for name, x in param.fields.items()}
+
+
+def _tensors(what: str, places: Sequence[_Place], flat: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
+    """The leaves of a state as tensors, without a copy."""
+    arrays: dict[str, Any] = {}
+    for place, (_, x) in zip(places, flat, strict=True):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | torch.Tensor | float | int):
+            raise ValueError(f"{what}: {place.shown!r} is {x!r}; expected an array. Give the state of `tx.init` or `tx.update`.")
+        arrays[place.shown] = jax.random.key_data(x) if _is_key(x) else x  # pyright: ignore
+    jax.block_until_ready([x for x in arrays.values() if not isinstance(x, Tracer) and isinstance(x, jax.Array) and not x.is_deleted()])
+    with x64():
+        arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for name, x in arrays.items()}
+    tensors = to_torch(arrays, copy=None)
+    return [torch.as_tensor(tensors[place.shown]).detach() for place in places]
+
+
+def _claimed(
+    what: str,
+    params: Sequence[Param],
+    wanted: Sequence[Mapping[str, Any]],
+    given: Iterable[tuple[_Place, torch.Tensor]],
+    count: int | None,
+) -> list[dict[str, torch.Tensor]]:
+    """For each parameter its new fields, in the types that it has them in."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in params]
+    names: set[str] = set()
+    for place, tensor in given:
+        names.add(place.name)
+        hits = [(i, field) for i in place.members if (field := _field(place, wanted[i])) is not None]
+        hidden = any(place.name.split(".")[-1] in params[i].hidden for i in place.members if params[i].trained)
+        if not (hits or hidden or place.is_setting or place.is_count):
+            _unclaimed(what, place, params, wanted)
+        for i, field in hits:
+            fitted = _fitted(what, place, tensor, *wanted[i][field])
+            known = found[i].setdefault(field, fitted)
+            if known is not fitted and not torch.equal(known, fitted):
+                raise ValueError(
+                    f"{what}: the state has two values for {field!r} of {params[i].name!r}, the second at {place.shown!r}. Give the part "
+                    "of the state that is the optimizer's."
+                )
+    for param, fields, own in zip(params, found, wanted, strict=True):
+        for field in own.keys() - fields.keys():
+            if field == "step" and count is not None:
+                fields[field] = torch.tensor(count, dtype=own[field][1], device=own[field][2])
+            elif field != "step" or field not in param.fields:
+                remedy = "Give count, how many updates there were." if field == "step" else f"Names there: {', '.join(sorted(names))}."
+                raise ValueError(f"{what}: the state has nothing for {field!r} of {param.name!r}. {remedy}")
+    return found
+
+
+def _unclaimed(what: str, place: _Place, params: Sequence[Param], wanted: Sequence[Mapping[str, Any]]) -> NoReturn:
+    """Raise for an array of a state that the optimizer has no place for."""
+    if place.owner is not None and not params[place.owner].trained:
+        raise ValueError(
+            f"{what}: {place.shown!r} is state of {params[place.owner].name!r}, which is frozen in this optimizer. Train it "
+            "(set_trainable, requires_grad), or leave its state out (optax.MaskedNode)."
+        )
+    if place.owner is not None:
+        fields = sorted(wanted[place.owner])
+        raise ValueError(f"{what}: {place.shown!r} is no state of this optimizer, whose fields are {fields}. It would be lost.")
+    depth = len(params[0].path)
+    raise ValueError(
+        f"{what}: {place.shown!r} belongs to no parameter. {near('.'.join(place.shown.split('.')[-depth:]), [p.name for p in params])}"
+    )
+
+
+def _fitted(
+    what: str, place: _Place, tensor: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{what}: {place.shown!r} has shape {tuple(tensor.shape)}; expected {shape}.")
+    if not _keeps(tensor, dtype):
+        raise ValueError(
+            f"{what}: {place.shown!r} has dtype {tensor.dtype}; the optimizer keeps {dtype}, in which digits would be lost. Cast it "
+            "first, or construct with state_dtype."
+        )
+    return tensor.to(dtype=dtype, device=device)

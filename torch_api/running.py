@@ -1,0 +1,195 @@
+"""What an optimizer runs, as one optax transformation over the nested dict of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optax
+import torch
+
+from bridge import matrix_rules, rules
+from bridge.dlpack import numpy_dtype
+from bridge.precision import BESIDE
+from bridge.problem import Field, Path, Problem, Row, Spec, layout
+from bridge.rules import Rule
+
+from . import shards
+from .groups import group_reader, names
+from .optimizer import OptaxOptimizer
+from .rows import tree_paths
+
+FROZEN = "frozen"  # the label of what is not trained
+_RULES: dict[str, Rule] = {
+    "Adam": rules.ADAM, "AdamW": rules.ADAM, "SGD": rules.SGD, "RMSprop": rules.RMSPROP, "Adagrad": rules.ADAGRAD,
+    "Adadelta": rules.ADADELTA, "Adamax": rules.ADAMAX, "NAdam": rules.NADAM, "RAdam": rules.RADAM, "Rprop": rules.RPROP,
+    "ASGD": rules.ASGD, "Muon": matrix_rules.MUON, "Adafactor": matrix_rules.ADAFACTOR,
+}  # fmt: skip
+
+
+class Param(NamedTuple):
+    """A parameter of an optimizer: `fields` is its state as it is, empty where there is none or it is frozen."""
+
+    name: str
+    path: Path
+    tensor: torch.Tensor
+    group: int
+    trained: bool
+    fields: dict[str, torch.Tensor]
+    hidden: Mapping[str, float]
+
+
+def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> list[Param]:
+    """The parameters of any torch optimizer, by their names in the module, or by those that the optimizer has, or by position.
+
+    Raises:
+      ValueError: one is not of the module, or its state is a DTensor.
+    """
+    groups = optimizer.param_groups
+    members = [(p, index) for index, group in enumerate(groups) for p in group["params"]]
+    known = _names(optimizer) if module is None else _names_in(what, module, [p for p, _ in members])
+    trained = _trained(optimizer)
+    found = []
+    for name, path, (p, group) in zip(known, tree_paths(known), members, strict=True):
+        rule = rule_of(optimizer, groups[group])
+        given = optimizer.state.get(p, {}) if id(p) in trained else {}
+        fields = {key: torch.as_tensor(value).detach() for key, value in given.items() if value is not None and key not in BESIDE}
+        if shards.layout_of(p) is not None:
+            raise ValueError(
+                f"{what}: {shards.described(p, name)}, and a process holds a part of its state only. Gather it first "
+                "(torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True)."
+            )
+        found.append(Param(name, path, p, group, id(p) in trained, fields, {} if rule is None else rule.hidden))
+    return found
+
+
+def _names(optimizer: torch.optim.Optimizer) -> list[str]:
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        found += names(group, len(found))
+    return found
+
+
+def _names_in(what: str, module: torch.nn.Module, params: Sequence[torch.Tensor]) -> list[str]:
+    name_of = {id(p): name for name, p in module.named_parameters()}
+    for position, p in enumerate(params):
+        if id(p) not in name_of:
+            raise ValueError(
+                f"{what}: the optimizer's parameter at position {position}, of shape {tuple(p.shape)}, is not of the module given. "
+                "Give the module that the optimizer trains."
+            )
+    return [name_of[id(p)] for p in params]
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
+    if isinstance(optimizer, OptaxOptimizer):
+        return {id(leaf.param) for leaf in optimizer.leaves if optimizer._is_active(leaf) and leaf.param.requires_grad}
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | None:
+    """The rule by which a group is updated; None for a class of torch's that no rule of ours stands for."""
+    if isinstance(optimizer, OptaxOptimizer):
+        return optimizer.rule_of(group)
+    named = (_RULES.get(cls.__name__) for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
+    return next((rule for rule in named if rule is not None), None)
+
+
+def expected(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, Field]:
+    """The state that a trained parameter has after a step, by field name, beside what no transformation keeps."""
+    group = optimizer.param_groups[param.group]
+    if isinstance(optimizer, OptaxOptimizer):
+        leaf = next(leaf for leaf in optimizer.leaves if leaf.param is param.tensor)
+        fields = optimizer.state_fields(leaf, group) or {}
+    else:
+        rule = rule_of(optimizer, group)
+        known = () if rule is None else layout(Problem(group_reader(rule, ())(_complete(rule, group)), (_spec(param),))).own[0]
+        fields = {field.name: field for field in known}
+    return {name: field for name, field in fields.items() if name not in BESIDE and name not in param.hidden}
+
+
+def scalar_device(optimizer: torch.optim.Optimizer, param: Param) -> torch.device:
+    """Where a count of the parameter is kept: torch keeps it on the host, but for its fused and capturable updates."""
+    group = optimizer.param_groups[param.group]
+    on_device = isinstance(optimizer, OptaxOptimizer) or group.get("fused") or group.get("capturable")
+    return param.tensor.device if on_device else torch.device("cpu")
+
+
+def transformation(what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]) -> Any:
+    """The optax transformation that the optimizer runs: its own where it trains all by one, else an `optax.partition`.
+
+    Its labels are those of a partitioned optimizer, else "trained", or "group0", "group1"; and "frozen" for the rest.
+
+    Raises:
+      ValueError: no rule of ours stands for the optimizer's class.
+    """
+    rows = _rows(what, optimizer, params)
+    if len(rows) == 1 and all(param.trained for param in params):
+        return next(iter(rows.values()))[0]
+    label_of = {id(param.tensor): label for label, (_, own) in rows.items() for param in own}
+    transforms: dict[Any, Any] = {label: tx for label, (tx, _) in rows.items()}
+    if len(label_of) < len(params):
+        transforms[FROZEN] = optax.set_to_zero()
+    return optax.partition(transforms, nested((param.path, label_of.get(id(param.tensor), FROZEN)) for param in params))
+
+
+def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """Leaves by their paths as a nested dict."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves:
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return root
+
+
+def _rows(what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]) -> dict[str, tuple[Any, list[Param]]]:
+    """label -> (transformation, the parameters that it trains)."""
+    parts: dict[str, tuple[Any, list[Param]]] = {}
+    cut = optimizer.arrangement.cut(optimizer._hyperparams()) if isinstance(optimizer, OptaxOptimizer) else []
+    leaves = {id(leaf.param): leaf for leaf in optimizer.leaves} if isinstance(optimizer, OptaxOptimizer) else {}
+    for param in params:
+        group = optimizer.param_groups[param.group]
+        if not param.trained:
+            continue
+        rule = rule_of(optimizer, group)
+        if rule is None:
+            raise ValueError(
+                f"{what}: no transformation stands for {type(optimizer).__name__}. Give tx, the optax transformation that is to go on."
+            )
+        label = _label(optimizer, rule, param)
+        if label not in parts:
+            leaf = leaves.get(id(param.tensor))
+            row, values = (optimizer.arrangement.static[leaf.row], cut[leaf.row]) if leaf else _row(rule, group)  # pyright: ignore
+            parts[label] = row.transformation(values, str(numpy_dtype(param.tensor.dtype))), []
+        parts[label][1].append(param)
+    return parts
+
+
+def _label(optimizer: torch.optim.Optimizer, rule: Rule, param: Param) -> str:
+    groups = optimizer.param_groups
+    if not getattr(optimizer, "by_label", False):
+        return "trained" if rule.ready or len(groups) == 1 else f"group{param.group}"
+    label = str(groups[param.group]["label"])
+    alike = [index for index, group in enumerate(groups) if str(group["label"]) == label]
+    return label if rule.ready or len(alike) == 1 else f"{label}#{alike.index(param.group)}"
+
+
+def _row(rule: Rule, group: Mapping[str, Any]) -> tuple[Row, list[float]]:
+    """The row of a group of torch's own optimizers, and its numbers."""
+    row = group_reader(rule, ())(_complete(rule, group))
+    numbers: list[float] = []
+    for name, length in row.traced:
+        value = _complete(rule, group)[name]
+        numbers += map(float, value) if length else [float(value)]
+    return row, numbers
+
+
+def _complete(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with the options that this torch does not have yet."""
+    return {**rule.hyperparams, **group}
+
+
+def _spec(param: Param) -> Spec:
+    return Spec(None, tuple(param.tensor.shape), str(numpy_dtype(param.tensor.dtype)))
