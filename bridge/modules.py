@@ -18,7 +18,7 @@ from .dlpack import to_jax
 from .masks import near, path_name
 from .stand_in import StandIn
 from .torch_calls import Mode, dispatch, is_traced
-from .traced import TRACE, Keys, Traced, as_array
+from .traced import TRACE, Keys, Traced, as_array, as_traced
 from .tree import nest, tied_names, unnest
 
 TABLES = (
@@ -121,21 +121,20 @@ def _tracing(module: nn.Module, rng: Any) -> Iterator[None]:
 
 
 def _input(path: Any, x: Any) -> Any:
-    if type(x) is Traced:
-        return x
     if isinstance(x, torch.Tensor):
         raise TypeError(
             f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected an array of jax. "
             f"Pass bridge.to_jax(x), which copies nothing."
         )
     if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return Traced(_canonical(x))
+        return as_traced(_canonical(x))
     return x
 
 
 def _canonical(x: Any) -> jax.Array:
     """As jit would take it: 64 bits only where x64 is on."""
-    return jnp.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def outputs(out: Any) -> Any:

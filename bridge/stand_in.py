@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .traced import TRACE, Traced
+from .traced import TRACE, Traced, as_traced
 
 COPIED = (dict, OrderedDict, list, tuple, set)
 
@@ -97,6 +97,7 @@ class StandIn:
         def forward(*args: Any, **kwargs: Any) -> Any:
             before = TRACE.path
             TRACE.path = (*before, here)
+            args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
             try:
                 return run(*args, **kwargs)
             except Exception as error:

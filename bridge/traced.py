@@ -76,9 +76,7 @@ class Traced(Tensor, Torchish):
 
     def __new__(cls, value: Any, *_: Any, **__: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            known = hasattr(value, "dtype")  # jax unflattens with placeholders
-            meta = torch.empty(value.shape, dtype=torch_dtype(value), device="meta") if known else torch.empty(0, device="meta")
-            return torch.Tensor._make_subclass(cls, meta)
+            return torch.Tensor._make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
 
     def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, parameter: Any = None):
         self._value = value
@@ -275,7 +273,17 @@ for _name in [
     if hasattr(torch.Tensor, _name):
         setattr(Traced, _name, _dunder(_name))
 
-jax.tree_util.register_pytree_node(Traced, lambda x: ((x.value,), None), lambda _, children: Traced(children[0]))
+# What jax's functions get in a traced tensor's place is the array: jax 0.6 does not take another type everywhere.
+jax.tree_util.register_pytree_node(Traced, lambda x: ((x.value,), None), lambda _, children: children[0])
+
+
+def as_traced(tree: Any) -> Any:
+    """A pytree with traced tensors for its arrays; keys stay keys."""
+
+    def leaf(x: Any) -> Any:
+        return Traced(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, Traced))
 
 
 def as_array(x: Any) -> Any:

@@ -75,6 +75,7 @@ BUFFERS = {"running_mean": jnp.ones(3), "running_var": jnp.ones(3), "num_batches
 
 FUNCTION = [
     Bad("a function for the module", lambda _: bridge.module_function(torch.relu)),
+    Bad("a scripted module", lambda _: bridge.module_function(object.__new__(torch.jit.ScriptModule))),
     Bad("parameters that are no dict", with_params(lambda tree: [1])),
     Bad("a parameter that the module has not", with_params(lambda tree: tree | {"2": {"weight": X}})),
     Bad("a misspelt parameter", with_params(lambda tree: {"0": {"wieght": X, "bias": X[0]}, "1": tree["1"]})),

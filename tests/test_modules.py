@@ -300,6 +300,8 @@ def losses(model, x, y):
         "jax": -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(y)[:, None], axis=1)),
         "optax": optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(y)).mean(),
         "both": F.nll_loss(jnp.log(jax.nn.softmax(logits.double().float() * 1.0)), y) + 0 * jnp.sum(model[0].weight),
+        "between": F.cross_entropy(model[4](jnp.tanh(model[0](x)) * 0 + jnp.asarray(model[3](model[2](model[0](x))))), y),
+        "vmap": F.cross_entropy(jax.vmap(lambda row: model(row[None])[0])(x), y),
         "method": logits.logsumexp(1).mean() - logits.gather(1, y[:, None]).mean(),
     }
 
@@ -316,8 +318,26 @@ def test_a_loss_in_torch_in_jax_or_in_both():
     assert all(isinstance(v, jax.Array) for v in out.values())
     close(out, dict.fromkeys(out, F.cross_entropy(module(x), y)))
     grads = jax.grad(lambda p: sum(run(p, bridge.to_jax(x), bridge.to_jax(y)).values()))(bridge.module_tree(module))
-    (5 * F.cross_entropy(module(x), y)).backward()
+    (len(run(bridge.module_tree(module), bridge.to_jax(x), bridge.to_jax(y))) * F.cross_entropy(module(x), y)).backward()
     close(grads, nest((n, p.grad) for n, p in module.named_parameters()), 1e-5)
+
+
+JNP = {
+    "reductions": lambda x: jnp.sum(x) + jnp.mean(x, axis=0) + jnp.max(x) + jnp.linalg.norm(x) + jax.nn.logsumexp(x, axis=1, keepdims=True),
+    "elements": lambda x: jnp.abs(x) + jnp.exp(x) + jnp.clip(x, 0, 1) + jnp.where(x > 0, x, 0.0) + jax.nn.relu(x) + jnp.square(x),
+    "operators": lambda x: jnp.ones(3) * x + x * jnp.ones(3) - (jnp.ones(3) - x) / 2 + (x - 1.0) ** 2,
+    "products": lambda x: x @ jnp.ones((3, 3)) + jnp.ones((5, 5)) @ x + jnp.dot(x, jnp.eye(3)) + jnp.einsum("ij,jk->ik", x, jnp.eye(3)),
+    "arrays": lambda x: x.astype(jnp.float32) + x.at[0].set(1.0) + jnp.asarray(x) + jnp.stack([x, x])[0] + len(x) + x.dtype.itemsize,
+    "transformations": lambda x: (
+        jax.vmap(jnp.sum)(x)[:, None] + jax.jit(lambda a: a * 2)(x) + jax.lax.scan(lambda c, a: (c + a, a), jnp.zeros(3), x)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JNP)
+def test_functions_of_jax_take_a_traced_tensor_as_an_array(name):
+    x = jax.random.normal(jax.random.key(0), (5, 3))
+    close(jax.jit(lambda x: traced_call(nn.Identity(), lambda m, x: JNP[name](m(x)), {}, None, (x,))[0])(x), JNP[name](x))
 
 
 def test_methods_and_attributes_of_the_model_in_a_loss():

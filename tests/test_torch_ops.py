@@ -19,6 +19,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 LESS = {"unary: digamma": 1e-8, "activations: hardsigmoid": 1e-7}
 
 
+# jaxlib 0.10.2 ends the process by a failed check when it fuses several results of which some are gathered.
+PLAIN = {"xla_backend_extra_options": ""}
+
+
 class Applies(nn.Module):
     """A function as a module."""
 
@@ -55,16 +59,15 @@ def by_torch(function, inputs):
     return out.detach(), weights, [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
 
 
-def by_jax(function, inputs, weights, wrap=jax.jit):
+def by_jax(function, inputs, weights):
     fn = bridge.module_function(Applies(function))
     places = [i for i, x in enumerate(inputs) if x.is_floating_point()]
 
-    # The weights are an argument: jaxlib 0.10.2 dies of a failed check when they are fused with the gradients of several gathers.
     def weighed(weights, *xs):
         out = fn({}, *xs)
         return jnp.sum(out.astype(weights.dtype) * weights), out
 
-    (_, out), grads = wrap(jax.value_and_grad(weighed, argnums=[i + 1 for i in places], has_aux=True))(
+    (_, out), grads = jax.jit(jax.value_and_grad(weighed, argnums=[i + 1 for i in places], has_aux=True), compiler_options=PLAIN)(
         jnp.asarray(weights.numpy()), *(jnp.asarray(x.numpy()) for x in inputs)
     )
     return out, grads
