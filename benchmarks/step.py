@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before jax st
 import device
 import dlpack
 import fresh
+import functions
 import growth
 import jax
 import report
@@ -40,6 +41,7 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "memory": fresh.memory,
     "growth": growth.growth,
     "dlpack": dlpack.interop,
+    "functions": functions.functions,
     "device": device.device,
 }
 ON_DEVICE = [name for name in SECTIONS if name != "dlpack"]

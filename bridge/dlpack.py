@@ -87,7 +87,8 @@ def to_torch(tree: Any, copy: bool | None = False) -> Any:
 
 def results(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """Tensors over what a program has just returned: as `to_torch`, without its questions, which take a microsecond each."""
-    return list(map(_exporter(), arrays))
+    direct = _exporter() if next(iter(arrays[0].devices())).platform != "cpu" else _cpu_exporter() or _exporter()
+    return list(map(direct, arrays))
 
 
 def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> list[Any]:
@@ -298,7 +299,19 @@ def _exporter() -> Callable[[jax.Array], torch.Tensor]:
 
 
 def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
-    """The counterpart of `_raw_importer`, for arrays on the CPU."""
+    """The counterpart of `_raw_importer`, for arrays on the CPU; others go the public way."""
+    direct = _cpu_exporter()
+    if direct is None:
+        return None
+
+    def fast(array: jax.Array) -> torch.Tensor:
+        return direct(array) if next(iter(array.devices())).platform == "cpu" else torch.from_dlpack(array)
+
+    return fast
+
+
+@functools.cache
+def _cpu_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
     try:
         from jax._src.lib import _jax
 
@@ -306,14 +319,12 @@ def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
     except (ImportError, AttributeError):
         return None
 
-    def fast(array: jax.Array) -> torch.Tensor:
-        if next(iter(array.devices())).platform != "cpu":
-            return torch.from_dlpack(array)
+    def direct(array: jax.Array) -> torch.Tensor:
         return from_capsule(to_capsule(array, stream=None))
 
     probe = jax.numpy.zeros(ALIGNMENT, device=_jax_device("cpu", 0))
     try:
-        return fast if fast(probe).data_ptr() == probe.unsafe_buffer_pointer() else None
+        return direct if direct(probe).data_ptr() == probe.unsafe_buffer_pointer() else None
     except (TypeError, RuntimeError, ValueError):
         return None
 

@@ -19,7 +19,7 @@ from .dlpack import x64 as scope
 from .dynamo import not_traced
 from .flags import client_started
 from .masks import path_name
-from .traced import Place, Program, Recording
+from .pullback import Place, Program, Recording
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _NARROW = {
@@ -130,9 +130,12 @@ class JaxFunction:
         named = [(path_name(path[1:]), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
         for name, leaf in named:
             self._check(name, leaf)
+        place = self._place(named)
+        for name, leaf in named:
+            if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.layout is not torch.strided):
+                to_jax({f"{self._title}: {name}": leaf.detach()})
         with self._lock:
             if key not in self._known:
-                place = self._place(named)
                 kinds = list(map(_kind, leaves))
                 tensors = [jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(x.dtype)) for x in leaves if isinstance(x, torch.Tensor)]
                 others = [_abstract(_settled(x, place)) for x, kind in zip(leaves, kinds, strict=True) if kind == "other"]
@@ -150,10 +153,7 @@ class JaxFunction:
                 f"{self._title}: argument {name!r} is a tracer ({leaf.aval}); expected a tensor. Inside jit, grad or vmap of jax call "
                 "the function itself, which is its `__wrapped__`."
             )
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_meta or leaf.layout is not torch.strided:
-                to_jax({f"{self._title}: {name}": leaf.detach()})
-        elif _kind(leaf) == "static":
+        if _kind(leaf) == "static":
             try:
                 hash(leaf)
             except TypeError:

@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -137,4 +138,26 @@ def of_other_parameters():
     return narrow.apply_gradient(narrow.hyper_params, TREE, wide.create(TREE).state, grads())
 
 
-TABLE = {"Between torch and JAX": BRIDGE, "JAX transformations": JAX, "flax.optim's definitions": FLAX}
+def batched_gradient():
+    x = torch.ones(3, requires_grad=True)
+    y = bridge.jax_function(jnp.sin)(x)
+    return torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+
+
+def in_a_forked_process():
+    with mock.patch.object(bridge.functions, "_forked", True):
+        return bridge.jax_function(jnp.sin)(torch.ones(3))
+
+
+FUNCTIONS = [
+    Bad("a tracer", lambda _: jax.jit(bridge.jax_function(jnp.sin))(jnp.ones(3))),
+    Bad("tensors on two devices", lambda _: bridge.jax_function(jnp.add)(torch.ones(3), torch.ones(3, device="meta"))),
+    Bad("a sparse argument", lambda _: bridge.jax_function(jnp.sin)(torch.eye(3).to_sparse())),
+    Bad("an argument without a hash", lambda _: bridge.jax_function(lambda x, options: x)(torch.ones(3), options={1, 2})),
+    Bad("an output that is no array", lambda _: bridge.jax_function(lambda x: {"y": x, "why": "because"})(torch.ones(3))),
+    Bad("gradients batched by torch's old vmap", lambda _: batched_gradient()),
+    Bad("a function in a forked process", lambda _: in_a_forked_process()),
+]
+
+
+TABLE = {"Between torch and JAX": BRIDGE, "JAX functions in torch": FUNCTIONS, "JAX transformations": JAX, "flax.optim's definitions": FLAX}

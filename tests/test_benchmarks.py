@@ -52,7 +52,7 @@ SIDES = {"maskbridge", "torch fused"}
 def results(tmp_path_factory):
     """The sections that need no other process and few programs, measured once."""
     path = tmp_path_factory.mktemp("results") / "cpu-test.json"
-    return path, *measured(path, "subsets", "growth", "dlpack")
+    return path, *measured(path, "subsets", "growth", "dlpack", "functions")
 
 
 def test_growth_has_all_curves(results):
@@ -75,8 +75,14 @@ def test_each_call_across_the_bridge_has_its_microseconds(results):
     assert all(value > 0 for value in results[1]["dlpack"]["microseconds per call"].values())
 
 
+def test_each_call_of_a_function_has_its_microseconds(results):
+    calls = results[1]["functions"]["microseconds per call"]
+    assert {"program alone", "jax_function", "jax_function, no_grad", "jax_function, recording"} <= calls.keys()
+    assert all(value > 0 for value in calls.values())
+
+
 def test_what_is_printed_says_that_quick_figures_mean_nothing(results):
-    assert results[2].count("these figures mean nothing") == 3
+    assert results[2].count("these figures mean nothing") == 4
 
 
 def test_a_section_is_written_beside_the_others(results, tmp_path):

@@ -39,7 +39,7 @@ ORDER = {
         "doctor",
         "__main__",
         "dynamo",
-        "traced",
+        "pullback",
         "functions",
         "__init__",
     ],

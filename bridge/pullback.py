@@ -45,7 +45,7 @@ class Call:
     """A compiled function of tensors, each with its dimensions in the order given, and of other arrays."""
 
     def __init__(self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order]) -> None:
-        self._place, self._orders = place, list(orders)
+        self._place, self._orders, self._on_cpu = place, list(orders), place.device.platform == "cpu"
         sharding = jax.sharding.SingleDeviceSharding(place.device)
 
         def call(*arrays: Any) -> tuple[Any, ...]:
@@ -71,13 +71,18 @@ class Call:
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
         """
         flat, config = operands([x.detach() for x in tensors], self._orders), _config
-        if config.jax_enable_x64 == self._place.wide and config.jax_transfer_guard_host_to_device in (None, "allow"):
-            found = self._compiled(*flat, *others)
-        else:
-            with X64(self._place.wide), jax.transfer_guard("allow"):
+        if config.jax_transfer_guard_host_to_device not in (None, "allow") or config.jax_disable_jit:
+            with X64(self._place.wide), jax.transfer_guard("allow"), jax.disable_jit(False):
                 found = self._compiled(*flat, *others)
+        elif config.jax_enable_x64 != self._place.wide:
+            with X64(self._place.wide):
+                found = self._compiled(*flat, *others)
+        else:
+            found = self._compiled(*flat, *others)
         if self._token is None:
             jax.block_until_ready(found)
+        elif self._on_cpu:
+            found[self._token].block_until_ready()
         else:
             wait_for((found[self._token],))
         if self._all_cross:
@@ -167,7 +172,7 @@ class Program:
             return jax.ShapeDtypeStruct((*aval.shape[:dim], size, *aval.shape[dim:]), aval.dtype)
 
         out = [0 if crosses(aval) else None for aval in self.outs]
-        function = jax.vmap(jaxpr_as_fun(self.closed), (*dims, *[None] * len(self.others)), out, axis_size=size)
+        function = jax.vmap(evaluated(self.closed), (*dims, *[None] * len(self.others)), out, axis_size=size)
         tensors = list(map(shape, self.tensors, dims))
         return self._once(("batch", size, dims), lambda: Program(function, tensors, self.others, self.place))
 
@@ -189,7 +194,7 @@ class Program:
             full = list(arrays)
             for i, value in zip(chosen, values, strict=True):
                 full[i] = value
-            outs = jaxpr_as_fun(self.closed)(*full)
+            outs = evaluated(self.closed)(*full)
             return [x for x, yes in zip(outs, self.outs_differ, strict=True) if yes], [
                 x for x, yes in zip(outs, self.outs_differ, strict=True) if not yes
             ]
@@ -293,6 +298,12 @@ def cut(values: Sequence[Any], *at: int) -> list[Sequence[Any]]:
     return [values[start:end] for start, end in zip((0, *at), (*at, len(values)), strict=True)]
 
 
+def evaluated(closed: Any) -> Function:
+    """The traced function; jax 0.6 gives constants as Python numbers, and here they are arrays."""
+    call, outvars = jaxpr_as_fun(closed), closed.jaxpr.outvars
+    return lambda *arrays: [x if hasattr(x, "dtype") else jnp.asarray(x, v.aval.dtype) for x, v in zip(call(*arrays), outvars, strict=True)]
+
+
 def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = ()) -> Function:
     """The traced function, each of its outputs in memory of its own, whatever jax hands through; those in `kept` as they are."""
     outvars, outs = closed.jaxpr.outvars, range(len(closed.jaxpr.outvars)) if outs is None else outs
@@ -304,7 +315,7 @@ def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = 
         seen.add(id(outvars[i]))
 
     def function(*arrays: Any) -> list[Any]:
-        found = jaxpr_as_fun(closed)(*arrays)
+        found = evaluated(closed)(*arrays)
         own = [jnp.copy(found[i]) if i in shared and crosses(found[i]) else found[i] for i in outs]
         return own + [found[i] for i in kept]
 
