@@ -4,6 +4,7 @@ from . import matrix_rules, rules
 from .doctor import doctor
 from .functions import jax_function
 from .handover import load_module_tree, to_jax, to_torch
+from .modules import module_function
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
 from .step import compilations, traces
@@ -28,7 +29,7 @@ from .transforms import (
     tree_map_params,
     with_extra_args_support,
 )
-from .tree import module_tree, resolve_labels, resolve_mask, tied_names
+from .tree import module_buffers, module_tree, resolve_labels, resolve_mask, tied_names, write_buffers
 
 __all__ = [
     "LAMB",
@@ -62,6 +63,8 @@ __all__ = [
     "lookahead",
     "masked",
     "matrix_rules",
+    "module_buffers",
+    "module_function",
     "module_tree",
     "partition",
     "resolve_labels",
@@ -77,4 +80,5 @@ __all__ = [
     "traces",
     "tree_map_params",
     "with_extra_args_support",
+    "write_buffers",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bad_inputs
 import bad_inputs_jax
+import bad_inputs_modules
 import jax
 import optax
 import pytest
@@ -17,7 +18,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bridge", "torch_api")
 PAGE = ROOT / "docs" / "errors.md"
-TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE
+TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE | bad_inputs_modules.TABLE
 CASES = {f"{section}: {bad.given}": bad for section, rows in TABLE.items() for bad in rows}
 # Texts quote jax, optax and torch: the page has those of one set of versions.
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2" and optax.__version__ == "0.2.8"
@@ -135,7 +136,7 @@ def test_a_call_that_changes_something_or_raises_foreign_words_is_caught():
 
 
 def test_every_raise_is_provoked(provoked):
-    """A new `raise` needs an entry in tests/bad_inputs.py or tests/bad_inputs_jax.py, or a reason in OUT_OF_REACH."""
+    """A new `raise` needs an entry in one of tests/bad_inputs*.py, or a reason in OUT_OF_REACH."""
     reached = {raised_at(provoked(name)[0]) for name in CASES}
     found = [(file, first, text, any((file, line) in reached for line in range(first, last + 1))) for file, first, last, text in raises()]
     missing = [f"{file}:{first}: {text}" for file, first, text, hit in found if not hit and not excused(file, text)]
@@ -146,7 +147,7 @@ def test_every_raise_is_provoked(provoked):
 
 HEAD = """# Bad inputs and what is said of them
 
-Written by `make docs` from `tests/bad_inputs.py` and `tests/bad_inputs_jax.py`; `tests/test_errors.py` provokes each, asserts this
+Written by `make docs` from `tests/bad_inputs*.py`; `tests/test_errors.py` provokes each, asserts this
 text, and that parameters and state are as before the call. It also asserts that every `raise` of the packages is here, but for those
 that need several devices. Names, shapes and lists of known names are those of the example.
 """

@@ -1,0 +1,198 @@
+"""An `nn.Module` as a pure JAX function, and torch code that is called with a stand-in of a module while jax traces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+from torch2jax import RngPooperContext
+
+from . import torch_create, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_shapes, torch_windows
+from .dlpack import to_jax
+from .masks import near, path_name
+from .stand_in import StandIn
+from .torch_calls import Mode, dispatch, is_traced
+from .traced import TRACE, Keys, Traced, as_array, as_traced
+from .tree import nest, tied_names, unnest
+
+TABLES = (
+    torch_ops,
+    torch_create,
+    torch_shapes,
+    torch_layers,
+    torch_windows,
+    torch_losses,
+    torch_recurrent,
+)  # imported for what they register
+KEYS: Any = Keys()
+
+
+def module_function(module: nn.Module) -> Callable[..., Any]:
+    """The module as a pure function of JAX: no trace of a call is left in the module.
+
+        fn = module_function(module)
+        fn(params, *inputs, rng=None, train=None, **keywords) -> output
+        fn(params, *inputs, buffers=buffers, rng=None, train=None, **keywords) -> (output, new_buffers)
+
+    `params` has the structure of `module_tree(module)`, `buffers` that of `module_buffers(module)`; their leaves are arrays
+    or tracers of the module's shapes, of any dtype. Inputs are pytrees of arrays; numbers, strings and None stay what they
+    are. The output has jax arrays for tensors. `fn` works under `jit`, `grad`, `vmap` (an ensemble is a vmap over params) and
+    `jax.checkpoint`; torch code in it may branch on shapes, types and flags, not on values.
+
+    `train`: as `module.train()` and `module.eval()` would set it; None takes the module's flags as they are at the call.
+    `rng`: a key of `jax.random`. The n-th draw of a call has the n-th key of it, so that layers differ and a key gives the
+    same numbers again, other ones than torch's. Needed only where something is drawn.
+    `buffers`: without them the module's own are read at the call (in `jit` when it traces: give them there, if they change)
+    and what it would write into them is dropped. New ones: `write_buffers(module, new_buffers)`.
+
+    What differs from torch: float64 parameters need jax's x64; autocast is not seen; a row that an embedding has not is NaN.
+
+    Raises:
+      TypeError: module is no nn.Module; an input is a torch tensor; rng is no key.
+      ValueError: names or shapes of params or buffers are not the module's; something is drawn without rng.
+      NotImplementedError: a torch operation has no implementation; the text names it and the submodule that calls it.
+    """
+    _check_module(module)
+
+    def fn(params: Any, *inputs: Any, buffers: Any = None, rng: Any = None, train: bool | None = None, **keywords: Any) -> Any:
+        out, new = traced_call(module, _call, params, buffers, inputs, keywords, rng=rng, train=train)
+        return out if buffers is None else (out, new)
+
+    fn.__name__ = fn.__qualname__ = f"module_function({type(module).__name__})"
+    return fn
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def traced_call(
+    module: nn.Module,
+    function: Callable[..., Any],
+    params: Mapping[str, Any],
+    buffers: Mapping[str, Any] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    rng: Any = None,
+    train: bool | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Run `function(model, *args, **kwargs)`, where `model` stands in for the module and has `params` and `buffers`.
+
+    The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
+    `args` arrive as tensors that torch functions, methods, operators and jax's functions take alike. `rng`, `train`, errors
+    as in `module_function`.
+
+    Returns:
+      What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
+    """
+    named = _given(module, params, "params", dict(module.named_parameters()))
+    if buffers is None:
+        held = {name: to_jax(b.detach(), copy=True) for name, b in module.named_buffers()}
+    else:
+        held = _given(module, buffers, "buffers", dict(module.named_buffers()))
+    _check_key(rng)
+    with _tracing(module, rng):
+        stand_in = StandIn(module, named, held, train)
+        inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
+        out = function(stand_in.root, *inputs, **keywords)
+        return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())
+
+
+@contextmanager
+def _tracing(module: nn.Module, rng: Any) -> Iterator[None]:
+    """This thread's trace; another that is going on is resumed afterwards."""
+    before = dict(TRACE.__dict__)
+    first = next(module.parameters(), None)
+    device = first.device if first is not None else torch.device("cpu")
+    TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={})
+    try:
+        with RngPooperContext(KEYS), torch.enable_grad(), Mode():
+            yield
+    finally:
+        TRACE.__dict__.clear()
+        TRACE.__dict__.update(before)
+
+
+def _input(path: Any, x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected an array of jax. "
+            f"Pass bridge.to_jax(x), which copies nothing."
+        )
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return as_traced(_canonical(x))
+    return x
+
+
+def _canonical(x: Any) -> jax.Array:
+    """As jit would take it: 64 bits only where x64 is on."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def outputs(out: Any) -> Any:
+    """jax arrays for tensors in what torch code returned; a dict for a mapping of another type."""
+
+    def leaf(x: Any) -> Any:
+        if is_traced(x) or isinstance(x, torch.Tensor):
+            return as_array(x)
+        return outputs(dict(x)) if isinstance(x, Mapping) else x
+
+    return jax.tree.map(leaf, out, is_leaf=lambda x: type(x) is Traced)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module_function: got {type(module).__name__}; expected an nn.Module. For a function of tensors use torch2jax.t2j."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module_function: a ScriptModule's code is not Python and cannot be traced. Pass the module it was made of.")
+
+
+def _check_key(rng: Any) -> None:
+    dtype = getattr(rng, "dtype", None)
+    if rng is not None and (
+        dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and rng.shape == (2,)))
+    ):
+        raise TypeError(f"module_function: rng is {rng!r}; expected a key, such as jax.random.key(0).")
+
+
+def _given(module: nn.Module, tree: Any, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The leaves by name, which must be those of the module, and of its shapes."""
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"module_function: {what} is {type(tree).__name__}; expected a nested dict, as bridge.module_tree(module) gives.")
+    flat = unnest(tree)
+    for name in flat:
+        if name not in known:
+            first = tied_names(module).get(name)
+            also = f" It is tied to {first!r}; give it there, once." if first else f" {near(name, known)}"
+            raise ValueError(f"module_function: {what} has {name!r}, which {type(module).__name__} has not.{also}")
+    missing = [name for name in known if name not in flat]
+    if missing:
+        raise ValueError(f"module_function: {what} lacks {missing[0]!r} ({len(missing)} such); the module has {len(known)}.")
+    return {name: _leaf(name, flat[name], what, tensor) for name, tensor in known.items()}
+
+
+def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        raise TypeError(f"module_function: {what} has a torch tensor at {name!r}; expected an array of jax. Pass bridge.to_jax of them.")
+    if not hasattr(leaf, "shape"):
+        raise TypeError(f"module_function: {what} has {type(leaf).__name__} at {name!r}; expected an array of shape {tuple(tensor.shape)}.")
+    if tuple(leaf.shape) != tuple(tensor.shape):
+        raise ValueError(
+            f"module_function: {what} has shape {tuple(leaf.shape)} at {name!r}; expected {tuple(tensor.shape)}. "
+            f"For several sets of parameters at once use jax.vmap over params."
+        )
+    if tensor.dtype in (torch.float64, torch.complex128) and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            f"module_function: {name!r} is {tensor.dtype}, and jax's x64 is off. Call within jax.enable_x64(True), or use float()."
+        )
+    return _canonical(leaf)

@@ -1,0 +1,143 @@
+"""A module's double: its classes, methods, attributes and hooks around traced values, made anew for each trace."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .traced import TRACE, Traced, as_traced
+
+COPIED = (dict, OrderedDict, list, tuple, set)
+
+
+class StandIn:
+    """The double of a module, `root`, with arrays in the place of parameters and buffers.
+
+    Copied are the modules themselves and the plain containers in their attributes, at each trace, so that it is what the
+    module is then and nothing that torch code writes is left behind in the module. No tensor is copied.
+    """
+
+    def __init__(self, module: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any], train: bool | None):
+        self._names = {id(m): name for name, m in module.named_modules()}
+        self._known: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
+        for name, p in module.named_parameters():
+            self._known[id(p)] = Traced(params[name], parameter=p)
+        self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
+        for name, b in module.named_buffers():
+            self._known[id(b)] = Traced(buffers[name])
+        self.root: Any = self._double(module)
+        if train is not None:
+            self.root.train(train)
+
+    @staticmethod
+    def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+        path, _, key = name.rpartition(".")
+        return module.get_submodule(path), key
+
+    def buffers(self) -> Iterator[tuple[str, Any]]:
+        """Name and present value of each buffer that the module has."""
+        for name, (given, owner, key) in self._buffers.items():
+            now = self._double(owner)._buffers.get(key)
+            yield name, given if now is None else now
+
+    def _double(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return self._known.get(id(x), x)
+        if isinstance(x, nn.Module):
+            return self._once(x, self._module)
+        if type(x) in COPIED:
+            return self._once(x, self._container)
+        if isinstance(x, MethodType) and isinstance(x.__self__, nn.Module):
+            return MethodType(x.__func__, self._double(x.__self__))
+        if type(x) is functools.partial:
+            return functools.partial(self._double(x.func), *map(self._double, x.args), **self._double(x.keywords))
+        return x
+
+    def _once(self, x: Any, make: Callable[[Any], Any]) -> Any:
+        if id(x) not in self._kept:
+            made = make(x)
+            self._kept.setdefault(id(x), (x, made))
+        return self._kept[id(x)][1]
+
+    def _container(self, x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(self._double, x))
+        empty = type(x)()
+        self._kept[id(x)] = x, empty
+        if isinstance(x, dict):
+            empty.update((k, self._double(v)) for k, v in x.items())
+        elif isinstance(x, list):
+            empty.extend(map(self._double, x))
+        else:
+            empty.update(x)
+        return empty
+
+    def _module(self, m: nn.Module) -> nn.Module:
+        double = object.__new__(type(m))
+        self._kept[id(m)] = m, double
+        double.__dict__.update((k, self._double(v)) for k, v in m.__dict__.items())
+        double.__dict__["_compiled_call_impl"] = None  # module.compile() has made one for eager torch
+        double.__dict__["forward"] = self._forward(m, double)
+        return double
+
+    def _forward(self, m: nn.Module, double: nn.Module) -> Callable[..., Any]:
+        """`forward`, which says where it is: for errors."""
+        here = (self._names.get(id(m), "?"), type(m).__name__)
+        run = _adapted(m, double, self._double(m.__dict__["forward"]) if "forward" in m.__dict__ else None)
+
+        @functools.wraps(type(m).forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before = TRACE.path
+            TRACE.path = (*before, here)
+            args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
+            try:
+                return run(*args, **kwargs)
+            except Exception as error:
+                if not any(note.startswith("While jax traced") for note in getattr(error, "__notes__", ())):
+                    error.add_note(f"While jax traced {here[0]!r} ({here[1]}).")
+                raise
+            finally:
+                TRACE.path = before
+
+        return forward
+
+
+def _adapted(m: nn.Module, double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The double's forward; another where torch's own asks for a value that is not known while tracing."""
+    if "_orig_mod" in m._modules:  # torch.compile(module): what it compiled is for eager torch
+        return lambda *args, **kwargs: double._modules["_orig_mod"](*args, **kwargs)
+    if isinstance(m, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return lambda *args, **kwargs: double.module(*args, **kwargs)
+    run = own or MethodType(type(m).forward, double)
+    if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None:
+        return functools.partial(_cumulative, double, run)
+    if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder):
+        return functools.partial(_not_detected, run, inspect.signature(run))
+    return run
+
+
+def _cumulative(double: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Batch norm with momentum=None weighs the n-th batch by 1/n; torch makes a Python number of n."""
+    if double.training and double.num_batches_tracked is not None:
+        double.momentum = 1 / (double.num_batches_tracked + 1)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        double.momentum = None
+
+
+def _not_detected(run: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """Transformers compare a mask with the causal one to skip work, if not told; the mask itself gives the same result."""
+    bound = signature.bind(*args, **kwargs)
+    for name in ("is_causal", "tgt_is_causal"):
+        if name in signature.parameters and bound.arguments.get(name) is None:
+            bound.arguments[name] = False
+    return run(*bound.args, **bound.kwargs)

@@ -1,0 +1,243 @@
+"""What happens when torch code that jax traces calls a torch function: the table of implementations and the order of search.
+
+A function is looked for among those that the user registered with `torch2jax.implements`, then in the table here, then among
+torch2jax's own; one that is written in Python runs as it stands, on traced values; any other is an error that names it.
+torch2jax's table itself is left as it is, for those who use torch2jax beside this.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax.core import Tracer
+from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
+
+from .traced import Traced, as_array, where_now
+
+PRISTINE = dict(HANDLED_FUNCTIONS)
+SPACES: list[Any] = [torch, torch.Tensor, F, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special]  # pyright: ignore
+
+
+# What a tensor without memory can tell of itself: attributes, and how torch would lay it out.
+META = frozenset({"__get__", "stride", "element_size", "get_device", "storage_offset", "dim_order", "is_same_size", "has_names"})
+
+
+class Op(NamedTuple):
+    """An implementation over arrays.
+
+    `always`: also where no argument is traced (what makes tensors or draws numbers). `views`: torch's result shares memory.
+    `raw`: it takes traced tensors themselves, and may write into them.
+    """
+
+    handler: Callable[..., Any]
+    signature: inspect.Signature | None
+    always: bool = False
+    views: bool = False
+    raw: bool = False
+    inplace: bool = False
+
+
+OPS: dict[Any, Op] = {}
+BODIES: set[Any] = set()  # written in Python in torch, and better so than torch2jax's own
+
+
+def functions_named(name: str) -> list[Any]:
+    """The torch functions and methods of this name, in each place where torch has it."""
+    found = [getattr(space, name, None) for space in SPACES]
+    return [f for f in found if callable(f)]
+
+
+def op(*names: str, always: bool = False, views: bool = False, raw: bool = False) -> Callable[[Any], Any]:
+    """Register an implementation for all torch functions of these names, and for the in-place form of each."""
+
+    def register(handler: Any) -> Any:
+        try:
+            signature = inspect.signature(handler)
+        except ValueError:  # a function of jax without one
+            signature = None
+        entry = Op(handler, signature, always, views, raw)
+        for name in names:
+            for func in functions_named(name):
+                OPS[func] = entry
+            stem = name.removesuffix("__").replace("__", "__i", 1) + "__" if name.startswith("__") else f"{name}_"
+            if not (views or raw or name.startswith("__r")):
+                for func in functions_named(stem):
+                    OPS[func] = entry._replace(inplace=True)
+        return handler
+
+    return register
+
+
+def leaves(x: Any) -> Any:
+    """What lies in the containers that torch functions take."""
+    if type(x) in (tuple, list) or (isinstance(x, tuple) and type(x) is not torch.Size):
+        for y in x:
+            yield from leaves(y)
+    elif type(x) is dict:
+        yield from leaves(list(x.values()))
+    elif type(x) is slice:
+        yield from (x.start, x.stop, x.step)
+    else:
+        yield x
+
+
+def arrays(x: Any) -> Any:
+    """The same containers with arrays for traced tensors and constants."""
+    if type(x) in (tuple, list) or type(x) is torch.Size:
+        return type(x)(map(arrays, x)) if type(x) is not torch.Size else tuple(x)
+    if type(x) is dict:
+        return {k: arrays(v) for k, v in x.items()}
+    return as_array(x)
+
+
+def is_traced(x: Any) -> bool:
+    """A value that jax computes with, not torch."""
+    return isinstance(x, jax.Array | Torchish)
+
+
+def wrapped(out: Any) -> Any:
+    """Arrays of a result as traced tensors; without a gradient under `torch.no_grad`."""
+    if isinstance(out, jax.Array | np.ndarray):
+        return Traced(out if torch.is_grad_enabled() else jax.lax.stop_gradient(out))
+    if type(out) is Traced:
+        return out
+    if isinstance(out, Torchish):
+        return wrapped(out.value)
+    if isinstance(out, tuple) and hasattr(out, "_fields"):
+        return type(out)(*map(wrapped, out))
+    if isinstance(out, tuple | list) and type(out) is not torch.Size:
+        return type(out)(map(wrapped, out))
+    return out
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a torch function on traced tensors."""
+    theirs = HANDLED_FUNCTIONS.get(func)
+    if theirs is not None and theirs is not PRISTINE.get(func):
+        return wrapped(theirs(*args, **kwargs))
+    found = OPS.get(func)
+    if found is not None and found.always:
+        return _run(found, func, args, kwargs)
+    if not any(map(is_traced, leaves((args, dict(kwargs))))):
+        return func(*args, **kwargs)
+    if found is not None:
+        return _run(found, func, args, kwargs)
+    if theirs is not None and func not in BODIES:
+        try:
+            return wrapped(theirs(*args, **kwargs))
+        except (AssertionError, NotImplementedError, TypeError) as error:
+            raise unsupported(func, f" (torch2jax: {error})") from error
+    if getattr(func, "__name__", "") in META:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+    body = _body(func)
+    if body is None:
+        raise unsupported(func)
+    with Mode():
+        return body(*args, **kwargs)
+
+
+def unsupported(func: Any, why: str = "") -> NotImplementedError:
+    """The error for a function without an implementation, or not for these arguments."""
+    name = torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
+    return NotImplementedError(
+        f"{name} has no implementation in jax, and is called {where_now()}{why}. Give one with "
+        f"torch2jax.implements({name}), replace that submodule's forward by other operations, or ask for it in an issue."
+    )
+
+
+def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out", None)
+    inplace = found.inplace
+    if found.signature is not None:
+        try:
+            bound = found.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise unsupported(func, f" with arguments for which it has none ({error})") from error
+        if "inplace" in found.signature.parameters:
+            inplace |= bool(bound.arguments.pop("inplace", False))
+            args, kwargs = bound.args, bound.kwargs
+    if found.raw:
+        with _known_values(found, arrays(args), arrays(kwargs)):
+            return wrapped(found.handler(*args, **kwargs))
+    if found.views and isinstance(args[0], Traced):
+        return _view(found, func, args, kwargs)
+    given, named = arrays(args), arrays(kwargs)
+    with _known_values(found, given, named):
+        result = found.handler(*given, **named)
+    target = args[0] if inplace else out
+    if target is None:
+        return wrapped(result)
+    return _write(target, result, func)
+
+
+def _known_values(found: Op, args: Any, kwargs: Any) -> Any:
+    """Where all values are known, so are the results, while jax traces too: torch code may branch on them."""
+    values = [x for x in leaves((args, kwargs)) if isinstance(x, jax.Array)]
+    known = values and not found.always and not any(isinstance(x, Tracer) for x in values)
+    return jax.ensure_compile_time_eval() if known else nullcontext()
+
+
+def _view(found: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, rest, kwargs = args[0], arrays(args[1:]), arrays(kwargs)
+    with _known_values(found, (base.value, *rest), kwargs):
+        result = found.handler(base.value, *rest, **kwargs)
+    if isinstance(result, tuple | list):
+        return type(result)(Traced(x, base, (found.handler, rest, kwargs, i, func)) for i, x in enumerate(result))
+    return Traced(result, base, (found.handler, rest, kwargs, None, func))
+
+
+def _write(target: Any, result: Any, func: Any) -> Any:
+    """Give a traced tensor a new value, as torch writes in place: its shape and dtype stay."""
+    if isinstance(target, tuple | list):
+        return type(target)(_write(t, r, func) for t, r in zip(target, result, strict=True))
+    if not isinstance(target, Traced):
+        raise ValueError(
+            f"{getattr(func, '__name__', func)} writes a traced value into a plain torch tensor {where_now()}. "
+            f"Register that tensor as a buffer, or make it inside forward."
+        )
+    if result.shape != target.value.shape:
+        raise ValueError(
+            f"{getattr(func, '__name__', func)}: a result of shape {tuple(result.shape)} cannot be written into a tensor of shape "
+            f"{tuple(target.shape)} ({where_now()})."
+        )
+    result = result.astype(target.value.dtype)
+    target.value = result if torch.is_grad_enabled() else jax.lax.stop_gradient(result)
+    return target
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
+@functools.cache
+def _body(func: Any) -> Callable[..., Any] | None:
+    """A function that torch has in Python, without its first question whether somebody overrides it; None for others.
+
+    Its own globals are read, not changed. What it calls is overridden as ever.
+    """
+    if not isinstance(func, FunctionType):
+        return None
+    asks = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
+    if not asks:
+        return None
+    body = FunctionType(func.__code__, {**func.__globals__, **asks}, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+class Mode(TorchishMode):
+    """While it is active on this thread, torch functions are those of `dispatch`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})

@@ -1,0 +1,359 @@
+"""Torch functions that make tensors, draw random numbers by key, or change their type; and matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from .torch_calls import OPS, Op, arrays, op
+from .torch_ops import floating
+from .traced import as_array, default_float, jax_dtype, next_key, promoted, torch_dtype
+
+# Below this many elements a new constant is computed at once and not in the program, so that torch code may branch on it.
+AT_ONCE = 4096
+
+
+def flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes given as numbers or as one sequence."""
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+        sizes = tuple(sizes[0])
+    return tuple(int(n) for n in sizes)
+
+
+def create(make: Callable[[], Any], size: int) -> Any:
+    """A new array; a small one with its value known while tracing."""
+    if size > AT_ONCE:
+        return make()
+    with jax.ensure_compile_time_eval():
+        return make()
+
+
+def _filled(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
+    return create(lambda: jnp.full(shape, value, dtype), int(np.prod(shape)) if not isinstance(value, jax.Array) else AT_ONCE + 1)
+
+
+def _register_filled() -> None:
+    for name, value in {"zeros": 0, "ones": 1, "empty": 0}.items():
+
+        def make(*size: Any, dtype: Any = None, value: int = value, **_: Any) -> Any:
+            return _filled(flat(_.get("size") or size), value, jax_dtype(dtype or torch.get_default_dtype()))
+
+        def like(input: Any, *, dtype: Any = None, value: int = value, **_: Any) -> Any:
+            return _filled(input.shape, value, jax_dtype(dtype) if dtype else _dtype_of(input))
+
+        def new(input: Any, *size: Any, dtype: Any = None, value: int = value, **_: Any) -> Any:
+            return _filled(flat(_.get("size") or size), value, jax_dtype(dtype) if dtype else _dtype_of(input))
+
+        for func, handler in ((name, make), (f"{name}_like", like), (f"new_{name}", new)):
+            _always(func, handler)
+
+
+def _dtype_of(x: Any) -> Any:
+    return jax_dtype(x.dtype) if isinstance(x, torch.Tensor) else x.dtype
+
+
+def _always(name: str, handler: Any) -> None:
+    op(name, always=True)(handler)
+
+
+_register_filled()
+
+
+@op("full", always=True)
+def full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """One value everywhere."""
+    if dtype is None:
+        dtype = torch_dtype(fill_value) if isinstance(fill_value, jax.Array) else torch.tensor(fill_value).dtype
+    return _filled(tuple(size), fill_value, jax_dtype(dtype))
+
+
+@op("full_like", always=True)
+def full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """One value everywhere, in this shape."""
+    return _filled(input.shape, fill_value, jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("new_full", always=True)
+def new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """One value everywhere, of this dtype."""
+    return _filled(tuple(size), fill_value, jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("tensor", "as_tensor", "asarray", "scalar_tensor", always=True)
+def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
+    """Numbers, arrays, or lists of them."""
+    if isinstance(data, jax.Array):
+        return data if dtype is None else data.astype(jax_dtype(dtype))
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(data)):
+        stacked = jnp.asarray(data) if not isinstance(data, list | tuple) else jnp.stack([tensor(x) for x in data])
+        return stacked if dtype is None else stacked.astype(jax_dtype(dtype))
+    with torch._C.DisableTorchFunction():
+        host = torch.as_tensor(data, dtype=dtype)
+        wanted = jax_dtype(host.dtype)
+        host = host.float() if host.dtype is torch.bfloat16 else host
+    return create(lambda: jnp.asarray(host.numpy(), wanted), host.numel())
+
+
+@op("new_tensor", always=True)
+def new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """As `tensor`, of the dtype of input."""
+    return tensor(data, dtype or torch_dtype(input))
+
+
+@op("arange", always=True)
+def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, **_: Any) -> Any:
+    """Numbers in steps."""
+    if end is None:
+        start, end = 0, start
+    if dtype is None:
+        dtype = torch.get_default_dtype() if any(isinstance(x, float) for x in (start, end, step)) else torch.int64
+    start, end, step = (x.item() if hasattr(x, "item") else x for x in (start, end, step))
+    n = max(0, int(np.ceil((end - start) / step)))
+    return create(lambda: jnp.arange(start, end, step, dtype=jax_dtype(dtype)), n)
+
+
+@op("linspace", always=True)
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -> Any:
+    """Numbers at equal distances."""
+    return create(lambda: jnp.linspace(start, end, steps, dtype=jax_dtype(dtype or torch.get_default_dtype())), steps)
+
+
+@op("eye", always=True)
+def eye(n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Any:
+    """The identity."""
+    return create(lambda: jnp.eye(n, m, dtype=jax_dtype(dtype or torch.get_default_dtype())), n * (m or n))
+
+
+def _draw(name: str) -> Callable[..., Any]:
+    return {"rand": jax.random.uniform, "randn": jax.random.normal}[name]
+
+
+def _register_random() -> None:
+    for name in ("rand", "randn"):
+
+        def make(*size: Any, dtype: Any = None, name: str = name, **_: Any) -> Any:
+            return _draw(name)(next_key(f"torch.{name}"), flat(_.get("size") or size), jax_dtype(dtype or torch.get_default_dtype()))
+
+        def like(input: Any, *, dtype: Any = None, name: str = name, **_: Any) -> Any:
+            return _draw(name)(next_key(f"torch.{name}_like"), tuple(input.shape), jax_dtype(dtype) if dtype else input.dtype)
+
+        _always(name, make)
+        _always(f"{name}_like", like)
+
+
+_register_random()
+
+
+@op("randint", always=True)
+def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> Any:
+    """Whole numbers, low to high - 1."""
+    if size is None:
+        low, high, size = 0, low, high
+    return jax.random.randint(next_key("torch.randint"), tuple(size), low, high, jax_dtype(dtype))
+
+
+@op("randint_like", always=True)
+def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """Whole numbers in this shape."""
+    low, high = (0, low) if high is None else (low, high)
+    return jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("randperm", always=True)
+def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> Any:
+    """A permutation."""
+    return jax.random.permutation(next_key("torch.randperm"), n).astype(jax_dtype(dtype))
+
+
+@op("normal", always=True)
+def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """Normal numbers of this mean and deviation."""
+    if size is None:
+        size = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    drawn = jax.random.normal(next_key("torch.normal"), tuple(size), jax_dtype(dtype) if dtype else default_float())
+    drawn, mean, std = promoted(drawn, mean, std)
+    return drawn * std + mean
+
+
+@op("bernoulli", always=True)
+def bernoulli(input: Any, p: Any = None, **_: Any) -> Any:
+    """One with this probability, else zero."""
+    chance = input if p is None else p
+    return jax.random.bernoulli(next_key("torch.bernoulli"), chance, input.shape).astype(input.dtype)
+
+
+@op("multinomial", always=True)
+def multinomial(input: Any, num_samples: int, replacement: bool = False, **_: Any) -> Any:
+    """Places by weight; without replacement by the largest of weights with Gumbel noise."""
+    logits, key = jnp.log(floating(input)), next_key("torch.multinomial")
+    if replacement:
+        drawn = jax.random.categorical(key, logits[..., None, :], shape=(*input.shape[:-1], num_samples))
+    else:
+        drawn = jax.lax.top_k(logits + jax.random.gumbel(key, logits.shape, logits.dtype), num_samples)[1]
+    return drawn.astype(jax_dtype(torch.int64))
+
+
+def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
+    def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        return draw(next_key(f"torch.Tensor.{name}"), input, *args, **kwargs).astype(input.dtype)
+
+    OPS[getattr(torch.Tensor, name)] = Op(fill, None, always=True, inplace=True)
+
+
+def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Any:
+    low, high = bounds.get("from", from_), bounds.get("to", to)
+    return jax.random.uniform(key, x.shape, floating(x).dtype, low, high)
+
+
+_inplace_draw("uniform_", _uniform)
+_inplace_draw("normal_", lambda key, x, mean=0.0, std=1.0: jax.random.normal(key, x.shape, x.dtype) * std + mean)
+_inplace_draw("bernoulli_", lambda key, x, p=0.5: jax.random.bernoulli(key, p, x.shape))
+_inplace_draw("exponential_", lambda key, x, lambd=1.0: jax.random.exponential(key, x.shape, x.dtype) / lambd)
+
+
+def _fill(name: str, value: Any) -> None:
+    def fill(input: Any, *args: Any) -> Any:
+        return jnp.full(input.shape, value if value is not None else args[0], input.dtype)
+
+    OPS[getattr(torch.Tensor, name)] = Op(fill, None, inplace=True)
+
+
+_fill("zero_", 0)
+_fill("fill_", None)
+OPS[torch.Tensor.copy_] = Op(
+    lambda input, src, non_blocking=False: jnp.broadcast_to(jnp.asarray(src, input.dtype), input.shape), None, inplace=True
+)
+
+
+@op("to", "type", raw=True)
+def to(input: Any, *args: Any, dtype: Any = None, copy: bool = False, **_: Any) -> Any:
+    """Another dtype; devices are jax's own affair."""
+    for x in args:
+        if isinstance(x, torch.dtype):
+            dtype = x
+        elif isinstance(x, torch.Tensor):
+            dtype = x.dtype
+    if (dtype is None or dtype == input.dtype) and not copy:
+        return input
+    return input.value.astype(jax_dtype(dtype or input.dtype)) if dtype else jnp.array(input.value)
+
+
+def _register_casts() -> None:
+    names = ["float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"]
+    dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
+    for name, dtype in zip(names, map(torch.__dict__.get, dtypes), strict=True):
+        OPS[getattr(torch.Tensor, name)] = Op(lambda x, dtype=dtype, **_: to(x, dtype), None, raw=True)
+    for name in ("cpu", "cuda", "contiguous", "requires_grad_", "pin_memory", "coalesce", "dequantize"):
+        OPS[getattr(torch.Tensor, name)] = Op(lambda x, *_, **__: x, None, raw=True)
+
+
+_register_casts()
+
+
+@op("type_as")
+def type_as(input: Any, other: Any) -> Any:
+    """The dtype of another."""
+    return input.astype(other.dtype)
+
+
+@op("clone")
+def clone(input: Any, **_: Any) -> Any:
+    """The same values, memory of its own."""
+    return input
+
+
+@op("is_floating_point", raw=True)
+def is_floating_point(input: Any) -> bool:
+    """Whether the dtype is a real floating one."""
+    return torch_dtype(as_array(input)).is_floating_point
+
+
+@op("is_complex", raw=True)
+def is_complex(input: Any) -> bool:
+    """Whether the dtype is complex."""
+    return torch_dtype(as_array(input)).is_complex
+
+
+OPS[torch.numel] = Op(lambda x: as_array(x).size, None, raw=True)
+OPS[torch.is_nonzero] = Op(lambda x: bool(as_array(x)), None, raw=True)
+OPS[torch.result_type] = Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True)
+for _func in (torch.is_conj, torch.is_neg, torch.is_inference, torch.Tensor.is_inference, torch.Tensor.is_conj, torch.Tensor.is_neg):
+    OPS[_func] = Op(lambda x: False, None, raw=True)
+for _func in (torch.Tensor.is_contiguous, torch.Tensor.is_shared):
+    OPS[_func] = Op(lambda x, *_, **__: True, None, raw=True)
+
+
+@op("conj")
+def conj(input: Any) -> Any:
+    """The complex conjugate."""
+    return jnp.conj(input) if jnp.iscomplexobj(input) else input
+
+
+op("dot", "inner", "linalg_vecdot")(jnp.inner)
+op("vdot")(jnp.vdot)
+
+
+@op("matmul", "mm", "bmm", "mv", "__matmul__", "linalg_matmul")
+def matmul(input: Any, other: Any) -> Any:
+    """A matrix product."""
+    return jnp.matmul(input, other)
+
+
+@op("__rmatmul__")
+def rmatmul(input: Any, other: Any) -> Any:
+    """other @ input."""
+    return jnp.matmul(other, input)
+
+
+@op("outer", "ger")
+def outer(input: Any, vec2: Any) -> Any:
+    """All products of two vectors."""
+    return jnp.outer(*promoted(input, vec2))
+
+
+@op("addmm", "addmv", "baddbmm")
+def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * input + alpha * (mat1 @ mat2)."""
+    product = jnp.matmul(mat1, mat2)
+    product = product if alpha == 1 else product * jnp.asarray(alpha, product.dtype)
+    return product if beta == 0 else product + (input if beta == 1 else input * jnp.asarray(beta, product.dtype))
+
+
+@op("einsum")
+def einsum(equation: Any, *operands: Any) -> Any:
+    """Einstein's summation."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))
+
+
+@op("tensordot")
+def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
+    """A contraction."""
+    return jnp.tensordot(a, b, axes=dims)
+
+
+@op("diff")
+def diff(input: Any, n: int = 1, dim: int = -1) -> Any:
+    """Differences of neighbours."""
+    return jnp.diff(input, n=n, axis=dim)
+
+
+def _register_linalg() -> None:
+    table = {"inv": jnp.linalg.inv, "det": jnp.linalg.det, "slogdet": jnp.linalg.slogdet, "cholesky": jnp.linalg.cholesky}
+    table |= {"solve": jnp.linalg.solve, "matrix_exp": jax.scipy.linalg.expm, "pinv": jnp.linalg.pinv, "eigh": jnp.linalg.eigh}
+    for name, f in table.items():
+        op(f"linalg_{name}")(f)
+    op("inverse")(jnp.linalg.inv)
+    op("det")(jnp.linalg.det)
+    op("matrix_exp")(jax.scipy.linalg.expm)
+    for name, f in {"fft": jnp.fft.fft, "ifft": jnp.fft.ifft, "rfft": jnp.fft.rfft, "irfft": jnp.fft.irfft}.items():
+        op(f"fft_{name}")(lambda input, n=None, dim=-1, norm=None, f=f: f(input, n=n, axis=dim, norm=norm))
+
+
+_register_linalg()

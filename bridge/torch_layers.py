@@ -1,0 +1,367 @@
+"""Layers and activations of torch.nn.functional over arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from jax import lax
+
+from .torch_calls import BODIES, OPS, Op, op
+from .torch_ops import cast, clamp
+from .traced import as_array, next_key, promoted
+
+
+def _register_activations() -> None:
+    plain: dict[str, Callable[[Any], Any]] = {
+        "relu": jax.nn.relu,
+        "relu6": lambda x: clamp(x, 0.0, 6.0),
+        "silu": jax.nn.silu,
+        "selu": jax.nn.selu,
+        "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+        "logsigmoid": jax.nn.log_sigmoid,
+        "softsign": jax.nn.soft_sign,
+        "tanhshrink": lambda x: x - jnp.tanh(x),
+        "hardswish": lambda x: x * clamp(x + 3.0, 0.0, 6.0) / 6.0,
+        "hardsigmoid": lambda x: clamp(x + 3.0, 0.0, 6.0) / 6.0,
+    }
+    for name, f in plain.items():
+        op(name)(lambda input, inplace=False, f=f: f(input))
+
+
+_register_activations()
+op("log_sigmoid")(jax.nn.log_sigmoid)
+
+
+@op("gelu")
+def gelu(input: Any, *, approximate: str = "none") -> Any:
+    """x * Phi(x), or its approximation by tanh."""
+    return jax.nn.gelu(input, approximate=approximate == "tanh")
+
+
+@op("leaky_relu")
+def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    """x, or slope * x below zero."""
+    return jnp.where(input > 0, input, input * jnp.asarray(negative_slope, input.dtype))
+
+
+@op("elu", "celu")
+def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """x, or alpha * (exp(x) - 1) below zero."""
+    return jax.nn.elu(input, alpha)
+
+
+OPS[torch.celu] = OPS[F.celu] = Op(lambda x, alpha=1.0, inplace=False: jax.nn.celu(x, alpha), None)
+
+
+@op("prelu")
+def prelu(input: Any, weight: Any) -> Any:
+    """x, or weight * x below zero, weight by channel."""
+    shape = (1, -1) + (1,) * (input.ndim - 2) if input.ndim > 1 and weight.size > 1 else (-1,) if input.ndim else ()
+    return jnp.where(input > 0, input, input * weight.reshape(shape))
+
+
+@op("hardtanh")
+def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    """Within bounds; no gradient at them, as in torch."""
+    low, high = jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype)
+    return jnp.where(input <= low, low, jnp.where(input >= high, high, input))
+
+
+@op("softplus")
+def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """log(1 + exp(beta x)) / beta; x itself beyond the threshold."""
+    scaled = input * jnp.asarray(beta, input.dtype)
+    return jnp.where(scaled > threshold, input, jax.nn.softplus(scaled) / jnp.asarray(beta, input.dtype))
+
+
+@op("threshold")
+def threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> Any:
+    """x above the threshold, else the value."""
+    return jnp.where(input > threshold, input, jnp.asarray(value, input.dtype))
+
+
+@op("hardshrink")
+def hardshrink(input: Any, lambd: float = 0.5) -> Any:
+    """Zero near zero."""
+    return jnp.where(jnp.abs(input) > lambd, input, jnp.zeros((), input.dtype))
+
+
+@op("softshrink")
+def softshrink(input: Any, lambd: float = 0.5) -> Any:
+    """Moved towards zero."""
+    shift = jnp.asarray(lambd, input.dtype)
+    return jnp.where(input > shift, input - shift, jnp.where(input < -shift, input + shift, jnp.zeros((), input.dtype)))
+
+
+@op("glu")
+def glu(input: Any, dim: int = -1) -> Any:
+    """One half times the sigmoid of the other."""
+    return jax.nn.glu(input, axis=dim)
+
+
+def _softmax_dim(dim: int | None, ndim: int) -> int:
+    return dim if dim is not None else 0 if ndim in (0, 1, 3) else 1
+
+
+@op("softmax", "special_softmax")
+def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Shares that sum to one."""
+    dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
+    return jax.nn.softmax(cast(input, dtype), axis=_softmax_dim(dim, input.ndim))
+
+
+@op("log_softmax", "special_log_softmax")
+def log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """The logarithm of `softmax`."""
+    dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
+    return jax.nn.log_softmax(cast(input, dtype), axis=_softmax_dim(dim, input.ndim))
+
+
+@op("softmin")
+def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """`softmax` of -x."""
+    return softmax(-input, dim, dtype=dtype)
+
+
+def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> Any:
+    """A mask over `shape`, divided by the share that it keeps."""
+    if p >= 1:
+        return jnp.zeros(shape, input.dtype)
+    keep = jax.random.bernoulli(next_key(what), 1 - p, shape)
+    return jnp.where(keep, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype))
+
+
+@op("dropout", "native_dropout")
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Elements dropped by key; needs no key where nothing can be dropped."""
+    return input * _kept(input.shape, p, "dropout", input) if training and p > 0 else input
+
+
+@op("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
+def feature_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Channels dropped by key."""
+    shape = input.shape[:2] + (1,) * (input.ndim - 2)
+    return input * _kept(shape, p, "dropout of channels", input) if training and p > 0 else input
+
+
+@op("alpha_dropout", "feature_alpha_dropout")
+def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    """Dropped to SELU's floor, mean and variance kept."""
+    if not training or p == 0:
+        return input
+    floor = -1.7580993408473766
+    a = ((1 - p) * (1 + p * floor**2)) ** -0.5
+    keep = jax.random.bernoulli(next_key("alpha_dropout"), 1 - p, input.shape)
+    return jnp.where(keep, input, jnp.asarray(floor, input.dtype)) * a - a * floor * p
+
+
+@op("linear")
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """x @ W.T + b."""
+    out = jnp.matmul(input, weight.T)
+    return out if bias is None else out + bias
+
+
+@op("bilinear")
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    """x1 @ W @ x2 + b."""
+    out = jnp.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return out if bias is None else out + bias
+
+
+def _embedding(input: Any, weight: Any, padding_idx: int | None = None) -> Any:
+    rows = jnp.take(weight, input, axis=0)
+    if padding_idx is None or padding_idx == -1:
+        return rows
+    return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)
+
+
+@op("embedding")
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Rows of the weight; none but a gradient's path is closed for `padding_idx`. NaN for a row that is not there."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise NotImplementedError(
+            "embedding: max_norm and scale_grad_by_freq, which change the weight or its gradient, are not there in jax."
+        )
+    if not jnp.issubdtype(input.dtype, jnp.integer):
+        input, weight = weight, input  # torch.embedding has them the other way round
+    return _embedding(input, weight, padding_idx)
+
+
+@op("layer_norm")
+def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    """Mean zero and variance one over the last dims; half types in float32 inside, as torch."""
+    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    out = _normalised(input, axes, eps)
+    return _affine(out, weight, bias).astype(input.dtype)
+
+
+def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
+    x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
+    mean = jnp.mean(x, axes, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.var(x, axes, keepdims=True) + eps)
+
+
+def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else x * weight.astype(x.dtype)
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+@op("group_norm")
+def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    """Mean zero and variance one over groups of channels."""
+    grouped = input.reshape(input.shape[0], num_groups, -1)
+    out = _normalised(grouped, (2,), eps).reshape(input.shape)
+    return _affine(out, *_by_channel(input.ndim, weight, bias)).astype(input.dtype)
+
+
+def _by_channel(ndim: int, *arrays: Any) -> list[Any]:
+    return [None if a is None else a.reshape((1, -1) + (1,) * (ndim - 2)) for a in arrays]
+
+
+@op("rms_norm")
+def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Root mean square one over the last dims."""
+    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
+    eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    return _affine(x * lax.rsqrt(jnp.mean(jnp.square(x), axes, keepdims=True) + eps), weight, None).astype(input.dtype)
+
+
+def batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: Any = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """Mean zero and variance one of each channel over the batch, or by running statistics, which training moves on.
+
+    The running variance takes the unbiased one, as torch's.
+    """
+    return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, (0, *range(2, input.ndim)))
+
+
+def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: Any, eps: float, axes: Any) -> Any:
+    raw = as_array(input)
+    x = raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw
+    weight, bias = _by_channel(x.ndim, as_array(weight), as_array(bias))
+    if not training and mean is not None:
+        use_mean, use_var = _by_channel(x.ndim, as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype))
+    else:
+        n = math.prod(x.shape[a] for a in axes)
+        if n == 1:
+            raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(x.shape)}) has no variance; give a larger batch.")
+        use_mean, use_var = jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+        if mean is not None:
+            factor = as_array(momentum)
+            _move(mean, use_mean, factor)
+            _move(var, use_var * (n / (n - 1)), factor)
+    return _affine((x - use_mean) * lax.rsqrt(use_var + eps), weight, bias).astype(raw.dtype)
+
+
+def _move(running: Any, new: Any, factor: Any) -> None:
+    """Over the batch too, where each instance had its own statistics."""
+    old = running.value
+    flat = jnp.mean(lax.stop_gradient(new), tuple(a for a in range(new.ndim) if a != 1)).astype(old.dtype)
+    factor = jnp.asarray(factor, old.dtype)
+    running.value = old * (1 - factor) + flat * factor
+
+
+def instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: Any = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """As `batch_norm`, each instance by its own statistics."""
+    return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(2, input.ndim)))
+
+
+for _func in (F.batch_norm, torch.batch_norm):
+    OPS[_func] = Op(batch_norm, None, raw=True)
+for _func in (F.instance_norm, torch.instance_norm):
+    OPS[_func] = Op(instance_norm, None, raw=True)
+
+
+@op("scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(q k^T * scale + mask) v; the softmax of half types in float32."""
+    if enable_gqa:
+        key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
+    scores = jnp.matmul(query, jnp.swapaxes(key, -1, -2)) * jnp.asarray(
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype
+    )
+    scores = scores.astype(jnp.float32) if scores.dtype.itemsize < 4 else scores
+    if is_causal:
+        attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    if attn_mask is not None and attn_mask.dtype == bool:
+        scores = jnp.where(attn_mask, scores, -jnp.inf)
+        # A query that may look at nothing gets zeros, as in torch, not NaN.
+        dead = ~jnp.any(attn_mask, axis=-1, keepdims=True)
+        weights = jnp.where(dead, 0.0, jax.nn.softmax(jnp.where(dead, 0.0, scores), axis=-1))
+    else:
+        weights = jax.nn.softmax(scores if attn_mask is None else scores + attn_mask.astype(scores.dtype), axis=-1)
+    weights = weights.astype(query.dtype)
+    return jnp.matmul(dropout(weights, dropout_p), value)
+
+
+@op("_weight_norm")
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    """g * v / |v|, the norm over all dims but one."""
+    axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim % v.ndim)
+    return v * (g / jnp.sqrt(jnp.sum(jnp.square(v), axes, keepdims=True)))
+
+
+@op("cosine_similarity")
+def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """The cosine of the angle between."""
+    x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
+    lengths = [jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
+    return jnp.sum(x1 / lengths[0] * (x2 / lengths[1]), dim)
+
+
+@op("pixel_shuffle")
+def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
+    """Channels spread over a finer grid."""
+    *lead, c, h, w = input.shape
+    r = upscale_factor
+    x = input.reshape(*lead, c // r**2, r, r, h, w)
+    n = len(lead)
+    return jnp.transpose(x, (*range(n), n, n + 3, n + 1, n + 4, n + 2)).reshape(*lead, c // r**2, h * r, w * r)
+
+
+# Written in Python, of operations that are there: as it stands, with masks, biases and dropout that torch2jax's own lacks.
+BODIES.add(F.multi_head_attention_forward)

@@ -1,0 +1,135 @@
+"""Losses of torch.nn.functional over arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .torch_calls import op
+from .traced import promoted
+
+
+def reduced(loss: Any, reduction: str) -> Any:
+    """The mean, the sum, or each."""
+    return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) if reduction == "sum" else loss
+
+
+def _classes(log_p: Any, target: Any, weight: Any, ignore_index: int, reduction: str, smoothing: float) -> Any:
+    """Of log-probabilities (N, C, ...) and classes (N, ...), what `nll_loss` and `cross_entropy` share."""
+    axis = 1 if log_p.ndim > 1 else 0
+    valid = target != ignore_index
+    safe = jnp.where(valid, target, 0)
+    picked = -jnp.squeeze(jnp.take_along_axis(log_p, jnp.expand_dims(safe, axis), axis=axis), axis)
+    share = jnp.ones(picked.shape, log_p.dtype) if weight is None else jnp.take(weight, safe).astype(log_p.dtype)
+    share = jnp.where(valid, share, jnp.zeros((), log_p.dtype))
+    loss = jnp.where(valid, picked * share, jnp.zeros((), log_p.dtype))
+    if smoothing > 0:
+        shape = (-1,) + (1,) * (log_p.ndim - axis - 1)
+        spread = -jnp.sum(log_p if weight is None else log_p * weight.reshape(shape), axis)
+        spread = jnp.where(valid, spread, jnp.zeros((), log_p.dtype)) / log_p.shape[axis]
+        loss = (1 - smoothing) * loss + smoothing * spread
+    return jnp.sum(loss) / jnp.sum(share) if reduction == "mean" else reduced(loss, reduction)
+
+
+@op("cross_entropy", "cross_entropy_loss")
+def cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Of logits and classes, or of logits and probabilities of classes."""
+    axis = 1 if input.ndim > 1 else 0
+    log_p = jax.nn.log_softmax(input, axis)
+    if jnp.issubdtype(target.dtype, jnp.integer):
+        return _classes(log_p, target, weight, ignore_index, reduction, label_smoothing)
+    target = target.astype(log_p.dtype) * (1 - label_smoothing) + label_smoothing / input.shape[axis]
+    if weight is not None:
+        log_p = log_p * weight.reshape((-1,) + (1,) * (input.ndim - axis - 1))
+    loss = -jnp.sum(log_p * target, axis)
+    return jnp.sum(loss) / loss.size if reduction == "mean" else reduced(loss, reduction)
+
+
+@op("nll_loss", "nll_loss_nd")
+def nll_loss(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Of log-probabilities and classes."""
+    return _classes(input, target, weight, ignore_index, reduction, 0.0)
+
+
+@op("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    pos_weight: Any = None,
+) -> Any:
+    """Of logits and probabilities."""
+    input, target = promoted(input, target)
+    positive = jax.nn.softplus(-input) * (1 if pos_weight is None else pos_weight)
+    loss = target * positive + (1 - target) * jax.nn.softplus(input)
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@op("binary_cross_entropy")
+def binary_cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Any:
+    """Of probabilities; logarithms no smaller than -100, as torch."""
+    log = jnp.maximum(jnp.log(input), -100.0), jnp.maximum(jnp.log1p(-input), -100.0)
+    loss = -(target * log[0] + (1 - target) * log[1])
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _difference(name: str, of: Any) -> None:
+    @op(name)
+    def loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None) -> Any:
+        a, b = promoted(input, target)
+        each = of(a - b)
+        return reduced(each if weight is None else each * weight, reduction)
+
+
+_difference("mse_loss", jnp.square)
+_difference("l1_loss", jnp.abs)
+
+
+@op("huber_loss")
+def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
+    """A square near zero, delta times the distance beyond."""
+    a, b = promoted(input, target)
+    d = jnp.abs(a - b)
+    loss = jnp.where(d < delta, 0.5 * d * d, delta * (d - 0.5 * delta))
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@op("smooth_l1_loss")
+def smooth_l1_loss(
+    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: float = 1.0
+) -> Any:
+    """`huber_loss` divided by beta; at beta 0 the distance."""
+    a, b = promoted(input, target)
+    d = jnp.abs(a - b)
+    return reduced(d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta), reduction)
+
+
+@op("kl_div")
+def kl_div(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False) -> Any:
+    """Of log-probabilities and probabilities, or their logarithms."""
+    each = jnp.exp(target) * (target - input) if log_target else jax.scipy.special.xlogy(target, target) - target * input
+    return jnp.sum(each) / input.shape[0] if reduction == "batchmean" else reduced(each, reduction)

@@ -1,0 +1,418 @@
+"""Torch functions over arrays, as torch computes them: element by element, reductions, creation, random numbers."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from .torch_calls import OPS, op
+from .traced import default_float, jax_dtype, promoted
+
+Dims = int | Sequence[int] | None
+
+
+def floating(x: Any) -> Any:
+    """x in a floating type, as torch's functions of real numbers take integers."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(default_float())
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """x in this dtype; x itself for None."""
+    return x if dtype is None else x.astype(jax_dtype(dtype))
+
+
+def nonzero(x: Any) -> Any:
+    """Whether x is not zero; bools as they are."""
+    x = jnp.asarray(x)
+    return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
+
+
+def _register_unary() -> None:
+    real = "exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh"
+    names = {name: getattr(jnp, name) for name in real.split()}
+    names |= {"asin": jnp.arcsin, "acos": jnp.arccos, "atan": jnp.arctan, "asinh": jnp.arcsinh, "acosh": jnp.arccosh, "atanh": jnp.arctanh}
+    names |= {f"arc{name[1:]}": f for name, f in names.items() if name.startswith("a")}
+    names |= {"rsqrt": lax.rsqrt, "sigmoid": jax.nn.sigmoid, "special_expit": jax.nn.sigmoid, "erf": lax.erf, "erfc": lax.erfc}
+    names |= {"special_erf": lax.erf, "erfinv": lax.erf_inv, "lgamma": lax.lgamma, "digamma": lax.digamma, "reciprocal": jnp.reciprocal}
+    names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "logit": lambda x: jnp.log(x) - jnp.log1p(-x)}
+    for name, f in names.items():
+        op(name)(lambda input, f=f: f(floating(input)))
+    for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~nonzero(x)}.items():
+        op(name)(lambda input, f=f: f(input))
+    same = {"abs": jnp.abs, "absolute": jnp.abs, "neg": jnp.negative, "negative": jnp.negative, "sign": jnp.sign, "floor": jnp.floor}
+    same |= {"ceil": jnp.ceil, "trunc": jnp.trunc, "fix": jnp.trunc, "square": jnp.square, "sgn": jnp.sign, "bitwise_not": jnp.bitwise_not}
+    same |= {"__neg__": jnp.negative, "__abs__": jnp.abs, "__invert__": jnp.invert, "positive": jnp.asarray, "angle": jnp.angle}
+    for name, f in same.items():
+        op(name)(lambda input, f=f: f(input))
+
+
+_register_unary()
+
+
+@op("round")
+def round_(input: Any, decimals: int = 0) -> Any:
+    """Half to even, as torch."""
+    return jnp.round(input, decimals)
+
+
+@op("frac")
+def frac(input: Any) -> Any:
+    """What follows the point."""
+    return input - jnp.trunc(input)
+
+
+def _register_binary() -> None:
+    table: dict[str, Any] = {"maximum": jnp.maximum, "minimum": jnp.minimum, "atan2": jnp.arctan2, "arctan2": jnp.arctan2}
+    table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot, "xlogy": _xlogy}
+    table |= {"logaddexp": jnp.logaddexp, "fmax": jnp.fmax, "fmin": jnp.fmin, "copysign": jnp.copysign, "mul": _mul, "multiply": _mul}
+    table |= {"__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
+    table |= {f"bitwise_{name}": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
+    table |= {f"__{name}__": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        table[name] = table[f"__{name}__"] = getattr(operator, name)
+    table |= {
+        "less": operator.lt,
+        "less_equal": operator.le,
+        "greater": operator.gt,
+        "greater_equal": operator.ge,
+        "not_equal": operator.ne,
+    }
+    for name, f in table.items():
+        op(name)(lambda input, other, f=f: f(*promoted(input, other)))
+    for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
+        op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
+    for name, f in {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}.items():
+        op(name)(lambda input, other, f=f: f(nonzero(input), nonzero(other)))
+
+
+def _mul(a: Any, b: Any) -> Any:
+    return jnp.logical_and(a, b) if a.dtype == bool else a * b
+
+
+def _xlogy(a: Any, b: Any) -> Any:
+    return jax.scipy.special.xlogy(floating(a), floating(b))
+
+
+_register_binary()
+
+
+@op("add", "__add__", "__radd__")
+def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """input + alpha * other."""
+    a, b = promoted(input, other)
+    if a.dtype == bool:
+        return jnp.logical_or(a, b)
+    return a + (b if isinstance(alpha, int | float) and alpha == 1 else b * jnp.asarray(alpha, b.dtype))
+
+
+@op("sub", "subtract", "__sub__")
+def sub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """input - alpha * other."""
+    a, b = promoted(input, other)
+    return a - (b if isinstance(alpha, int | float) and alpha == 1 else b * jnp.asarray(alpha, b.dtype))
+
+
+@op("rsub", "__rsub__")
+def rsub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """other - alpha * input."""
+    a, b = promoted(input, other)
+    return b - a * jnp.asarray(alpha, a.dtype)
+
+
+@op("div", "divide", "true_divide", "__div__", "__truediv__")
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    """Division; of integers in torch's default dtype unless it is rounded."""
+    a, b = promoted(input, other)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(a, b)
+    if rounding_mode == "trunc":
+        return jnp.trunc(a / b) if jnp.issubdtype(a.dtype, jnp.inexact) else lax.div(*jnp.broadcast_arrays(a, b))
+    return floating(a) / floating(b)
+
+
+@op("__rtruediv__", "__rdiv__")
+def rdiv(input: Any, other: Any) -> Any:
+    """other / input."""
+    return div(other, input)
+
+
+@op("pow", "__pow__")
+def pow_(input: Any, exponent: Any) -> Any:
+    """A power; a whole exponent by multiplication, whose derivative is right at zero too."""
+    if isinstance(exponent, int | float) and not isinstance(exponent, bool) and exponent == int(exponent) and abs(exponent) < 64:
+        base = promoted(input, exponent)[0]
+        return lax.integer_pow(base, int(exponent))
+    if isinstance(exponent, float) and exponent == 0.5:
+        return jnp.sqrt(floating(input))
+    a, b = promoted(input, exponent)
+    return jnp.power(a, b)
+
+
+@op("__rpow__")
+def rpow(input: Any, other: Any) -> Any:
+    """other to the power of input."""
+    return pow_(other, input)
+
+
+@op("clamp", "clip")
+def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
+    """Within bounds; the gradient passes at the bounds, as in torch."""
+    given = [x for x in (min, max) if x is not None]
+    input, *bounds = promoted(input, *given)
+    if min is not None:
+        low = bounds.pop(0)
+        input = jnp.where(input < low, low, input)
+    if max is not None:
+        high = bounds.pop(0)
+        input = jnp.where(input > high, high, input)
+    return input
+
+
+@op("clamp_min")
+def clamp_min(input: Any, min: Any) -> Any:
+    """At least."""
+    return clamp(input, min)
+
+
+@op("clamp_max")
+def clamp_max(input: Any, max: Any) -> Any:
+    """At most."""
+    return clamp(input, None, max)
+
+
+@op("where")
+def where(condition: Any, input: Any = None, other: Any = None) -> Any:
+    """Elements of one or the other."""
+    if input is None:
+        return jnp.where(condition)
+    return jnp.where(condition, *promoted(input, other))
+
+
+def _where_method(input: Any, condition: Any, other: Any) -> Any:
+    return where(condition, input, other)
+
+
+OPS[torch.Tensor.where] = OPS[torch.where]._replace(handler=_where_method, signature=None)
+
+
+@op("masked_fill")
+def masked_fill(input: Any, mask: Any, value: Any) -> Any:
+    """The value where the mask is True."""
+    return jnp.where(mask, jnp.asarray(value, input.dtype), input)
+
+
+@op("lerp")
+def lerp(input: Any, end: Any, weight: Any) -> Any:
+    """input + weight * (end - input)."""
+    input, end, weight = promoted(input, end, weight)
+    return input + weight * (end - input)
+
+
+@op("addcmul")
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """input + value * tensor1 * tensor2."""
+    return add(input, _mul(*promoted(tensor1, tensor2)), alpha=value)
+
+
+@op("addcdiv")
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """input + value * tensor1 / tensor2."""
+    return add(input, div(tensor1, tensor2), alpha=value)
+
+
+@op("nan_to_num")
+def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    """Numbers for what is none."""
+    return jnp.nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+def axes(dim: Dims) -> Any:
+    """numpy's axes of torch's dim: None and () are all."""
+    return None if dim is None or (not isinstance(dim, int) and len(dim) == 0) else dim if isinstance(dim, int) else tuple(dim)
+
+
+@op("sum")
+def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A sum; of bools and small integers in int64, as torch."""
+    if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
+        dtype = torch.int64
+    return jnp.sum(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
+
+
+@op("nansum")
+def nansum(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A sum of what is a number."""
+    return sum_(jnp.where(jnp.isnan(input), jnp.zeros((), input.dtype), input), dim, keepdim, dtype=dtype)
+
+
+@op("mean")
+def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A mean."""
+    return jnp.mean(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
+
+
+@op("prod")
+def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A product."""
+    if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
+        dtype = torch.int64
+    return jnp.prod(cast(input, dtype), axis=dim, keepdims=keepdim)
+
+
+@op("var")
+def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """A variance, with Bessel's correction unless told otherwise."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    ddof: Any = correction if correction is not None else 1 if unbiased else 0
+    return jnp.var(input, axis=axes(dim), keepdims=keepdim, ddof=ddof)
+
+
+@op("std")
+def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """The root of `var`."""
+    return jnp.sqrt(var(input, dim, unbiased, keepdim, correction=correction))
+
+
+@op("var_mean")
+def var_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """Variance and mean."""
+    return var(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
+
+
+@op("std_mean")
+def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """Deviation and mean."""
+    return std(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
+
+
+@op("all")
+def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Whether all are nonzero."""
+    return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim)
+
+
+@op("any")
+def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Whether one is nonzero."""
+    return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim)
+
+
+@op("amax")
+def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    """The largest; the gradient is shared among equals, as in torch."""
+    return jnp.max(input, axis=axes(dim), keepdims=keepdim)
+
+
+@op("amin")
+def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    """The smallest."""
+    return jnp.min(input, axis=axes(dim), keepdims=keepdim)
+
+
+def _extreme(whole: Any, arg: Any, pair: Any, returns: Any) -> Any:
+    def extreme(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+        other = dim if hasattr(dim, "ndim") else other
+        if other is not None:
+            return pair(*promoted(input, other))
+        if dim is None:
+            return whole(input)
+        where_ = jnp.expand_dims(arg(input, axis=dim), dim)
+        both = jnp.take_along_axis(input, where_, axis=dim), where_.astype(jax_dtype(torch.int64))
+        return returns(both if keepdim else [jnp.squeeze(x, dim) for x in both])
+
+    return extreme
+
+
+op("max")(_extreme(jnp.max, jnp.argmax, jnp.maximum, torch.return_types.max))
+op("min")(_extreme(jnp.min, jnp.argmin, jnp.minimum, torch.return_types.min))
+
+
+@op("argmax")
+def argmax(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The place of the largest."""
+    return jnp.argmax(input, axis=dim, keepdims=keepdim).astype(jax_dtype(torch.int64))
+
+
+@op("argmin")
+def argmin(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The place of the smallest."""
+    return jnp.argmin(input, axis=dim, keepdims=keepdim).astype(jax_dtype(torch.int64))
+
+
+@op("logsumexp", "special_logsumexp")
+def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
+    """The logarithm of a sum of exponentials."""
+    return jax.scipy.special.logsumexp(floating(input), axis=axes(dim), keepdims=keepdim)
+
+
+@op("cumsum")
+def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Sums from the start."""
+    if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
+        dtype = torch.int64
+    return jnp.cumsum(cast(input, dtype), axis=dim)
+
+
+@op("cumprod")
+def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Products from the start."""
+    return jnp.cumprod(cast(input, dtype), axis=dim)
+
+
+def _in_order(x: Any, dim: int, descending: bool) -> Any:
+    """Values and their places in order, equal ones as they came, NaN as the largest."""
+    places = (
+        lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % max(x.ndim, 1)) if x.ndim else jnp.zeros((), jax_dtype(torch.int64))
+    )
+    both = [jnp.flip(a, dim) for a in (x, places)] if descending and x.ndim else [x, places]
+    both = lax.sort(both, dimension=dim, num_keys=1, is_stable=True) if x.ndim else both
+    return tuple(jnp.flip(a, dim) for a in both) if descending and x.ndim else tuple(both)
+
+
+@op("sort")
+def sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """Values and their places."""
+    return torch.return_types.sort(_in_order(input, dim, descending))
+
+
+@op("argsort")
+def argsort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """The places of values in order."""
+    return _in_order(lax.stop_gradient(input), dim, descending)[1]
+
+
+@op("topk")
+def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The k largest or smallest, and their places."""
+    if largest:
+        both: Any = [jnp.moveaxis(x, -1, dim) for x in lax.top_k(jnp.moveaxis(input, dim, -1), k)]
+        both[1] = both[1].astype(jax_dtype(torch.int64))
+    else:
+        both = [lax.slice_in_dim(x, 0, k, axis=dim) for x in _in_order(input, dim, False)]
+    return torch.return_types.topk(both)
+
+
+@op("norm", "linalg_vector_norm", "linalg_norm")
+def norm(input: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, ord: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """The p-norm of all elements or along dims; of matrices only Frobenius'."""
+    p = ord if ord is not None else p
+    x, axis = cast(input, dtype), axes(dim)
+    if p in (None, "fro", 2):
+        square = jnp.sum(jnp.square(jnp.abs(x)), axis=axis, keepdims=keepdim)
+        root = jnp.sqrt(jnp.where(square == 0, jnp.ones_like(square), square))  # torch's gradient at zero is zero, not NaN
+        return jnp.where(square == 0, jnp.zeros_like(square), root)
+    if math.isinf(p):
+        return (jnp.max if p > 0 else jnp.min)(jnp.abs(x), axis=axis, keepdims=keepdim)
+    if p == 0:
+        return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
+    if p == 1:
+        return jnp.sum(jnp.abs(x), axis=axis, keepdims=keepdim)
+    return pow_(jnp.sum(pow_(jnp.abs(x), p), axis=axis, keepdims=keepdim), 1 / p)

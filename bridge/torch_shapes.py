@@ -1,0 +1,414 @@
+"""Torch functions that view, index, join and rearrange."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from .torch_calls import OPS, Op, is_traced, leaves, op
+from .torch_create import flat
+from .traced import Traced, as_array, jax_dtype, promoted, where_now
+
+
+def _axis(dim: int, ndim: int) -> int:
+    return dim + ndim if dim < 0 else dim
+
+
+@op("view", "reshape", views=True)
+def reshape(input: Any, *shape: Any, **named: Any) -> Any:
+    """Another shape of the same elements, or another type of the same bits."""
+    shape = (named["shape"],) if "shape" in named else shape
+    if shape and isinstance(shape[0], torch.dtype):
+        return jax.lax.bitcast_convert_type(input, jax_dtype(shape[0]))
+    return jnp.reshape(input, flat(shape))
+
+
+@op("view_as", "reshape_as", views=True)
+def view_as(input: Any, other: Any) -> Any:
+    """The shape of another."""
+    return jnp.reshape(input, other.shape)
+
+
+@op("flatten", views=True)
+def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Dims from start to end as one."""
+    if input.ndim == 0:
+        return input.reshape(1)
+    start, end = _axis(start_dim, input.ndim), _axis(end_dim, input.ndim)
+    return jnp.reshape(input, (*input.shape[:start], math.prod(input.shape[start : end + 1]), *input.shape[end + 1 :]))
+
+
+@op("ravel", views=True)
+def ravel(input: Any) -> Any:
+    """One dim."""
+    return jnp.ravel(input)
+
+
+@op("unflatten", views=True)
+def unflatten(input: Any, dim: int, sizes: Any) -> Any:
+    """One dim as several."""
+    dim = _axis(dim, input.ndim)
+    sizes = [int(n) for n in sizes]
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = input.shape[dim] // -math.prod(sizes)
+    return jnp.reshape(input, (*input.shape[:dim], *sizes, *input.shape[dim + 1 :]))
+
+
+@op("permute", views=True)
+def permute(input: Any, *dims: Any, **named: Any) -> Any:
+    """Dims in this order."""
+    return jnp.transpose(input, flat((named["dims"],) if named else dims))
+
+
+@op("transpose", "swapaxes", "swapdims", views=True)
+def transpose(input: Any, dim0: int, dim1: int) -> Any:
+    """Two dims exchanged."""
+    return jnp.swapaxes(input, dim0, dim1) if input.ndim else input
+
+
+@op("t", views=True)
+def t(input: Any) -> Any:
+    """A matrix transposed."""
+    return input.T
+
+
+@op("adjoint", views=True)
+def adjoint(input: Any) -> Any:
+    """Conjugate transposed."""
+    return jnp.conj(jnp.swapaxes(input, -1, -2))
+
+
+@op("movedim", "moveaxis", views=True)
+def movedim(input: Any, source: Any, destination: Any) -> Any:
+    """Dims moved."""
+    return jnp.moveaxis(input, source, destination)
+
+
+@op("squeeze", views=True)
+def squeeze(input: Any, dim: Any = None) -> Any:
+    """Without dims of size one."""
+    dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return jnp.squeeze(input, tuple(d for d in dims if input.ndim and input.shape[d] == 1))
+
+
+@op("unsqueeze", views=True)
+def unsqueeze(input: Any, dim: int) -> Any:
+    """A new dim of size one."""
+    return jnp.expand_dims(input, dim)
+
+
+@op("expand", "broadcast_to", views=True)
+def expand(input: Any, *size: Any, **_: Any) -> Any:
+    """Dims of size one repeated, new ones in front."""
+    size = flat((_["size"],) if "size" in _ else size)
+    lead = len(size) - input.ndim
+    return jnp.broadcast_to(input, tuple(input.shape[i - lead] if n == -1 else n for i, n in enumerate(size)))
+
+
+@op("expand_as", views=True)
+def expand_as(input: Any, other: Any) -> Any:
+    """The shape of another."""
+    return jnp.broadcast_to(input, other.shape)
+
+
+@op("narrow", views=True)
+def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
+    """A part of one dim."""
+    return jax.lax.dynamic_slice_in_dim(input, start, length, dim) if is_traced(start) else _part(input, dim, start, start + length)
+
+
+def _part(input: Any, dim: int, start: int, stop: int) -> Any:
+    return jax.lax.slice_in_dim(input, _axis(start, input.shape[dim]), _axis(stop, input.shape[dim]), axis=dim)
+
+
+@op("select", views=True)
+def select(input: Any, dim: int, index: int) -> Any:
+    """One place of one dim."""
+    return jnp.take(input, index, axis=dim)
+
+
+@op("unbind", views=True)
+def unbind(input: Any, dim: int = 0) -> Any:
+    """Each place of one dim."""
+    return tuple(jnp.take(input, i, axis=dim) for i in range(input.shape[dim]))
+
+
+@op("split", "split_with_sizes", "unsafe_split", views=True)
+def split(input: Any, split_size: Any, dim: int = 0, **_: Any) -> Any:
+    """Parts of these sizes, or of one size and a rest."""
+    n = input.shape[dim]
+    sizes = [min(split_size, n - i) for i in range(0, max(n, 1), split_size)] if isinstance(split_size, int) else list(split_size)
+    if sum(sizes) != n:
+        raise ValueError(f"split: the sizes {sizes} do not add up to {n}, the size of dim {dim}.")
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return tuple(jax.lax.slice_in_dim(input, stop - size, stop, axis=dim) for size, stop in zip(sizes, stops, strict=True))
+
+
+@op("chunk", views=True)
+def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
+    """At most this many parts of equal size."""
+    return split(input, max(1, math.ceil(input.shape[dim] / chunks)), dim)
+
+
+@op("tensor_split", views=True)
+def tensor_split(input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
+    """Parts as numpy's array_split."""
+    return tuple(jnp.array_split(input, indices_or_sections, axis=dim))
+
+
+@op("detach", views=True)
+def detach(input: Any) -> Any:
+    """The same values without a gradient."""
+    return jax.lax.stop_gradient(input)
+
+
+@op("diagonal", views=True)
+def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """A diagonal."""
+    return jnp.diagonal(input, offset, dim1, dim2)
+
+
+op("real", views=True)(lambda input: jnp.real(input) if jnp.iscomplexobj(input) else input)
+op("imag")(jnp.imag)
+op("view_as_complex")(lambda input: jax.lax.complex(input[..., 0], input[..., 1]))
+op("view_as_real")(lambda input: jnp.stack([input.real, input.imag], -1))
+
+
+@op("unfold")
+def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
+    """Windows along one dim, their elements in a new last dim."""
+    starts = jnp.arange(0, input.shape[dimension] - size + 1, step)
+    windows = jnp.take(input, (starts[:, None] + jnp.arange(size)).reshape(-1), axis=dimension)
+    return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _axis(dimension, input.ndim) + 1, -1)
+
+
+def _key(key: Any) -> Any:
+    """torch's index as jax's: tensors and lists as arrays."""
+    if isinstance(key, tuple):
+        return tuple(map(_key, key))
+    if isinstance(key, list):
+        return jnp.asarray([as_array(k) for k in key])
+    if isinstance(key, slice):
+        return slice(*(None if x is None else operator.index(as_array(x)) for x in (key.start, key.stop, key.step)))
+    return as_array(key)
+
+
+def _take(array: Any, key: Any) -> Any:
+    return array[key]
+
+
+def getitem(input: Any, key: Any) -> Any:
+    """input[key]: a view where no tensor is in the key."""
+    array, made = as_array(input), _key(key)
+    _in_range(array, made)
+    if isinstance(input, Traced) and not any(isinstance(k, jax.Array) for k in leaves(made)):
+        return Traced(_take(array, made), input, (_take, (made,), {}, None, operator.getitem))
+    return array[made]
+
+
+def _in_range(array: Any, key: Any) -> None:
+    """jax clamps an index that is out of range; torch has an error."""
+    dim = 0
+    for k in key if isinstance(key, tuple) else (key,):
+        if k is Ellipsis or (isinstance(k, jax.Array) and k.dtype == bool):
+            return
+        if isinstance(k, int) and not isinstance(k, bool) and dim < array.ndim and not -array.shape[dim] <= k < array.shape[dim]:
+            raise IndexError(f"index {k} is out of range for dim {dim} of size {array.shape[dim]}.")
+        dim += k is not None and not isinstance(k, bool)
+
+
+def setitem(input: Any, key: Any, value: Any) -> None:
+    """input[key] = value."""
+    if not isinstance(input, Traced):
+        raise ValueError(
+            f"a traced value is written into a plain torch tensor {where_now()}. Register it as a buffer, or make it inside forward."
+        )
+    array, made = input.value, _key(key)
+    _in_range(array, made)
+    value = jnp.asarray(as_array(value), array.dtype)
+    if isinstance(made, jax.Array) and made.dtype == bool and value.ndim == 0:
+        made = made.reshape(made.shape + (1,) * (array.ndim - made.ndim))
+        input.value = jnp.where(made, value, array)
+    else:
+        while value.ndim and value.shape[0] == 1 and value.ndim > jax.eval_shape(lambda a: a[made], array).ndim:
+            value = value[0]
+        input.value = array.at[made].set(value)
+
+
+OPS[torch.Tensor.__getitem__] = Op(getitem, None, raw=True)
+OPS[torch.Tensor.__setitem__] = Op(setitem, None, raw=True)
+
+
+@op("cat", "concat", "concatenate")
+def cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
+    """Joined along a dim; empty vectors are left out, as in torch."""
+    kept = [x for x in tensors if x.shape != (0,)] or list(tensors)
+    return jnp.concatenate(promoted(*kept), axis=named.get("axis", dim))
+
+
+@op("stack")
+def stack(tensors: Any, dim: int = 0) -> Any:
+    """Joined along a new dim."""
+    return jnp.stack(promoted(*tensors), axis=dim)
+
+
+@op("hstack")
+def hstack(tensors: Any) -> Any:
+    """Side by side."""
+    return jnp.hstack(promoted(*tensors))
+
+
+@op("vstack")
+def vstack(tensors: Any) -> Any:
+    """One above the other."""
+    return jnp.vstack(promoted(*tensors))
+
+
+@op("repeat")
+def repeat(input: Any, *repeats: Any) -> Any:
+    """The whole, this many times along each dim."""
+    return jnp.tile(input, flat(repeats))
+
+
+@op("tile")
+def tile(input: Any, *dims: Any) -> Any:
+    """As `repeat`."""
+    return jnp.tile(input, flat(dims))
+
+
+@op("repeat_interleave")
+def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+    """Each element this many times."""
+    return jnp.repeat(input, repeats, axis=dim, total_repeat_length=output_size)
+
+
+@op("flip")
+def flip(input: Any, *dims: Any) -> Any:
+    """Reversed."""
+    return jnp.flip(input, flat(dims))
+
+
+@op("roll")
+def roll(input: Any, shifts: Any, dims: Any = None) -> Any:
+    """Shifted round."""
+    return jnp.roll(input, shifts, axis=dims)
+
+
+@op("tril")
+def tril(input: Any, diagonal: int = 0) -> Any:
+    """On and below a diagonal."""
+    return jnp.tril(input, diagonal)
+
+
+@op("triu")
+def triu(input: Any, diagonal: int = 0) -> Any:
+    """On and above a diagonal."""
+    return jnp.triu(input, diagonal)
+
+
+@op("diag")
+def diag(input: Any, diagonal: int = 0) -> Any:
+    """A diagonal out of a matrix or into one."""
+    return jnp.diag(input, diagonal)
+
+
+@op("diag_embed")
+def diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """Vectors as diagonals of matrices."""
+    n = input.shape[-1] + abs(offset)
+    places = jnp.arange(input.shape[-1])
+    out = jnp.zeros((*input.shape[:-1], n, n), input.dtype).at[..., places + max(-offset, 0), places + max(offset, 0)].set(input)
+    return jnp.moveaxis(out, (-2, -1), (dim1, dim2))
+
+
+@op("meshgrid")
+def meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
+    """Coordinates of a grid."""
+    return tuple(jnp.meshgrid(*(tensors[0] if isinstance(tensors[0], list | tuple) else tensors), indexing=indexing))
+
+
+@op("broadcast_tensors")
+def broadcast_tensors(*tensors: Any) -> Any:
+    """All of one shape."""
+    return tuple(jnp.broadcast_arrays(*(tensors[0] if isinstance(tensors[0], list | tuple) else tensors)))
+
+
+@op("index_select")
+def index_select(input: Any, dim: int, index: Any) -> Any:
+    """Places of one dim."""
+    return jnp.take(input, index, axis=dim)
+
+
+@op("gather")
+def gather(input: Any, dim: int, index: Any, **_: Any) -> Any:
+    """Of each line along dim the places in index."""
+    dim = _axis(dim, input.ndim)
+    part = input[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(index.shape))]
+    return jnp.take_along_axis(part, index, axis=dim)
+
+
+@op("take_along_dim")
+def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
+    """As numpy's."""
+    return jnp.take_along_axis(input, indices, axis=dim)
+
+
+def _lines(index: Any, dim: int) -> Any:
+    places = list(jnp.indices(index.shape, sparse=True))
+    places[_axis(dim, index.ndim)] = index
+    return tuple(places)
+
+
+@op("scatter")
+def scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
+    """Values written at places of each line along dim."""
+    src = value if src is None else src
+    new = jnp.asarray(src, input.dtype)
+    new = new[tuple(map(slice, index.shape))] if new.ndim else new
+    at = input.at[_lines(index, dim)]
+    return at.set(new) if reduce is None else {"add": at.add, "multiply": at.multiply}[reduce](new)
+
+
+@op("scatter_add")
+def scatter_add(input: Any, dim: int, index: Any, src: Any) -> Any:
+    """Values added at places of each line along dim."""
+    return input.at[_lines(index, dim)].add(src[tuple(map(slice, index.shape))])
+
+
+@op("index_add")
+def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+    """Values added at places of one dim."""
+    at = (slice(None),) * _axis(dim, input.ndim) + (index,)
+    return input.at[at].add(source * jnp.asarray(alpha, source.dtype))
+
+
+@op("index_copy")
+def index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
+    """Values written at places of one dim."""
+    return input.at[(slice(None),) * _axis(dim, input.ndim) + (index,)].set(source)
+
+
+@op("index_put")
+def index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """Values written, or added, at places."""
+    at = input.at[tuple(slice(None) if i is None else i for i in indices)]
+    return at.add(values) if accumulate else at.set(values)
+
+
+@op("one_hot")
+def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+    """Classes as rows of zeros and a one."""
+    if num_classes < 0:
+        num_classes = int(tensor.max()) + 1
+    return jax.nn.one_hot(tensor, num_classes, dtype=jax_dtype(torch.int64))
+
+
+@op("bincount")
+def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """How often each number occurs."""
+    return jnp.bincount(input, weights, length=max(minlength, int(input.max()) + 1))

@@ -1,0 +1,254 @@
+"""Convolutions and pooling of torch over jax's windows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax import lax
+
+from .torch_calls import OPS, Op, op
+from .traced import jax_dtype
+
+
+def each(n: int, x: Any) -> tuple[int, ...]:
+    """One number for each of n dims."""
+    return (int(x),) * n if isinstance(x, int | np.integer) else tuple(x) * n if len(x) == 1 else tuple(x)
+
+
+def batched(input: Any, n: int) -> tuple[Any, bool]:
+    """With a batch dim in front, and whether there was none."""
+    return (input[None], True) if input.ndim == n + 1 else (input, False)
+
+
+def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
+    """A convolution over n dims."""
+    input, alone = batched(input, n)
+    stride, dilation = each(n, stride), each(n, dilation)
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        pads = [(p // 2, p - p // 2) for p in total]
+    else:
+        pads = [(p, p) for p in each(n, 0 if padding == "valid" else padding)]
+    out = lax.conv_general_dilated(input, weight, stride, pads, rhs_dilation=dilation, feature_group_count=groups)
+    out = out if bias is None else out + bias.reshape((-1,) + (1,) * n)
+    return out[0] if alone else out
+
+
+def conv_transpose(
+    n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any
+) -> Any:
+    """The gradient of a convolution with respect to its input."""
+    input, alone = batched(input, n)
+    stride, padding, extra, dilation = (each(n, x) for x in (stride, padding, output_padding, dilation))
+    reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
+    # (in, out / groups, ...) -> (out, in / groups, ...), turned round.
+    kernel = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+    kernel = jnp.swapaxes(kernel, 1, 2).reshape(-1, weight.shape[0] // groups, *weight.shape[2:])
+    kernel = jnp.flip(kernel, tuple(range(2, n + 2)))
+    out = lax.conv_general_dilated(input, kernel, (1,) * n, pads, lhs_dilation=stride, rhs_dilation=dilation, feature_group_count=groups)
+    out = out if bias is None else out + bias.reshape((-1,) + (1,) * n)
+    return out[0] if alone else out
+
+
+def _register_convolutions() -> None:
+    for n in (1, 2, 3):
+
+        def forward(
+            input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, n: int = n
+        ) -> Any:
+            return conv(n, input, weight, bias, stride, padding, dilation, groups)
+
+        def transposed(
+            input: Any,
+            weight: Any,
+            bias: Any = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            output_padding: Any = 0,
+            groups: int = 1,
+            dilation: Any = 1,
+            n: int = n,
+        ) -> Any:
+            return conv_transpose(n, input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+        op(f"conv{n}d")(forward)
+        op(f"conv_transpose{n}d")(transposed)
+
+
+_register_convolutions()
+
+
+def _windows(input: Any, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
+    """The arguments of reduce_window; with ceil_mode the right side is padded until the last window fits that starts inside."""
+    kernel = each(n, kernel)
+    stride = kernel if stride is None or stride == [] or stride == () else each(n, stride)
+    padding, dilation = each(n, padding), each(n, dilation)
+    pads = []
+    for size, k, s, p, d in zip(input.shape[2:], kernel, stride, padding, dilation, strict=True):
+        span = size + 2 * p - d * (k - 1) - 1
+        count = (math.ceil(span / s) if ceil_mode else span // s) + 1
+        if ceil_mode and (count - 1) * s >= size + p:
+            count -= 1
+        pads.append((p, max(p, (count - 1) * s + d * (k - 1) + 1 - size - p)))
+    lead = (1, 1)
+    return lead + kernel, lead + stride, [(0, 0), (0, 0), *pads], lead + dilation
+
+
+def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
+    """The largest of each window. jax has no derivative of dilated windows, so those are gathered."""
+    if any(d != 1 for d in each(n, dilation)):
+        return max_pool_with_indices(n, input, kernel, stride, padding, dilation, ceil_mode)[0]
+    input, alone = batched(input, n)
+    window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
+    low = -jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min
+    out = lax.reduce_window(input, np.asarray(low, input.dtype), lax.max, window, strides, pads, window_dilation=dilations)
+    return out[0] if alone else out
+
+
+def max_pool_with_indices(
+    n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
+    """The largest of each window and its place in the flattened plane."""
+    input, alone = batched(input, n)
+    window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
+    plane = input.shape[2:]
+    places = jnp.broadcast_to(jnp.arange(math.prod(plane), dtype=jnp.int32).reshape(plane), input.shape)
+    spatial = [(p[0], p[1], 0) for p in pads]
+    padded = lax.pad(input, np.asarray(-jnp.inf, input.dtype), spatial)
+    places = lax.pad(places, np.asarray(0, np.int32), spatial)
+    starts = [
+        jnp.arange(0, size - d * (k - 1), s) for size, k, s, d in zip(padded.shape[2:], window[2:], strides[2:], dilations[2:], strict=True)
+    ]
+    for i, (start, k, d) in enumerate(zip(starts, window[2:], dilations[2:], strict=True)):
+        reach = start[:, None] + jnp.arange(k) * d
+        padded, places = (jnp.take(x, reach, axis=2 + 2 * i) for x in (padded, places))
+    order = (0, 1, *range(2, 2 + 2 * n, 2), *range(3, 3 + 2 * n, 2))
+    padded, places = (jnp.transpose(x, order).reshape(*input.shape[:2], *map(len, starts), -1) for x in (padded, places))
+    best = jnp.argmax(padded, -1, keepdims=True)
+    out = [jnp.take_along_axis(x, best, -1)[..., 0] for x in (padded, places)]
+    out[1] = out[1].astype(jax_dtype(torch.int64))
+    return tuple(x[0] for x in out) if alone else tuple(out)
+
+
+def avg_pool(
+    n: int,
+    input: Any,
+    kernel: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """The mean of each window; what ceil_mode adds on the right is never counted."""
+    input, alone = batched(input, n)
+    window, strides, pads, _ = _windows(input, n, kernel, stride, padding, 1, ceil_mode)
+    zero = np.asarray(0, input.dtype)
+    out = lax.reduce_window(input, zero, lax.add, window, strides, pads)
+    if divisor_override is not None:
+        return (out[0] if alone else out) / divisor_override
+    ones, outer = np.ones(input.shape[2:], np.float32), pads
+    if count_include_pad:
+        inner = [(p, p) for p in each(n, padding)]
+        ones = np.pad(ones, inner, constant_values=1)
+        outer = [(0, 0), (0, 0), *((a - i, b - i) for (a, b), (i, _) in zip(pads[2:], inner, strict=True))]
+    count = lax.reduce_window(jnp.asarray(ones)[None, None], np.float32(0), lax.add, window, strides, outer)
+    out = out / count.astype(out.dtype)
+    return out[0] if alone else out
+
+
+def adaptive_bins(size: int, out: int) -> list[tuple[int, int]]:
+    """torch's windows: first and last place of each."""
+    return [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
+
+
+def adaptive(n: int, input: Any, output_size: Any, reduce: Any) -> Any:
+    """A fixed number of windows along each of the last n dims, which overlap where the size does not divide."""
+    sizes = [output_size] * n if isinstance(output_size, int) or output_size is None else list(output_size)
+    for axis, out in zip(range(input.ndim - n, input.ndim), sizes, strict=True):
+        size = input.shape[axis]
+        if out is None or out == size:
+            continue
+        if size % out == 0:
+            input = reduce(input.reshape(*input.shape[:axis], out, size // out, *input.shape[axis + 1 :]), axis + 1)
+        else:
+            parts = [reduce(lax.slice_in_dim(input, a, b, axis=axis), axis) for a, b in adaptive_bins(size, out)]
+            input = jnp.stack(parts, axis)
+    return input
+
+
+def _register_pools() -> None:
+    for n in (1, 2, 3):
+
+        def largest(
+            input: Any,
+            kernel_size: Any,
+            stride: Any = None,
+            padding: Any = 0,
+            dilation: Any = 1,
+            ceil_mode: bool = False,
+            return_indices: bool = False,
+            n: int = n,
+        ) -> Any:
+            pool = max_pool_with_indices if return_indices else max_pool
+            return pool(n, input, kernel_size, stride, padding, dilation, ceil_mode)
+
+        def means(
+            input: Any,
+            kernel_size: Any,
+            stride: Any = None,
+            padding: Any = 0,
+            ceil_mode: bool = False,
+            count_include_pad: bool = True,
+            divisor_override: int | None = None,
+            n: int = n,
+        ) -> Any:
+            return avg_pool(n, input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+        def adaptive_means(input: Any, output_size: Any, n: int = n) -> Any:
+            return adaptive(n, input, output_size, lambda x, a: jnp.mean(x, a))
+
+        def largest_with_places(
+            input: Any,
+            kernel_size: Any,
+            stride: Any = None,
+            padding: Any = 0,
+            dilation: Any = 1,
+            ceil_mode: bool = False,
+            return_indices: bool = True,
+            n: int = n,
+        ) -> Any:
+            return max_pool_with_indices(n, input, kernel_size, stride, padding, dilation, ceil_mode)
+
+        def adaptive_largest(input: Any, output_size: Any, return_indices: bool = False, n: int = n) -> Any:
+            return adaptive(n, input, output_size, lambda x, a: jnp.max(x, a))
+
+        op(f"max_pool{n}d")(largest)
+        op(f"avg_pool{n}d")(means)
+        op(f"adaptive_avg_pool{n}d")(adaptive_means)
+        op(f"max_pool{n}d_with_indices")(largest_with_places)
+        for func in (f"adaptive_max_pool{n}d", f"_adaptive_max_pool{n}d"):  # torch._C's of that name returns places too
+            OPS[getattr(F, func)] = Op(adaptive_largest, None)
+
+
+_register_pools()
+
+
+def pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    """Padded from the last dim on; negative padding cuts."""
+    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
+    widths = [(0, 0)] * (input.ndim - len(pairs)) + pairs[::-1]
+    cut = tuple(slice(max(0, -a), n - max(0, -b)) for n, (a, b) in zip(input.shape, widths, strict=True))
+    input, widths = input[cut], [(max(a, 0), max(b, 0)) for a, b in widths]
+    if mode == "constant":
+        return jnp.pad(input, widths, constant_values=jnp.asarray(0 if value is None else value, input.dtype))
+    return jnp.pad(input, widths, mode={"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[mode])
+
+
+OPS[F.pad] = OPS[torch._C._nn.pad] = Op(pad, None)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,360 @@
+"""The value that torch code sees while jax traces it: a `torch2jax.Torchish` with torch's methods, views and in-place writes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch2jax import Torchish as _Torchish
+
+from .dlpack import EXTENSION_DTYPES, to_jax
+
+Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
+Torchish: Any = _Torchish
+
+_NAMES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"]
+NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype(like) for d, (_, like) in EXTENSION_DTYPES.items()}
+TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
+# Whose `x.dtype` asks for numpy's: jax reads it of whatever has `__jax_array__`, and torch.dtype is nothing to it.
+JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
+
+
+class Trace(threading.local):
+    """What one thread is tracing: the submodules entered, the keys to draw, what else a call needs to know."""
+
+    path: tuple[tuple[str, str], ...] = ()
+    device: torch.device = torch.device("cpu")
+    rng: Any = None
+    drawn: int = 0
+    dispatch: Callable[..., Any] | None = None
+    constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
+
+
+TRACE = Trace()
+
+
+def where_now() -> str:
+    """The submodule that is running, for errors."""
+    if not TRACE.path:
+        return "outside any module"
+    name, kind = TRACE.path[-1]
+    return f"in {name!r} ({kind})" if name else f"in the module itself ({kind})"
+
+
+def torch_dtype(array: Any) -> torch.dtype:
+    """torch's name for the dtype of an array; a TypeError for one that torch has not."""
+    found = TORCH.get(np.dtype(array.dtype))
+    if found is None:
+        raise TypeError(f"torch has no dtype for {array.dtype} ({where_now()}). Convert it with astype first.")
+    return found
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The dtype that jax gives an array of a torch dtype: 64 bits only where x64 is on, as jax itself decides."""
+    return jax.dtypes.canonicalize_dtype(NUMPY[dtype])
+
+
+def default_float() -> Any:
+    """torch's default dtype, as jax has it."""
+    return jax_dtype(torch.get_default_dtype())
+
+
+class Traced(Tensor, Torchish):
+    """A jax value under torch's interface.
+
+    A real tensor, so that torch's C code may look into it: one without memory, on the meta device, with the value's shape and
+    dtype. Functional inside: a write makes a new value. A view knows its base and how it was taken, so that a write through
+    either is seen by the other, as in torch. jax's functions take it (`__jax_array__`, and as a pytree).
+    """
+
+    def __new__(cls, value: Any, *_: Any, **__: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return torch.Tensor._make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
+
+    def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, parameter: Any = None):
+        self._value = value
+        self._base_, self._taken = base, view
+        self._writes = 0
+        self._seen = base._stamp() if base is not None else 0
+        self._is_param = parameter is not None
+        self._wants_grad = parameter is not None and parameter.requires_grad
+
+    @property
+    def value(self) -> Any:
+        base = self._base_
+        if base is not None and self._seen != base._stamp() and self._aliases():
+            self._value, self._seen = self._of(base.value), base._stamp()
+        return self._value
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        base = self._base_
+        if base is not None and self._aliases():
+            base.value = self._written(base.value, new)
+            self._seen = base._stamp()
+        self._value = new
+        self._writes += 1
+
+    def _stamp(self) -> int:
+        return self._writes + (self._base_._stamp() if self._base_ is not None else 0)
+
+    def _of(self, array: Any) -> Any:
+        handler, args, kwargs, index, _ = self._taken  # pyright: ignore[reportGeneralTypeIssues]
+        out = handler(array, *args, **kwargs)
+        return out if index is None else out[index]
+
+    def _written(self, array: Any, new: Any) -> Any:
+        """The base's array after this view of it became `new`."""
+        position = self._of(jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape))
+        return array.reshape(-1).at[position.reshape(-1)].set(new.reshape(-1), unique_indices=True).reshape(array.shape)
+
+    def _aliases(self) -> bool:
+        """Whether torch would have made a view here, not a copy (`reshape` decides by strides): asked of torch, without memory."""
+        return self._meta()[1]
+
+    def _meta(self) -> tuple[torch.Tensor, bool]:
+        if self._base_ is None:
+            return torch.empty(self._value.shape, device="meta"), False
+        _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
+        with torch._C.DisableTorchFunction():
+            base = self._base_._meta()[0]
+            try:
+                out = func(base, *args, **kwargs)
+            except (TypeError, RuntimeError):  # an argument that is traced: indexing by a tensor copies
+                return torch.empty(self._value.shape, device="meta"), False
+            out = out if index is None else out[index]
+            same = out._is_view() and out.untyped_storage()._cdata == base.untyped_storage()._cdata
+            return (out, True) if same or out is base else (torch.empty(out.shape, device="meta"), False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __jax_array__(self) -> Any:
+        return self.value
+
+    @property
+    def dtype(self) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
+            return self.value.dtype
+        return torch_dtype(self.value)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.value.shape)
+
+    @property
+    def size(self) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
+            return self.value.size
+        return lambda dim=None: self.shape if dim is None else self.shape[dim]
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return TRACE.device
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Any) -> None:
+        self.value = as_array(new)
+
+    grad = property(lambda self: None)
+    requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
+    is_meta = is_cuda = False
+    is_cpu = True
+    T = property(lambda self: _dispatch(torch.t if self.ndim == 2 else torch.permute, (self, *_reverse(self)), {}))
+    mT = property(lambda self: _dispatch(torch.transpose, (self, -1, -2), {}))  # noqa: N815 - torch's name
+    H = property(lambda self: self.mH)
+    mH = property(lambda self: self.mT.conj())  # noqa: N815 - torch's name
+    real = property(lambda self: _dispatch(torch.real, (self,), {}))
+    imag = property(lambda self: _dispatch(torch.imag, (self,), {}))
+    itemsize = property(lambda self: self.value.dtype.itemsize)
+
+    def __getattr__(self, name: str) -> Any:
+        """For code in jax: what torch's tensors have not and jax's arrays have."""
+        if name.startswith("_") or "_value" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return self.value.size
+
+    nelement = numel
+
+    def requires_grad_(self, requires_grad: bool = True) -> Traced:
+        return self
+
+    def item(self) -> Any:
+        return self.value.item()
+
+    def tolist(self) -> Any:
+        return self.value.tolist()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(_dispatch(torch.unbind, (self,), {}))
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __index__(self) -> int:
+        return self.value.__index__()
+
+    def __contains__(self, x: Any) -> bool:
+        return bool((self == x).any())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"Traced({self._value!r})"
+
+    __format__ = object.__format__
+    __str__ = __repr__
+
+    def __deepcopy__(self, memo: Any) -> Traced:
+        return Traced(self.value)
+
+
+def _reverse(x: Traced) -> tuple[Any, ...]:
+    return () if x.ndim == 2 else (tuple(range(x.ndim))[::-1],)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if TRACE.dispatch is None:
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} was called on a traced tensor after its trace had ended. It was kept somewhere, "
+            f"such as an attribute or a list; return it from the function instead."
+        )
+    return TRACE.dispatch(func, args, kwargs)
+
+
+def _dunder(name: str) -> Any:
+    method = getattr(torch.Tensor, name)
+
+    def operator(self: Traced, *args: Any) -> Any:
+        return _dispatch(method, (self, *args), {})
+
+    operator.__name__ = name
+    return operator
+
+
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+for _name in [
+    *(f"__{x}__" for x in _BINARY + ["lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "getitem", "setitem"]),
+    *(f"__r{x}__" for x in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]),
+    *(f"__i{x}__" for x in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]),
+]:
+    if hasattr(torch.Tensor, _name):
+        setattr(Traced, _name, _dunder(_name))
+
+# What jax's functions get in a traced tensor's place is the array: jax 0.6 does not take another type everywhere.
+jax.tree_util.register_pytree_node(Traced, lambda x: ((x.value,), None), lambda _, children: children[0])
+
+
+def as_traced(tree: Any) -> Any:
+    """A pytree with traced tensors for its arrays; keys stay keys."""
+
+    def leaf(x: Any) -> Any:
+        return Traced(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, Traced))
+
+
+def as_array(x: Any) -> Any:
+    """What jax computes with: the value of a traced tensor, a constant made of a torch tensor; anything else as it is."""
+    if isinstance(x, Torchish):
+        return x.value
+    if isinstance(x, torch.Tensor):
+        return constant(x)
+    return x
+
+
+def constant(tensor: torch.Tensor) -> jax.Array:
+    """A torch tensor that is no parameter, buffer or input, as it is now: a copy, made once in each trace.
+
+    Raises:
+      ValueError: it requires grad; its gradient would be lost without a word.
+    """
+    if tensor.requires_grad:
+        raise ValueError(
+            f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {where_now()}, and it is no parameter of this "
+            f"module: no gradient could reach it. Register it in the module, give it as an input, or detach() it."
+        )
+    known = TRACE.constants if TRACE.constants is not None else {}
+    if id(tensor) not in known:
+        with torch._C.DisableTorchFunction(), jax.ensure_compile_time_eval():
+            array = to_jax(tensor.detach().clone(), copy=None)
+            known[id(tensor)] = tensor, array.astype(jax.dtypes.canonicalize_dtype(array.dtype))  # the tensor keeps its id its own
+    return known[id(tensor)][1]
+
+
+def next_key(what: str) -> Any:
+    """A fresh key for one draw, of the call's `rng`: the n-th draw of a trace has the n-th key.
+
+    Raises:
+      ValueError: the call has no `rng`.
+    """
+    if TRACE.rng is None:
+        raise ValueError(f"{what} draws random numbers {where_now()}, but rng is None. Pass rng=jax.random.key(seed), or train=False.")
+    TRACE.drawn += 1
+    return jax.random.fold_in(TRACE.rng, TRACE.drawn - 1)
+
+
+class Keys:
+    """torch2jax's source of keys within our traces, for implementations registered with it that call its `mk_rng()`."""
+
+    def poop(self) -> Any:
+        return next_key("An implementation registered with torch2jax")
+
+
+def promoted(*xs: Any) -> list[Any]:
+    """Arrays and numbers as arrays of the one dtype that torch gives their combination."""
+    dtype = jax_dtype(result_type(*xs))
+    return [jnp.asarray(x, dtype) if not hasattr(x, "astype") else x.astype(dtype) for x in xs]
+
+
+def result_type(*xs: Any) -> torch.dtype:
+    """torch.result_type over any number of arrays and numbers."""
+    with torch._C.DisableTorchFunction():
+        arrays = [_like(torch_dtype(x), min(x.ndim, 1)) if hasattr(x, "dtype") else x for x in xs]
+        wide = [x for x in arrays if isinstance(x, torch.Tensor) and x.ndim]
+        flat = [x for x in arrays if isinstance(x, torch.Tensor) and not x.ndim]
+        numbers = [x for x in arrays if not isinstance(x, torch.Tensor)]
+        if not wide and not flat:
+            return torch.result_type(torch.tensor(numbers[0]), numbers[-1])
+        best: Any = None
+        for group in (wide, flat, numbers):
+            for x in group:
+                best = x if best is None else _like(torch.result_type(best, x), 1 if wide else 0)
+        return best.dtype
+
+
+@functools.cache
+def _like(dtype: torch.dtype, ndim: int) -> torch.Tensor:
+    return torch.empty((1,) * ndim, dtype=dtype, device="meta")

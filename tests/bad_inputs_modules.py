@@ -1,0 +1,110 @@
+"""Bad inputs of modules as functions, as data. tests/test_errors.py runs them."""
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from bad_inputs import Bad
+from torch import nn
+
+import bridge
+from bridge.dlpack import x64
+
+X = jnp.ones((2, 3))
+KEPT = []
+
+
+class Applies(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def applied(function, *inputs, **keywords):
+    return lambda _: bridge.module_function(nn.Sequential(Applies(function)))({}, *(inputs or (X,)), **keywords)
+
+
+def with_params(change, module=None):
+    def call(_):
+        net = module or nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        return bridge.module_function(net)(change(bridge.module_tree(net)), X)
+
+    return call
+
+
+def leaked(x):
+    KEPT.append(x)
+    return x
+
+
+def used_after_its_trace(_):
+    applied(leaked)(None)
+    return KEPT.pop() + 1
+
+
+PLAIN = torch.zeros(2, 3)
+OTHER = nn.Parameter(torch.zeros(3))
+
+
+def into_a_plain_tensor(x):
+    PLAIN[0] = x[0]
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    return net
+
+
+def wrong_buffers(buffers):
+    return lambda _: bridge.write_buffers(nn.BatchNorm1d(3), buffers)
+
+
+def double_without_x64(_):
+    net = nn.Linear(3, 2).double()
+    with x64(False):
+        bridge.module_function(net)(bridge.module_tree(net), X)
+
+
+BUFFERS = {"running_mean": jnp.ones(3), "running_var": jnp.ones(3), "num_batches_tracked": jnp.ones((), jnp.int32)}
+
+FUNCTION = [
+    Bad("a function for the module", lambda _: bridge.module_function(torch.relu)),
+    Bad("a scripted module", lambda _: bridge.module_function(object.__new__(torch.jit.ScriptModule))),
+    Bad("parameters that are no dict", with_params(lambda tree: [1])),
+    Bad("a parameter that the module has not", with_params(lambda tree: tree | {"2": {"weight": X}})),
+    Bad("a misspelt parameter", with_params(lambda tree: {"0": {"wieght": X, "bias": X[0]}, "1": tree["1"]})),
+    Bad("a parameter that is missing", with_params(lambda tree: {"0": tree["0"]})),
+    Bad("a tied parameter twice", with_params(lambda tree: tree | {"1": {"weight": X, "bias": tree["1"]["bias"]}}, tied())),
+    Bad("a parameter of another shape", with_params(lambda tree: jax.tree.map(lambda a: a[None], tree))),
+    Bad("a torch parameter", with_params(lambda tree: jax.tree.map(bridge.to_torch, tree))),
+    Bad("a number for a parameter", with_params(lambda tree: {"0": tree["0"], "1": {"weight": 1.0, "bias": 2.0}})),
+    Bad("float64 parameters while x64 is off", double_without_x64),
+    Bad("a torch input", applied(torch.relu, torch.ones(2))),
+    Bad("a seed for a key", applied(torch.relu, X, rng=0)),
+    Bad("dropout without a key", applied(F.dropout)),
+    Bad("an input of a type that torch has not", applied(torch.relu, jnp.ones(3, jnp.int4))),
+    Bad("an operation that jax has not", applied(torch.histc)),
+    Bad("arguments that an implementation has not", applied(lambda x: torch.diff(x, prepend=x))),
+    Bad("an operation that torch2jax has in part", applied(lambda x: torch.poisson(x, torch.Generator()))),
+    Bad("a parameter of another module", applied(lambda x: x @ OTHER)),
+    Bad("a traced value written into a plain tensor", applied(into_a_plain_tensor)),
+    Bad("a result written into a plain tensor", applied(lambda x: torch.add(x, 1, out=PLAIN))),
+    Bad("a result of another shape written in place", applied(lambda x: x[:1].add_(x))),
+    Bad("a tensor used after its trace", used_after_its_trace),
+    Bad("an attribute that no tensor has", applied(lambda x: x._nothing)),
+    Bad("an index out of range", applied(lambda x: x[2])),
+    Bad("a split that does not add up", applied(lambda x: x.split_with_sizes([1, 1], 1))),
+    Bad("max_norm of an embedding", applied(lambda x: F.embedding(torch.arange(2), x, max_norm=1.0))),
+    Bad("places of adaptive pooling", applied(lambda x: F.adaptive_max_pool1d(x[None], 2, return_indices=True))),
+    Bad("batch norm of one value", applied(lambda x: F.batch_norm(x[:1], None, None, training=True))),
+    Bad("a buffer that is missing", wrong_buffers({"running_mean": jnp.ones(3)})),
+    Bad("a buffer of another shape", wrong_buffers(BUFFERS | {"running_mean": jnp.ones(4)})),
+]
+
+TABLE = {"Modules as functions": FUNCTION}
