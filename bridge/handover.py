@@ -22,7 +22,7 @@ def to_jax(tree: Any, copy: bool | None = False) -> Any:
       tree: a tensor, or any pytree of jax's that holds tensors (dicts and lists with None in them, a state_dict, an Equinox
         module, a registered dataclass); leaves of other types come back unchanged. An `nn.Module`, by itself or in the
         tree, becomes the nested dict of its parameters, detached, as by `module_tree`. Its buffers are no parameters and
-        are left out: `to_jax(dict(module.named_buffers()))` has them.
+        are left out: `module_buffers` has them.
       copy: False: zero-copy or an error. None: zero-copy where possible, else a copy on the same device. True: a copy.
 
     Returns:
