@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
 
@@ -28,3 +29,12 @@ def client_started() -> bool:
     except ImportError:
         return False
     return backends_are_initialized()
+
+
+def as_without_request() -> Any:
+    """The compiler options of a program with code that is not ours: jax's own, without what `request_fusion` asks for.
+
+    jaxlib 0.10.2 ends the process where it looks for several results of one loop in some gradients of indexing
+    (symbolic_map.cc:196, "Check failed").
+    """
+    return {"xla_backend_extra_options": ""} if FUSION_FLAG in os.environ.get("XLA_FLAGS", "") else None

@@ -19,6 +19,7 @@ import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from .dlpack import X64, numpy_dtype, operands, results, wait_for, x64
+from .flags import as_without_request
 
 # What crosses as it is; an array of another type, such as a random key, stays jax's.
 _IN_TORCH = {str(numpy_dtype(t)) for t in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)} | {
@@ -60,7 +61,7 @@ class Call:
         flat = [jax.ShapeDtypeStruct((math.prod(aval.shape),), aval.dtype, sharding=sharding) for aval in tensors]
         with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
             lowered = jax.jit(call).lower(*flat, *map(spec, others))
-            self._compiled: Any = lowered.compile()
+            self._compiled: Any = lowered.compile(compiler_options=as_without_request())
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
         self._all_cross = all(self._cross)
         self._token = self._cross.index(True) if any(self._cross) else None
