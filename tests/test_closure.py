@@ -9,6 +9,7 @@ import torch
 
 import torch_api
 from bridge.dlpack import x64
+from torch_api import arguments
 
 MATRIX = np.diag(np.linspace(1.0, 20.0, 6)) + 0.3
 
@@ -163,3 +164,45 @@ def test_a_transformation_without_further_arguments_refuses_them():
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.scale(0.1))
     with pytest.raises(TypeError, match=r"takes no further arguments, but got \['valu'\]"):
         optimizer.step(valu=1.0)
+
+
+def test_float64_keeps_its_bits_when_the_callback_runs_in_a_thread_of_xla():
+    """Where x64 is off; programs of small operands run in the caller's thread, where it is on."""
+    size, steps = 2000, 6
+    generator = torch.Generator().manual_seed(0)
+    w = torch.nn.Parameter(torch.randn(size, dtype=torch.float64, generator=generator))
+    scales = torch.linspace(1.0, 30.0, size, dtype=torch.float64)
+    matrix = torch.diag(scales) + torch.outer(scales.sin(), scales.sin()) / size
+    first, optimizer = w.detach().clone(), torch_api.OptaxOptimizer([w], optax.lbfgs())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = 0.5 * w @ matrix @ w
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    with x64():
+        tx, params, square = optax.lbfgs(), jnp.asarray(first.numpy()), jnp.asarray(matrix.numpy())
+        value_fn = lambda p: 0.5 * p @ square @ p  # noqa: E731
+        state = tx.init(params)
+        for _ in range(steps):
+            value, grad = jax.value_and_grad(value_fn)(params)
+            updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=value_fn)
+            params = optax.apply_updates(params, updates)
+    moved = torch.from_numpy(np.array(params)) - first
+    assert (w.detach() - first - moved).norm() < 1e-9 * moved.norm()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 5)])
+def test_arrays_cross_to_the_host_and_back_with_their_bits(dtype, shape):
+    pairs = np.random.default_rng(0).normal(size=(*shape, 2))
+    x = np.asarray(pairs.view(np.complex128)[..., 0] if dtype is np.complex128 else pairs[..., 0].astype(dtype))
+    crossed = arguments._words(x)
+    assert (crossed.shape, crossed.dtype) == (arguments._coded(x).shape, arguments._coded(x).dtype)
+    assert crossed.dtype.itemsize == 4
+    back = arguments._decoded(crossed, x)
+    assert back.dtype == dtype
+    assert np.array_equal(back, x)

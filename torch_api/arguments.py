@@ -131,7 +131,43 @@ def _value(token: Any, params: Any, **_: Any) -> Any:
 
 def _value_and_grad(token: Any, params: Any) -> tuple[Any, Any]:
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (np.zeros((), _loss_type(params)), params))
-    return jax.pure_callback(lambda number, at: _closures[int(number)].run(at), like, token, params)
+
+    def call(number: Any, coded: Any) -> Any:
+        trial = jax.tree.map(_decoded, coded, like[1])
+        return jax.tree.map(_words, _closures[int(number)].run(trial))
+
+    # jax converts what goes in and comes out by the x64 flag of whichever thread runs the callback, so 64 bits go as words.
+    coded = jax.tree.map(lambda x: jax.lax.bitcast_convert_type(_reals(x), np.uint32) if _is_wide(x) else x, params)
+    results = jax.pure_callback(call, jax.tree.map(_coded, like), token, coded)
+    return jax.tree.map(lambda x, to: _joined(jax.lax.bitcast_convert_type(x, np.float64), to) if _is_wide(to) else x, results, like)
+
+
+def _is_wide(x: Any) -> bool:
+    return x.dtype in (np.float64, np.complex128)
+
+
+def _reals(x: Any) -> Any:
+    return jax.numpy.stack([x.real, x.imag], -1) if x.dtype == np.complex128 else x
+
+
+def _joined(x: Any, like: Any) -> Any:
+    return jax.lax.complex(x[..., 0], x[..., 1]) if like.dtype == np.complex128 else x
+
+
+def _coded(like: Any) -> Any:
+    """What stands for such an array while it crosses."""
+    words = {np.dtype(np.float64): (2,), np.dtype(np.complex128): (2, 2)}.get(like.dtype)
+    return like if words is None else jax.ShapeDtypeStruct((*like.shape, *words), np.uint32)
+
+
+def _words(x: np.ndarray) -> np.ndarray:
+    """An array of the host as it crosses."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint32).reshape(_coded(x).shape) if _is_wide(x) else x
+
+
+def _decoded(x: Any, like: Any) -> np.ndarray:
+    """The array of the host that has crossed."""
+    return np.ascontiguousarray(x).reshape(-1).view(like.dtype).reshape(like.shape) if _is_wide(like) else np.asarray(x)
 
 
 _differentiable = jax.custom_vjp(lambda token, params: _value_and_grad(token, params)[0])
