@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -160,7 +160,8 @@ def run(
       scaling: of `scaled` plans the loss scale and the count of infinities found, float32, and the count of skipped
         updates, int32; all of shape (1,).
     """
-    _refuse_fork()
+    if _forked:
+        _refuse_fork()
     flight, kept, skipped = _Flight(), [], []
     flight.programs, flight.packed = len(launches), any(map(_rows, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
@@ -202,9 +203,8 @@ def run(
     return Outcome(kept, flight.moved, skipped, flight.arrived)
 
 
-def _refuse_fork() -> None:
-    if _forked:
-        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
+def _refuse_fork() -> NoReturn:
+    raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
 class _Flight:
@@ -256,7 +256,8 @@ class _Flight:
 
 def flight(packed: bool) -> _Flight:
     """The flight of one program that is no update alone; `packed`: it works on packs."""
-    _refuse_fork()
+    if _forked:
+        _refuse_fork()
     alone = _Flight()
     alone.programs, alone.packed = 1, packed
     return alone

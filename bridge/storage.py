@@ -242,9 +242,16 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return memory if row is None else None
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is, or looks into, one whose bytes are jax's."""
-    return tensor.untyped_storage().data_ptr() in _memories
+def shares_memory(x: Any) -> bool:
+    """Whether a tensor, a numpy or a jax array is, or looks into, one whose bytes are jax's and are donated."""
+    if isinstance(x, torch.Tensor):
+        return x.untyped_storage().data_ptr() in _memories
+    if isinstance(x, jax.Array):
+        return len(x.devices()) == 1 and x.is_fully_addressable and x.unsafe_buffer_pointer() in _memories
+    root = x
+    while isinstance(root.base, np.ndarray):  # a slice begins somewhere inside
+        root = root.base
+    return root.__array_interface__["data"][0] in _memories
 
 
 def renewed(memory: Memory) -> Memory:

@@ -247,7 +247,8 @@ class Program:
         donated, arguments = _abstract_arguments(task, updates)
         with x64(), jax.disable_jit(False):
             function = functools.partial(_train if updates else _accumulate, task)
-            traced = jax.jit(function, donate_argnums=0).trace(donated, arguments)
+            # An argument that is not used would be dropped, and what replaces it (a buffer that is only written) lie elsewhere.
+            traced = jax.jit(function, donate_argnums=0, keep_unused=True).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
             self.call: Any = traced.lower().compile(compiler_options=as_without_request())

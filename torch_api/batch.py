@@ -66,14 +66,13 @@ def _checked(x: Any, position: int) -> Any:
         raise ValueError(
             f"{OWNER}: item {position} of the batch was donated or deleted and has no memory. Keep the result, or pass a copy."
         )
-    return x
+    return x.copy() if isinstance(x, jax.Array | np.ndarray) and storage.shares_memory(x) else x  # else as in _operand
 
 
 def _operand(x: torch.Tensor, device: torch.device, position: int) -> Any:
     if x.requires_grad or x.device != device or x.layout is not torch.strided:
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, {_unfit(x, device)}")
-    memory = storage.shares_memory(x)
-    if memory:  # else the program would read what it writes
+    if storage.shares_memory(x):  # else the program would read what it writes
         x = x.clone()
     if device.type != "cpu":
         return to_jax(x, copy=None)

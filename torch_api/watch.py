@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -12,11 +12,13 @@ import torch
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 _kind = attrgetter("shape", "dtype", "requires_grad")
 # What a forward pass may branch on; a traced program has the values of the time at which it was traced.
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Watch:
     """A module as it was when last looked at: its parts, its plain attributes (`training` among them), and where its tensors lie.
+
+    Plain are numbers, strings, dtypes, devices, None, and tuples of these; of other attributes only whether they are there.
 
     params, buffers: by name, tied ones once.
     """
@@ -30,13 +32,11 @@ class Watch:
         self._parts = [part for m in self._modules for part in (m._parameters, m._buffers, m._modules)]
         self._held, self._lengths = self._contents(), list(map(len, self._parts))
         self._own = [vars(m) for m in self._modules]
-        names = [[name for name, value in own.items() if isinstance(value, _PLAIN)] for own in self._own]
-        self._read = [itemgetter(*own, own[0]) for own in names]  # `training` is always there
         self.look()
 
     def look(self) -> None:
         """Take note of how everything is now; the parts are as they were."""
-        self._plain = self._attributes()
+        self._values, self._plain = self._attributes(), self._described()
         self._seen = self._places()
 
     @property
@@ -47,7 +47,7 @@ class Watch:
 
     def same(self) -> bool:
         """Whether all is as it was at the last look."""
-        return self._places() == self._seen and self._same_parts() and self._plain == self._attributes()
+        return self._places() == self._seen and self._same_parts() and self._same_attributes()
 
     def _same_parts(self) -> bool:
         return self._lengths == list(map(len, self._parts)) and all(map(is_, self._held, self._contents()))
@@ -58,8 +58,22 @@ class Watch:
     def _places(self) -> Sequence[Any]:
         return list(map(_address, self._tensors)), list(map(_strides, self._tensors)), list(map(_kind, self._tensors))
 
+    def _same_attributes(self) -> bool:
+        now = self._attributes()
+        if len(now) == len(self._values) and all(map(is_, now, self._values)):
+            return True
+        self._values = now  # perhaps equal values in other objects
+        return self._plain == self._described()
+
     def _attributes(self) -> list[Any]:
-        try:
-            return [read(own) for read, own in zip(self._read, self._own, strict=True)]
-        except KeyError:  # one was deleted
-            return []
+        return list(chain.from_iterable(chain.from_iterable(map(dict.items, self._own))))
+
+    def _described(self) -> list[Any]:
+        return [(name, _description(value)) for own in self._own for name, value in own.items()]
+
+
+def _description(value: Any) -> Any:
+    """A plain value with its type, since 1 == True; of others nothing."""
+    if isinstance(value, tuple):
+        return tuple, *map(_description, value)
+    return (type(value), value) if isinstance(value, _PLAIN) else None
