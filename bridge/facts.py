@@ -28,8 +28,9 @@ _SIZES = (1, 3, 16, 100, 1000, 4097)
 class Facts:
     """Versions by package (None: not installed), the environment, and what both sides see.
 
-    `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has
-    not started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`, whether XLA writes
+    `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
+    started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
+    whether XLA writes
     two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are used.
     `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
     """
