@@ -30,9 +30,8 @@ class Facts:
 
     `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
     started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
-    whether XLA writes
-    two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are used.
-    `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
+    whether XLA writes two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are
+    used. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
     """
 
     env: Mapping[str, str]
