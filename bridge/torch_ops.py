@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.core import Tracer
 
 from .torch_calls import OPS, op
 from .traced import default_float, jax_dtype, promoted
@@ -310,7 +311,7 @@ def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
 @op("_is_all_true")
 def is_all_true(input: Any) -> Any:
     """What torch.distributions asks of its arguments: checked where the values are known, passed while they are traced."""
-    return isinstance(input, jax.core.Tracer) or jnp.all(input)
+    return isinstance(input, Tracer) or jnp.all(input)
 
 
 @op("any")
