@@ -322,7 +322,8 @@ def _cpu_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
     def direct(array: jax.Array) -> torch.Tensor:
         return from_capsule(to_capsule(array, stream=None))
 
-    probe = jax.numpy.zeros(ALIGNMENT, device=_jax_device("cpu", 0))
+    with jax.ensure_compile_time_eval():  # the first export may stand in a function that jax traces
+        probe = jax.numpy.zeros(ALIGNMENT, device=_jax_device("cpu", 0))
     try:
         return direct if direct(probe).data_ptr() == probe.unsafe_buffer_pointer() else None
     except (TypeError, RuntimeError, ValueError):

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax
-
 from .facts import Facts, gather
 from .flags import FUSION_FLAG
 from .step import was_forked
@@ -70,9 +68,7 @@ def doctor(start: bool = False) -> Report:
     Returns:
       A `Report`: text when printed, `rows` of check, level, found and fix, and `exit_code`.
     """
-    if start:
-        jax.local_devices()
-    return diagnosed(gather(was_forked()))
+    return diagnosed(gather(was_forked(), start))
 
 
 def diagnosed(facts: Facts) -> Report:
@@ -117,7 +113,11 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     )
     both = f"{torch_side}, {jax_side}"
     install = "pip install 'maskbridge[cuda]' (a jax built for torch's CUDA), and see CUDA_VISIBLE_DEVICES and JAX_PLATFORMS"
-    if facts.torch_gpus and wants_cpu:
+    if facts.failure is not None:
+        why = f"jax does not start{f' (JAX_PLATFORMS={asked})' if asked else ''}: {facts.failure}"
+        fix = f"unset JAX_PLATFORMS, or {install}" if asked else f"JAX_PLATFORMS=cpu, or {install}"
+        yield Finding("devices", ERROR, f"{torch_side}, {why}", fix)
+    elif facts.torch_gpus and wants_cpu:
         yield Finding("devices", WARNING, f"{both}: JAX_PLATFORMS={asked} keeps jax off them", "unset JAX_PLATFORMS to train on a GPU")
     elif facts.torch_gpus and facts.started and not gpus:
         loaded = "; torch's cuDNN or CUDA may have been loaded first: import jax before torch" if facts.plugins else ""

@@ -28,10 +28,10 @@ _SIZES = (1, 3, 16, 100, 1000, 4097)
 class Facts:
     """Versions by package (None: not installed), the environment, and what both sides see.
 
-    `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has
-    not started. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`, whether XLA writes
-    two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are used.
-    `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
+    `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
+    started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
+    whether XLA writes two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are
+    used. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
     """
 
     env: Mapping[str, str]
@@ -41,6 +41,7 @@ class Facts:
     torch_gpus: int = 0
     plugins: tuple[str, ...] = ()
     jax_devices: tuple[tuple[str, int], ...] | None = None
+    failure: str | None = None
     x64: bool = False
     fuses: bool | None = None
     misaligned: tuple[int, ...] = ()
@@ -64,9 +65,10 @@ class Facts:
         return bool(self.plugins) and self.env.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
-def gather(forked: bool = False) -> Facts:
-    """The facts of this process. `forked`: whether it was forked from one in which jax had started."""
-    started = client_started() and not forked
+def gather(forked: bool = False, start: bool = False) -> Facts:
+    """The facts of this process. `forked`: whether it was forked from one in which jax had started. `start`: start it first."""
+    devices, failure = _devices() if (start or client_started()) and not forked else (None, None)
+    started = devices is not None
     versions = {name: _version(name) for name in PACKAGES}
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return Facts(
@@ -76,7 +78,8 @@ def gather(forked: bool = False) -> Facts:
         torch_cuda=torch.version.cuda,
         torch_gpus=torch.cuda.device_count() if torch.version.cuda else 0,
         plugins=tuple(name for name in _PLUGINS if _version(name) is not None),
-        jax_devices=_devices() if started else None,
+        jax_devices=devices,
+        failure=failure,
         x64=bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
         fuses=_fuses() if started else None,
         misaligned=tuple(n for n in _SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
@@ -99,11 +102,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _devices() -> tuple[tuple[str, int], ...]:
+def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:
+    """Platform and number of jax's devices, or why there are none."""
     found: dict[str, int] = {}
-    for device in jax.local_devices():
+    try:
+        devices = jax.local_devices()
+    except Exception as error:  # noqa: BLE001 - jax raises RuntimeError, and AssertionError without a text
+        return None, " ".join(str(error).split()) or type(error).__name__
+    for device in devices:
         found[device.platform] = found.get(device.platform, 0) + 1
-    return tuple(sorted(found.items()))
+    return tuple(sorted(found.items())), None
 
 
 def _fuses() -> bool:

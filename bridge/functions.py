@@ -20,6 +20,7 @@ from .dynamo import not_traced
 from .flags import client_started
 from .masks import path_name
 from .pullback import Place, Program, Recording
+from .traced import TRACE, Traced, as_array, as_traced
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _NARROW = {
@@ -69,7 +70,8 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     `torch.func` (grad, vjp, jvp, vmap, and combinations), forward-mode and batched gradients work where jax can transform
     `fn`; under vmap a random key is the same for all. Under autocast it computes in the types that it is given, like
     `torch.amp.custom_fwd` without `cast_inputs`. Threads may share it. torch.compile breaks its graph here. It can be pickled
-    if `fn` can; programs stay behind.
+    if `fn` can; programs stay behind. Within `module_function` and `JaxTrainStep` `fn` becomes a part of their program, with
+    their types of 64 bits.
 
     Raises:
       TypeError: an argument is a tracer (call `fn` itself inside jax) or not hashable; an output is no array.
@@ -109,6 +111,8 @@ class JaxFunction:
                 f"{self._title}: this process was forked after jax had started, and jax hangs in such a child. "
                 "Start it with 'spawn' (DataLoader: multiprocessing_context='spawn')."
             )
+        if TRACE.dispatch is not None:
+            return self._traced(args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if self._x64 is False:
             leaves = list(map(_narrow, leaves))
@@ -124,6 +128,12 @@ class JaxFunction:
         if others:
             others = [_settled(x, program.place) for x in others]
         return out_tree.unflatten(_apply(program, others, tensors, transformed))
+
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """Within torch code that jax traces (`module_function`, `JaxTrainStep`): `fn` of the arrays is a part of that program."""
+        args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, Traced))
+        outs, tree = _outputs(self._title, self._fn(*args, **kwargs))
+        return as_traced(tree.unflatten([jax.numpy.asarray(x) if not isinstance(x, jax.Array) else x for x in outs]))
 
     def _program(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any]:
         """Check what is given, and trace `fn` for it."""
@@ -172,7 +182,7 @@ class JaxFunction:
                     f"{self._title}: argument {tensors[0][0]!r} is on {tensors[0][1].device}, but {name!r} on {x.device}; expected one "
                     "device. Move one of them with .to()."
                 )
-        device = device_of(tensors[0][1]) if tensors else next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
+        device = device_of(tensors[0][1]) if tensors else _first_device(arrays)
         wide = self._x64
         if wide is None:
             flag: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,15 +202,21 @@ class _Flat:
     def __call__(self, *arrays: Any) -> list[Any]:
         leaves = self._static | dict(zip(self._at, arrays, strict=True))
         args, kwargs = self._tree.unflatten([leaves[i] for i in range(len(leaves))])
-        outs, self.out_tree = jax.tree_util.tree_flatten_with_path(self._fn(*args, **kwargs))
-        for path, out in outs:
-            if not isinstance(out, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-                place = f"output {path_name(path)!r}" if path else "the output"
-                raise TypeError(
-                    f"{self._title}: {place} is a {type(out).__name__}; expected arrays, numbers or None. "
-                    "Leave it out, or compute it in jax from the arguments."
-                )
-        return [out for _, out in outs]
+        outs, self.out_tree = _outputs(self._title, self._fn(*args, **kwargs))
+        return outs
+
+
+def _outputs(title: str, result: Any) -> tuple[list[Any], Any]:
+    """What a function returned, as leaves, each of which can be a tensor, and their tree."""
+    outs, tree = jax.tree_util.tree_flatten_with_path(result)
+    for path, out in outs:
+        if not isinstance(out, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            place = f"output {path_name(path)!r}" if path else "the output"
+            raise TypeError(
+                f"{title}: {place} is a {type(out).__name__}; expected arrays, numbers or None. "
+                "Leave it out, or compute it in jax from the arguments."
+            )
+    return [out for _, out in outs], tree
 
 
 class _Recorded(torch.autograd.Function):
@@ -350,13 +366,19 @@ def _narrow(leaf: Any) -> Any:
     return leaf
 
 
+def _first_device(arrays: Sequence[jax.Array]) -> Any:
+    with jax.ensure_compile_time_eval():  # also in a function that jax traces
+        return next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
+
+
 def _settled(leaf: Any, place: Place) -> Any:
     """A leaf that is no tensor, where the program runs, and such that nobody changes it."""
     if isinstance(leaf, np.ndarray | np.generic):
-        with scope(place.wide):
+        with scope(place.wide), jax.ensure_compile_time_eval():
             return jax.device_put(np.array(leaf), place.device)
     if isinstance(leaf, jax.Array) and leaf.devices() != {place.device}:
-        return jax.device_put(leaf, place.device)
+        with jax.ensure_compile_time_eval():
+            return jax.device_put(leaf, place.device)
     return leaf
 
 

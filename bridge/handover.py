@@ -12,7 +12,7 @@ import torch
 
 from . import dlpack
 from .masks import near, path_name
-from .tree import nest, tied_names, unnest
+from .tree import mapping, nest, tied_names, unnest
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:
@@ -63,11 +63,12 @@ def load_module_tree(module: torch.nn.Module, tree: Any) -> None:
     Parameters stay the same objects at the same addresses. The arrays (jax or numpy) are read once and not kept.
 
     Raises:
+      TypeError: tree is no dict.
       ValueError: a name is missing, or too many; an array has another shape, is a tracer or was donated; a dtype would lose
         digits (float32 for a bfloat16 parameter: cast it first). Nothing is changed then.
     """
     what = "load_module_tree"
-    given = {name: x for name, x in unnest(tree).items() if x is not None}
+    given = {name: x for name, x in unnest(mapping(tree, f"{what}: tree", "module_tree")).items() if x is not None}
     params, ties = dict(module.named_parameters()), tied_names(module)
     for name in given:
         if name not in params:

@@ -19,7 +19,7 @@ from .masks import near, path_name
 from .stand_in import StandIn
 from .torch_calls import Mode, dispatch, is_traced
 from .traced import TRACE, Keys, Traced, as_array, as_traced
-from .tree import nest, tied_names, unnest
+from .tree import mapping, nest, tied_names, unnest
 
 TABLES = (
     torch_ops,
@@ -167,9 +167,7 @@ def _check_key(rng: Any) -> None:
 
 def _given(module: nn.Module, tree: Any, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The leaves by name, which must be those of the module, and of its shapes."""
-    if not isinstance(tree, Mapping):
-        raise TypeError(f"module_function: {what} is {type(tree).__name__}; expected a nested dict, as bridge.module_tree(module) gives.")
-    flat = unnest(tree)
+    flat = unnest(mapping(tree, f"module_function: {what}", "module_tree" if what == "params" else "module_buffers"))
     for name in flat:
         if name not in known:
             first = tied_names(module).get(name)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jax import lax
 
 from .torch_calls import BODIES, OPS, Op, op
-from .torch_ops import cast, clamp
+from .torch_ops import cast, clamp, places
 from .traced import as_array, next_key, promoted
 
 
@@ -179,7 +179,7 @@ def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _embedding(input: Any, weight: Any, padding_idx: int | None = None) -> Any:
-    rows = jnp.take(weight, input, axis=0)
+    rows = jnp.take(weight, places(input, weight.shape[0]), axis=0)
     if padding_idx is None or padding_idx == -1:
         return rows
     return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)

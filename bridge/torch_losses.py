@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .torch_calls import op
+from .torch_ops import places
 from .traced import promoted
 
 
@@ -20,7 +21,7 @@ def _classes(log_p: Any, target: Any, weight: Any, ignore_index: int, reduction:
     """Of log-probabilities (N, C, ...) and classes (N, ...), what `nll_loss` and `cross_entropy` share."""
     axis = 1 if log_p.ndim > 1 else 0
     valid = target != ignore_index
-    safe = jnp.where(valid, target, 0)
+    safe = places(jnp.where(valid, target, 0), log_p.shape[axis])
     picked = -jnp.squeeze(jnp.take_along_axis(log_p, jnp.expand_dims(safe, axis), axis=axis), axis)
     share = jnp.ones(picked.shape, log_p.dtype) if weight is None else jnp.take(weight, safe).astype(log_p.dtype)
     share = jnp.where(valid, share, jnp.zeros((), log_p.dtype))

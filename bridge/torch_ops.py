@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.core import Tracer
 
 from .torch_calls import OPS, op
 from .traced import default_float, jax_dtype, promoted
@@ -233,6 +234,14 @@ def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None
     return jnp.nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
+def places(index: Any, size: int) -> Any:
+    """Indices of which none counts from the end: torch refuses a negative one, jax would take it; here it is out of range."""
+    if not jnp.issubdtype(index.dtype, jnp.signedinteger):
+        return index
+    index = index if index.dtype.itemsize >= 4 else index.astype(jnp.int32)  # where size may be stored
+    return jnp.where(index < 0, size, index)
+
+
 def axes(dim: Dims) -> Any:
     """numpy's axes of torch's dim: None and () are all."""
     return None if dim is None or (not isinstance(dim, int) and len(dim) == 0) else dim if isinstance(dim, int) else tuple(dim)
@@ -297,6 +306,12 @@ def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool =
 def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether all are nonzero."""
     return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim)
+
+
+@op("_is_all_true")
+def is_all_true(input: Any) -> Any:
+    """What torch.distributions asks of its arguments: checked where the values are known, passed while they are traced."""
+    return isinstance(input, Tracer) or jnp.all(input)
 
 
 @op("any")

@@ -12,6 +12,7 @@ import torch
 
 from .torch_calls import OPS, Op, is_traced, leaves, op
 from .torch_create import flat
+from .torch_ops import places
 from .traced import Traced, as_array, jax_dtype, promoted, where_now
 
 
@@ -341,7 +342,7 @@ def broadcast_tensors(*tensors: Any) -> Any:
 @op("index_select")
 def index_select(input: Any, dim: int, index: Any) -> Any:
     """Places of one dim."""
-    return jnp.take(input, index, axis=dim)
+    return jnp.take(input, places(index, input.shape[dim]) if input.ndim else index, axis=dim if input.ndim else None)
 
 
 @op("gather")
@@ -349,7 +350,7 @@ def gather(input: Any, dim: int, index: Any, **_: Any) -> Any:
     """Of each line along dim the places in index."""
     dim = _axis(dim, input.ndim)
     part = input[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(index.shape))]
-    return jnp.take_along_axis(part, index, axis=dim)
+    return jnp.take_along_axis(part, places(index, part.shape[dim]), axis=dim)
 
 
 @op("take_along_dim")

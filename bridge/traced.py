@@ -193,6 +193,11 @@ class Traced(Tensor, Torchish):
     def dim(self) -> int:
         return self.ndim
 
+    ndimension = dim
+
+    def is_signed(self) -> bool:
+        return torch_dtype(self.value).is_signed
+
     def numel(self) -> int:
         return self.value.size
 

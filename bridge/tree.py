@@ -43,6 +43,13 @@ def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def mapping(tree: Any, what: str, source: str) -> Mapping[str, Any]:
+    """The tree, which must be a nested dict as `source` gives it."""
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source}(module) gives.")
+    return tree
+
+
 def module_tree(module: torch.nn.Module) -> dict[str, Any]:
     """The module's parameters as a nested dict of `jax.Array`s over the same memory (no copy).
 
@@ -69,9 +76,10 @@ def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
     All is checked before anything is written.
 
     Raises:
+      TypeError: buffers is no dict.
       ValueError: a name that the module has not, one that is missing, or another shape.
     """
-    new, own = unnest(buffers), dict(module.named_buffers())
+    new, own = unnest(mapping(buffers, "write_buffers: buffers", "module_buffers")), dict(module.named_buffers())
     if new.keys() != own.keys():
         wrong = sorted(new.keys() ^ own.keys())
         raise ValueError(

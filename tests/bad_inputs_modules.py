@@ -103,6 +103,8 @@ FUNCTION = [
     Bad("max_norm of an embedding", applied(lambda x: F.embedding(torch.arange(2), x, max_norm=1.0))),
     Bad("places of adaptive pooling", applied(lambda x: F.adaptive_max_pool1d(x[None], 2, return_indices=True))),
     Bad("batch norm of one value", applied(lambda x: F.batch_norm(x[:1], None, None, training=True))),
+    Bad("None for the tree of parameters to load", lambda _: bridge.load_module_tree(nn.Linear(3, 2), None)),
+    Bad("None for the buffers to write", wrong_buffers(None)),
     Bad("a buffer that is missing", wrong_buffers({"running_mean": jnp.ones(3)})),
     Bad("a buffer of another shape", wrong_buffers(BUFFERS | {"running_mean": jnp.ones(4)})),
 ]

@@ -70,6 +70,14 @@ PROBLEMS = {
     "jax kept off": (changed(ON_GPU, env={"JAX_PLATFORMS": "cpu"}), "devices", "warning", "JAX_PLATFORMS=cpu keeps jax off", "unset"),
     "other numbers": (changed(ON_GPU, torch_gpus=1), "devices", "warning", "torch sees 1 GPUs, jax has 2 gpu", "CUDA_VISIBLE_DEVICES"),
     "no GPU for torch": (changed(ON_GPU, torch_gpus=0, torch_cuda=None), "devices", "warning", "where no tensor is", "JAX_PLATFORMS=cpu"),
+    "jax does not start": (
+        changed(env={"JAX_PLATFORMS": "cuda"}, failure="AssertionError"),
+        "devices",
+        "error",
+        r"the CPU alone, jax does not start \(JAX_PLATFORMS=cuda\): AssertionError",
+        r"^unset JAX_PLATFORMS, or pip install 'maskbridge\[cuda\]'",
+    ),
+    "jax does not start by itself": (changed(ON_GPU, jax_devices=None, failure="no"), "devices", "error", "start: no", "JAX_PLATFORMS=cpu"),
     "not started": (changed(ON_GPU, jax_devices=None), "devices", "note", "jax has not started", r"doctor\(start=True\)"),
     "a rank that sees all": (
         changed(ON_GPU, env=RANK),
@@ -222,6 +230,26 @@ def test_the_command_prints_the_report_and_its_exit_code(tmp_path):
     assert "1 threads of torch" in done.stdout
     assert "cache cannot be written to" in done.stdout
     assert "nothing stands in the way" in done.stdout
+
+
+def test_a_jax_that_does_not_start_is_a_finding_among_the_others():
+    done = run(["-m", "bridge", "--start"], JAX_PLATFORMS="nowhere")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(r"error +devices +torch sees .*jax does not start \(JAX_PLATFORMS=nowhere\): .*nowhere", done.stdout), done.stdout
+    assert "-> unset JAX_PLATFORMS" in done.stdout
+    checks = {row["check"] for row in bridge.doctor().rows}
+    assert all(re.search(f"^[a-z]+ +{check} ", done.stdout, re.MULTILINE) for check in checks), done.stdout
+
+
+def test_an_error_without_a_text_is_named(monkeypatch):
+    def fails():
+        raise AssertionError
+
+    monkeypatch.setattr("jax.local_devices", fails)
+    report = bridge.doctor(start=True)
+    (row,) = [row for row in report.rows if row["check"] == "devices"]
+    assert (row["level"], report.exit_code) == ("error", 1)
+    assert row["found"].endswith(": AssertionError")
 
 
 @pytest.mark.slow

@@ -404,3 +404,23 @@ def test_integers_cannot_be_asked_for_a_gradient():
         torch.autograd.grad(f(n, x).sum(), n)
     with pytest.raises(RuntimeError, match="floating point"):
         torch.func.grad(lambda n: f(n, x).sum())(n)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda: (torch.ones(3), np.arange(3, dtype="f")),
+        lambda: (np.ones(3, "f"), np.arange(3, dtype="f")),
+        lambda: (2.0, 3.0),
+        lambda: (torch.ones(3, requires_grad=True), jnp.arange(3.0)),
+    ],
+    ids=["tensor and numpy", "numpy", "floats", "tensor and jax"],
+)
+def test_the_first_call_may_stand_in_what_jax_traces(arguments):
+    given = arguments()
+
+    def within(x):
+        return x + bridge.to_jax(bridge.jax_function(lambda a, b: a * b + 1)(*given).detach())
+
+    want = np.ones(3) + np.asarray(given[0].detach() if isinstance(given[0], torch.Tensor) else given[0]) * np.asarray(given[1]) + 1
+    np.testing.assert_array_equal(jax.jit(within)(jnp.ones(3)), want)

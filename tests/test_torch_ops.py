@@ -1,5 +1,6 @@
 """Each torch operation under jax as eager torch computes it: values, dtypes and gradients, in float32 and float64."""
 
+import inspect
 import zlib
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_cases
 from torch import nn
 
@@ -112,3 +114,76 @@ def test_an_operation_is_torchs(name, function, specs, dtype):
 def test_an_operation_that_is_not_torchs_is_caught(broken):
     with pytest.raises(AssertionError, match=r"value|gradient"):
         compare("broken", broken, [(3, 4)], torch.float32)
+
+
+# torch raises IndexError for each; a program has NaN there, and never what counts from the end.
+@pytest.mark.parametrize("wrong", [-1, -3, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: F.embedding(i, x)[:, 0],
+        lambda x, i: F.embedding(i, x, padding_idx=1)[:, 0],
+        lambda x, i: F.cross_entropy(x, i, reduction="none"),
+        lambda x, i: F.cross_entropy(x, i, torch.ones(3), reduction="none", label_smoothing=0.1),
+        lambda x, i: F.nll_loss(x, i, reduction="none"),
+        lambda x, i: x.gather(1, i[:, None])[:, 0],
+        lambda x, i: x.index_select(0, i)[:, 0],
+    ],
+    ids=["embedding", "embedding with padding", "cross_entropy", "weighed cross_entropy", "nll_loss", "gather", "index_select"],
+)
+def test_a_place_that_is_not_there_is_nan_and_counts_not_from_the_end(function, wrong):
+    x, index = torch.randn(3, 3), torch.tensor([0, wrong, 1])
+    with pytest.raises((IndexError, RuntimeError)):
+        function(x, index)
+    fn = jax.jit(bridge.module_function(Applies(function)), compiler_options=PLAIN)
+    for dtype in (jnp.int8, jnp.int32):
+        got = np.asarray(fn({}, jnp.asarray(x.numpy()), jnp.asarray(index.numpy(), dtype)))
+        np.testing.assert_array_equal(np.isnan(got), [False, True, False])
+    right = torch.tensor([0, 2, 1])
+    got = fn({}, jnp.asarray(x.numpy()), jnp.asarray(right.numpy(), jnp.int32))
+    np.testing.assert_allclose(np.asarray(got), function(x, right).numpy(), rtol=1e-6)
+
+
+def test_a_label_that_is_ignored_may_be_negative_and_plain_indexing_counts_from_the_end():
+    x = torch.randn(3, 3)
+    for function, index in [
+        (lambda x, i: F.cross_entropy(x, i, ignore_index=-1), torch.tensor([0, -1, 1])),
+        (lambda x, i: F.cross_entropy(x, i), torch.tensor([0, -100, 1])),
+        (lambda x, i: x[i], torch.tensor([0, -1, 1])),
+        (lambda x, i: x[-1] + 0 * x[i], torch.tensor([0, 2, 1])),
+    ]:
+        got = bridge.module_function(Applies(function))({}, jnp.asarray(x.numpy()), jnp.asarray(index.numpy()))
+        np.testing.assert_allclose(np.asarray(got), function(x, index).numpy(), rtol=1e-6)
+
+
+def test_what_a_value_says_of_itself():
+    seen = []
+    fn = bridge.module_function(Applies(lambda x, i: seen.append((x.ndimension(), i.ndimension(), x.is_signed(), i.is_signed())) or x))
+    jax.jit(fn)({}, jnp.ones((2, 3)), jnp.ones(3, jnp.uint8))
+    assert seen == [(2, 1, True, False)]
+
+
+@pytest.mark.skipif(not hasattr(torch, "_is_all_true"), reason="this torch does not ask so")
+def test_what_is_known_is_checked_and_what_is_traced_is_not():
+    ask = bridge.module_function(Applies(lambda x: x * bool(torch._is_all_true(x > 0))))
+    np.testing.assert_array_equal(ask({}, jnp.asarray([1.0, -1.0])), [0.0, 0.0])
+    np.testing.assert_array_equal(jax.jit(ask)({}, jnp.asarray([1.0, -1.0])), [1.0, -1.0])
+
+
+@pytest.mark.parametrize("validate", [None, False], ids=["validated", "not validated"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: torch.distributions.Normal(a, b.exp(), **VALIDATE).log_prob(a * 2 + b),
+        lambda a, b: torch.distributions.Categorical(logits=a, **VALIDATE).log_prob(torch.tensor([0, 2])) * b[:, 0],
+    ],
+    ids=["normal", "categorical"],
+)
+def test_distributions_with_validation(function, validate, monkeypatch):
+    if validate is None and "_is_all_true" not in inspect.getsource(torch.distributions.Distribution):
+        pytest.skip("this torch asks by a branch on the values")
+    monkeypatch.setitem(VALIDATE, "validate_args", validate)
+    compare("distributions", function, [(2, 3), (2, 3)], torch.float32)
+
+
+VALIDATE = {}

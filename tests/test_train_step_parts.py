@@ -346,3 +346,60 @@ def test_many_programs_are_said():
     with pytest.warns(torch_api.CompilationWarning, match="9 programs") as caught:
         train_step(torch.ones(2, 4), 9)
     assert caught[0].filename == __file__
+
+
+class Layer(nn.Module):
+    """Torch around a layer that is written in JAX, with a constant, a setting and several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+        self.layer = bridge.jax_function(lambda p, x, c, power: {"out": jnp.tanh(p["w"] * x @ c) ** power, "half": 0.5})
+
+    def forward(self, x):
+        made = self.layer({"w": self.scale}, self.first(x), torch.arange(6.0).reshape(3, 2), power=2)
+        return made["out"].sum(-1, keepdim=True) * made["half"]
+
+
+def test_a_layer_written_in_jax_is_a_part_of_the_program():
+    torch.manual_seed(0)
+    model = Layer()
+    twin = copy.deepcopy(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    train_step, eager = JaxTrainStep(model, mse, adamw(model)), adamw(twin)
+    for x, y in batches(3):
+        loss = train_step(x, y)
+        eager.zero_grad()
+        want = mse(twin, x, y)
+        want.backward()
+        eager.step()
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-5, atol=1e-6)
+    assert_moved_alike(model, twin, start, 1e-3)
+    assert model.layer.programs == 0  # none of its own
+    got = jax.jit(bridge.module_function(model))(bridge.module_tree(model), jnp.asarray(x.numpy()))
+    np.testing.assert_allclose(got, model(x).detach().numpy(), rtol=1e-5)
+
+
+def test_a_gradient_inside_a_loss_is_taken_by_jax():
+    torch.manual_seed(0)
+    model = mlp()
+    twin = copy.deepcopy(model)
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def by_jax(model, x):
+        slope = jax.grad(lambda v: jnp.sum(jnp.asarray(model(v))))(jnp.asarray(x))
+        return jnp.mean((slope - 1) ** 2)
+
+    def by_torch(model, x):
+        x = x.clone().requires_grad_()
+        return ((torch.autograd.grad(model(x).sum(), x, create_graph=True)[0] - 1) ** 2).mean()
+
+    train_step, eager = JaxTrainStep(model, by_jax, adamw(model)), adamw(twin)
+    for x, _ in batches(3):
+        loss = train_step(x)
+        eager.zero_grad()
+        want = by_torch(twin, x)
+        want.backward()
+        eager.step()
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-5, atol=1e-6)
+    assert_moved_alike(model, twin, start, 1e-3)
