@@ -42,21 +42,7 @@ def x64(on: bool = True) -> Any:
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:
-    """View torch tensors as jax arrays, on the same device and over the same memory.
-
-    Args:
-      tree: a tensor or a pytree holding tensors; leaves of other types come back unchanged.
-      copy: False: zero-copy or an error. None: zero-copy where possible, else a copy on the same device. True: a copy.
-
-    Returns:
-      `jax.Array`s of equal shape and dtype (64-bit types stay 64-bit, whatever jax's global flag says). With copy=False
-      each aliases its tensor and keeps it alive.
-
-    Raises:
-      ValueError: the tensor requires grad, is sparse, on the meta device, a lazy conjugate or negative, strided or
-        expanded, or not aligned to 64 bytes. The text names the leaf and what to do.
-      RuntimeError: jax does not see the tensor's device.
-    """
+    """`bridge.to_jax` of a tensor or of a pytree without modules: same arguments, results and errors."""
     if isinstance(tree, torch.Tensor):
         return _tensor_to_jax(tree, copy, "")
     return jax.tree_util.tree_map_with_path(
@@ -65,19 +51,7 @@ def to_jax(tree: Any, copy: bool | None = False) -> Any:
 
 
 def to_torch(tree: Any, copy: bool | None = False) -> Any:
-    """View jax arrays as torch tensors, on the same device and over the same memory.
-
-    Args:
-      tree: a `jax.Array` or a pytree holding them; leaves of other types come back unchanged.
-      copy: as in `to_jax`.
-
-    Returns:
-      Tensors of equal shape and dtype. With copy=False writing to one writes to the jax array, and jax no longer
-      donates that array while the tensor lives.
-
-    Raises:
-      ValueError: the array was donated or deleted, is a tracer or sharded over several devices, or has a dtype that torch lacks.
-    """
+    """`bridge.to_torch` of an array or of a pytree that jax knows: same arguments, results and errors."""
     if isinstance(tree, jax.Array):
         return _array_to_torch(tree, copy, "")
     return jax.tree_util.tree_map_with_path(

@@ -251,7 +251,9 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     text = f"{facts.torch_threads} threads of torch on {facts.cores} cores" + "".join(
         f", {name}={env[name]}" for name in names if name in env
     )
-    quiet = env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("GOMP_SPINCOUNT") == "0" or env.get("KMP_BLOCKTIME") == "0"
+    spins = env.get("GOMP_SPINCOUNT", "")
+    short = spins.isdecimal() and int(spins) <= 10_000
+    quiet = short or env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("KMP_BLOCKTIME") == "0"
     if facts.torch_threads > facts.cores:
         yield Finding("threads", WARNING, f"{text}: more than there are cores", "torch.set_num_threads(n), or OMP_NUM_THREADS")
     elif facts.torch_threads > 1 and not quiet:
@@ -259,7 +261,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
             "threads",
             NOTE,
             f"{text}: after each operation torch's threads spin for some milliseconds, on the cores that XLA would use",
-            "OMP_WAIT_POLICY=passive, before torch is imported",
+            "GOMP_SPINCOUNT=10000, before torch is imported",
         )
     else:
         yield Finding("threads", OK, text)
