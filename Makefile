@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 CLIENTS := .venv-clients
 BENCH := .venv-bench
 
-.PHONY: demo test check bench docs test-oldest test-clients test-wheel clean
+.PHONY: demo test check bench docs test-bench test-oldest test-clients test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -24,6 +24,10 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/step.py --compiled
 	$(BENCH)/bin/python benchmarks/plots.py
 	$(BENCH)/bin/python benchmarks/report.py
+
+# Every section of the benchmark, shrunk: the two that take minutes too.
+test-bench: $(VENV)/.installed
+	MASKBRIDGE_BENCH=1 $(BIN)/python -m pytest tests/test_benchmarks.py
 
 # The table of all transformations and that of bad inputs, from running them.
 docs: $(VENV)/.installed

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 FILES = sorted(FOLDER.glob("*.py"))
 
+# A minute and more each, beside what test_pipelines.py and test_tiles.py assert of the same: `make test-bench` runs them.
+MINUTES = pytest.mark.skipif("MASKBRIDGE_BENCH" not in os.environ, reason="make test-bench runs it")
+
 
 def run(name, *arguments):
     """What a script prints, with jax's own promotion, as a user runs it."""
@@ -154,6 +157,7 @@ def test_tails_and_loops(tmp_path):
 
 
 @pytest.mark.slow
+@MINUTES
 def test_pipelines(tmp_path):
     found, printed = measured(tmp_path / "pipelines.json", "pipelines")
     for table in found["pipelines"]["tables"]:
@@ -175,6 +179,7 @@ def test_what_torch_has_no_kernel_for(tmp_path):
 
 
 @pytest.mark.slow
+@MINUTES
 def test_fresh_processes(tmp_path):
     found, _ = measured(tmp_path / "fresh.json", "first", "memory")
     for starts in found["first"]["sets"]:
