@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 FILES = sorted(FOLDER.glob("*.py"))
 
-# A minute and more each, beside what test_pipelines.py and test_tiles.py assert of the same: `make test-bench` runs them.
+# A minute and more each: `make test-bench` runs them, `make test` does not.
 MINUTES = pytest.mark.skipif("MASKBRIDGE_BENCH" not in os.environ, reason="make test-bench runs it")
 
 
