@@ -253,7 +253,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     )
     spins = env.get("GOMP_SPINCOUNT", "")
     short = spins.isdecimal() and int(spins) <= 10_000
-    quiet = short or env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("KMP_BLOCKTIME") == "0"
+    quiet = facts.threads_end or short or env.get("OMP_WAIT_POLICY", "").lower() == "passive" or env.get("KMP_BLOCKTIME") == "0"
     if facts.torch_threads > facts.cores:
         yield Finding("threads", WARNING, f"{text}: more than there are cores", "torch.set_num_threads(n), or OMP_NUM_THREADS")
     elif facts.torch_threads > 1 and not quiet:

@@ -110,7 +110,9 @@ def evaluate(
         for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
             for field, x in zip(fields, leaf_state, strict=True):
                 if field.position is not None:
-                    wide = times(lift(x, row).astype(field.arithmetic), factor) if field.key is None else None
+                    wide = (
+                        times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor) if field.key is None else None
+                    )
                     state[field.position] = wide if field.key is None else jax.random.wrap_key_data(x, impl=field.key)
         extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
         transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from . import dlpack, storage
+from . import dlpack, openmp, storage
 from .flags import client_started
 
 PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
@@ -31,7 +31,7 @@ class Facts:
     `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
     started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
     whether XLA writes two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are
-    used. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
+    used. `threads_end`: whether a step may end torch's threads. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
     """
 
     env: Mapping[str, str]
@@ -52,6 +52,7 @@ class Facts:
     forked: bool = False
     cores: int = 1
     torch_threads: int = 1
+    threads_end: bool = False
     cache_dir: str | None = None
     cache_writable: bool = field(default=True)
 
@@ -90,6 +91,7 @@ def gather(forked: bool = False, start: bool = False) -> Facts:
         forked=forked,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         torch_threads=torch.get_num_threads(),
+        threads_end=openmp.pause is not None,
         cache_dir=cache,
         cache_writable=cache is None or "://" in str(cache) or _writable(str(cache)),
     )

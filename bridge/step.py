@@ -7,6 +7,7 @@ all optimizers of the process: what identifies one is the static `Plan`, never a
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import torch
 
+from . import openmp
 from .analysis import calls_back
 from .dlpack import X64, operands, wait_for, x64
 from .flags import client_started, request_fusion
@@ -30,7 +32,7 @@ __all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "program
 
 _MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
-_rows = attrgetter("rows")
+_rows, _elements = attrgetter("rows"), attrgetter("program.elements")
 _array, _memory, _address, _pointer = (
     attrgetter("array"),
     attrgetter("memory"),
@@ -66,6 +68,7 @@ class Program:
         self.plan = plan
         self.update: Any = None  # until it is compiled
         self.measure: Any = None
+        self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         arguments = abstract(plan)
         with x64(), jax.disable_jit(False):
             traced = jax.jit(functools.partial(update, plan), donate_argnums=(0, 1)).trace(*arguments)
@@ -103,7 +106,7 @@ class Launch(ABC):
     offsets: int32 (leaves, those of packs one by one): where in the hyperparams the numbers of its row begin.
     live: boolean, one for each row of each pack: whether that row is updated.
 
-    Program and rows are there from the start; the rest is found when the first call is due, while those before it run.
+    Program, packs and rows are there from the start; the rest is found when the first call is due, while those before it run.
     """
 
     __slots__ = (
@@ -172,15 +175,22 @@ def run(
     with flight, X64(True), quiet[0], quiet[1], quiet[2], quiet[3], torch.no_grad():
         numbers: Any = jax.device_put(hyperparams, device) if len(launches) > 1 and device.platform != "cpu" else hyperparams
         measure: Any = _NOTHING_MEASURED
+        for launch in launches:
+            for positions, rows in launch.joined:  # in half the time of a copy of each
+                torch.cat(list(map(grads.__getitem__, positions)), out=rows)
+            if launch.gathered:
+                torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
+        if (
+            device.platform == "cpu"
+            and openmp.pause
+            and sum(map(_elements, launches)) >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads()
+        ):
+            openmp.pause(openmp.SOFT)
         for wave in waves:
             given = []
             for launch in wave:
                 if not launch.ready:
                     launch.prepare()
-                for positions, rows in launch.joined:  # in half the time of a copy of each
-                    torch.cat(list(map(grads.__getitem__, positions)), out=rows)
-                if launch.gathered:
-                    torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
                 given.append(operands([*map(grads.__getitem__, launch.positions), *launch.rows], launch.order))
                 if launch.program.measure is not None:
                     measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure)

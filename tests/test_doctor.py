@@ -157,6 +157,7 @@ def test_what_looks_alike_but_is_well():
         changed(versions=VERSIONS | {"torch": "2.14.0a0+git123"}),
         changed(env={"GOMP_SPINCOUNT": "0"}, without=["OMP_WAIT_POLICY"]),
         changed(env={"GOMP_SPINCOUNT": "10000"}, without=["OMP_WAIT_POLICY"]),
+        changed(threads_end=True, without=["OMP_WAIT_POLICY"]),
     ):
         assert {row["level"] for row in diagnosed(facts).rows} == {"ok"}, facts
 

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch.optim.optimizer import Optimizer
-
 from bridge import masks, tree
 from bridge.rules import Rule
 
 from . import groups
+from .held import Keeper
 from .plan import Leaf, check_leaves
 
 
-class GroupedOptimizer(Optimizer, ABC):
+class GroupedOptimizer(Keeper, ABC):
     """A `torch.optim.Optimizer` that knows of each parameter, as a column beside the groups, what selectors decided of it."""
 
     _leaves: list[Leaf]

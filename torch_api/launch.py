@@ -36,7 +36,7 @@ class Block:
 class Launch(step.Launch):
     """The launch of some blocks, leaves by themselves before packs."""
 
-    __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "seen", "shared", "views")
+    __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "shared")
 
     def __init__(self, blocks: Sequence[Block], program: step.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
         self.program, self.shared, self.ready = program, shared, False
@@ -45,6 +45,16 @@ class Launch(step.Launch):
         self.device = self.leaves[0].device
         self.packs = [block.pack for block in blocks if block.pack is not None]
         self.rows = [block.pack.gradients(block.leaves[0]) for block in blocks if block.pack is not None]
+        self.joined, self.gathered, self.targets = [], [], []
+        for block in blocks:
+            if block.pack is None:
+                continue
+            whole = block.pack.whole(block.leaves)
+            if whole is not None:
+                self.joined.append((block.positions, whole))
+            else:
+                self.gathered += block.positions
+                self.targets += map(block.pack.gradient, block.leaves)
 
     def prepare(self) -> None:
         """Find all that a call needs."""
@@ -57,20 +67,8 @@ class Launch(step.Launch):
         self.params = [leaf.param for leaf in self.leaves if leaf.memory is not None or leaf.layout is not None]
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
         self.positions = positions[: len(alone)]
-        self.joined, self.gathered, self.targets = [], [], []
-        for block in blocks:
-            if block.pack is None:
-                continue
-            whole = block.pack.whole(block.leaves)
-            if whole is not None:
-                self.joined.append((block.positions, whole))
-            else:
-                self.gathered += block.positions
-                self.targets += map(block.pack.gradient, block.leaves)
         self.order = [*(leaf.order for leaf in alone), *(None for _ in self.rows)]
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
-        self.views = [view for leaf in self.leaves for view in leaf.views]
-        self.seen = [address for leaf in self.leaves for address in leaf.seen]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [], []
         for block in blocks:

@@ -75,6 +75,10 @@ class Launches:
         """The launches of the set of live leaves that was seen last."""
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
+    def shared_tensors(self) -> Iterator[Iterable[torch.Tensor]]:
+        """The tensors of the state that several parameters share, which is in the state of each."""
+        return (shared.views.values() for shared in self._shared.values())
+
     def begin(self, hyperparams: Callable[[], np.ndarray]) -> None:
         """Give state to the leaves that have it from construction on.
 
@@ -326,7 +330,7 @@ class Launches:
         unit = self._unit(leaf)
         views |= {} if unit is None else self._shared[unit].views
         leaf.fields, leaf.shown = tuple(views), tuple(views.values())
-        leaf.views = tuple(leaf.held(views).values())
+        leaf.views = leaf.shown if leaf.layout is None else tuple(leaf.held(views).values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
             self._state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold

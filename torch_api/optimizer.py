@@ -23,6 +23,7 @@ from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo
 from .grouped import GroupedOptimizer
+from .held import in_place
 from .launch import restore
 from .launches import Launches
 from .options import Changeable, Options
@@ -32,7 +33,6 @@ from .scaling import Scaling
 from .sight import Sight
 from .transformation import as_rule
 
-_address = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
 _ALL = "all"  # the key of the only rule
 _ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
@@ -172,7 +172,14 @@ class OptaxOptimizer(GroupedOptimizer):
         self._active.sort(key=self.arrangement.sort_key)
         rules = list(map(self.rule_of, self.param_groups))
         self._launches = Launches(
-            type(self).__name__, self._active, self.arrangement, rules, self.state, self.max_grad_norm, self._options.begin, self._cache
+            type(self).__name__,
+            self._active,
+            self.arrangement,
+            rules,
+            vars(self)["state"],
+            self.max_grad_norm,
+            self._options.begin,
+            self._cache,
         )
         self._launches.begin(self._hyperparams)
 
@@ -218,28 +225,25 @@ class OptaxOptimizer(GroupedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        arguments = search = None
+        search = None
         if closure is not None and any(rule.takes_extra for rule in self._rules.values()):
             search = Closure(closure, self._leaves, self.arrangement.skeleton)
             offered = {"grad": Same(GRADIENTS), "value_fn": search.value_fn} | ({} if loss is None else {"value": loss})
             extra_args = offered | extra_args
-        if extra_args:
-            arguments = self._arguments(extra_args)
+        arguments = self._arguments(extra_args) if extra_args else None
         if self._group_signature() != self._signature:
             self._place()
-        live, grads = self._sight.glance(self.state) or self._look()
+        given = vars(self)  # GradScaler sets and deletes `grad_scale` and `found_inf`
+        live, grads = self._sight.glance(given["state"] if self._is_out else None) or self._look()
         if not live:
             return loss
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
-        given = self.__dict__  # GradScaler sets and deletes these two
         scaled = "found_inf" in given or given.get("grad_scale") is not None
         on_device = self._launches.known.get((live, extra, scaled))
-        for part in map(self._active.__getitem__, live) if on_device is None else itertools.chain.from_iterable(on_device):
-            if list(map(_address, part.views)) != part.seen:
-                self._place()  # the data of a state tensor was replaced by hand: go on from what is there
-                on_device = None
-                break
+        if self._is_out and not in_place(map(self._active.__getitem__, live)):
+            self._place()  # the data of a state tensor was replaced by hand: go on from what is there
+            on_device = None
         self._cache.hits += on_device is not None
         if on_device is None:
             on_device = self._launches.build(live, extra, scaled, hyperparams)
@@ -264,6 +268,8 @@ class OptaxOptimizer(GroupedOptimizer):
                     storage.write_back(launch.kept, new, launch.kept_order)
             for handler, number, frame in arrived:
                 handler(number, frame)
+        if self._is_out:
+            self._take_back()
         if search is not None and search.error is not None:
             restore(before)
             raise search.error
@@ -284,7 +290,6 @@ class OptaxOptimizer(GroupedOptimizer):
         """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""
         live: list[int] = []
         grads: list[torch.Tensor] = []
-        state = self.state
         for i, leaf in enumerate(self._active):
             p = leaf.param
             g = p.grad
@@ -298,12 +303,13 @@ class OptaxOptimizer(GroupedOptimizer):
                 return self._look()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
-            if leaf.fields and leaf.state is not None and not all(map(is_, map((state.get(p) or _NO_STATE).get, leaf.fields), leaf.shown)):
+            held = vars(self)["state"].get(p) or _NO_STATE
+            if leaf.fields and leaf.state is not None and not all(map(is_, map(held.get, leaf.fields), leaf.shown)):
                 self._place()  # the state was replaced or cleared by hand: go on from what is there
                 return self._look()
             live.append(i)
             grads.append(g)
-        self._sight.remember(self._active, live, grads, state)
+        self._sight.remember(self._active, live, grads)
         return tuple(live), grads
 
     def _placed_anew(self, leaf: Leaf) -> bool:

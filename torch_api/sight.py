@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import and_, attrgetter, is_, is_not
 from typing import Any
@@ -59,13 +59,12 @@ class Sight:
         """The next step looks at each leaf."""
         self._params = None if really else self._params
 
-    def remember(self, leaves: Sequence[Leaf], live: Sequence[int], grads: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> None:
+    def remember(self, leaves: Sequence[Leaf], live: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Take note of the leaves as they are, every one of which has been looked at, or its gradient is None.
 
         Args:
           leaves: the active ones.
           live: those of them that have a gradient; `grads`: their gradients.
-          state: the optimizer's.
         """
         if any(leaf.layout is not None for leaf in leaves):
             return
@@ -74,44 +73,37 @@ class Sight:
         self._shapes, self._strides = [leaf.shape for leaf in leaves], [leaf.strides for leaf in leaves]
         self._kinds = [(leaf.shape, leaf.dtype, leaf.device, torch.strided) for leaf in leaves]
         self._shown = [leaf.shown if leaf.state is not None else () for leaf in leaves]
-        self._has_state = list(map(bool, self._shown))
         self._positions = tuple(range(len(leaves)))
-        self._same = self._guards(leaves, tuple(live), grads, state)
+        self._same = self._guards(tuple(live), grads)
 
-    def _guards(self, leaves: Sequence[Leaf], live: tuple[int, ...], grads: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> Any:
+    def _guards(self, live: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Any:
         """What `glance` asks first; None where there is no fast way."""
-        params = [leaf.param for leaf in leaves]
+        params = self._params or []
         checks = _guard(params), _guard(grads)
-        shown = {leaf.param: leaf.shown for leaf in leaves if leaf.state is not None}
-        known = all(list(map(id, state.get(p, {}).values())) == list(map(id, shown[p])) for p in shown)
-        if None in checks or not known:
+        if None in checks:
             return None
         chosen = set(live)
         absent = [p for i, p in enumerate(params) if i not in chosen and p.requires_grad]
         present = [params[i] for i in live]
-        held = list(state.values())
-        tensors = list(chain.from_iterable(map(dict.values, held)))
-        return live, present, absent, checks, list(map(_address, present)), list(state), held, tensors
+        return live, present, absent, checks, list(map(_address, present))
 
-    def glance(self, state: Mapping[Any, Any]) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-        """The active leaves that have a gradient now, and the gradients; None where anything else has changed."""
+    def glance(self, state: Mapping[Any, Any] | None) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
+        """The active leaves that have a gradient now, and the gradients; None where anything else has changed.
+
+        `state`: the optimizer's, where someone may have changed it.
+        """
         if self._params is None:
             return None
         if self._same is not None:
-            live, present, absent, (as_params, as_grads), addresses, keys, held, tensors = self._same
+            live, present, absent, (as_params, as_grads), addresses = self._same
             grads = list(map(_grad, present))
             if (
                 as_grads(*grads)
                 and as_params(*self._params)
                 and list(map(_address, present)) == addresses
                 and all(map(is_, map(_grad, absent), repeat(None)))
-                and len(state) == len(keys)
-                and all(map(is_, state, keys))
-                and all(map(is_, state.values(), held))
             ):
-                now = list(chain.from_iterable(map(dict.values, held)))
-                if len(now) == len(tensors) and all(map(is_, now, tensors)):
-                    return live, grads
+                return (live, grads) if state is None or self._as_shown(state, map(self._shown.__getitem__, live), present) else None
         grads = list(map(_grad, self._params))
         chosen = list(map(and_, map(is_not, grads, repeat(None)), map(_requires_grad, self._params)))
         live = self._positions if all(chosen) else tuple(compress(self._positions, chosen))
@@ -121,13 +113,15 @@ class Sight:
             and list(map(_kind, grads)) == list(compress(self._kinds, chosen))
             and list(map(_shape, params)) == list(compress(self._shapes, chosen))
             and list(map(_strides, params)) == list(compress(self._strides, chosen))
+            and (state is None or self._as_shown(state, compress(self._shown, chosen), params))
         )
-        if not as_before:
-            return None
-        with_state = list(compress(self._has_state, chosen))
-        held: list[Any] = list(map(state.get, compress(params, with_state)))
+        return (live, grads) if as_before else None
+
+    def _as_shown(self, state: Mapping[Any, Any], shown: Iterable[tuple[torch.Tensor, ...]], params: Sequence[torch.Tensor]) -> bool:
+        """Whether the state of these parameters has the tensors that it was given, in their order."""
+        tensors = list(shown)
+        held: list[Any] = list(map(state.get, compress(params, tensors)))
         if not all(held):
-            return None
-        now = list(chain.from_iterable(map(dict.values, held)))
-        shown = list(chain.from_iterable(compress(self._shown, chosen)))
-        return (live, grads) if len(now) == len(shown) and all(map(is_, now, shown)) else None
+            return False
+        now, before = list(chain.from_iterable(map(dict.values, held))), list(chain.from_iterable(tensors))
+        return len(now) == len(before) and all(map(is_, now, before))

@@ -21,6 +21,7 @@ from bridge.update import Plan
 from .arguments import Arguments
 from .batch import OWNER, Batch
 from .cache import CacheInfo, CompilationWarning, stack_level
+from .held import in_place
 from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
@@ -28,7 +29,6 @@ from .traced_loss import traced_loss
 from .train_parts import Parts, check_arguments, check_fit, refuse_autocast
 from .watch import Watch
 
-_address = torch.Tensor.data_ptr
 _NO_SEED = np.int64(0)
 # So many programs are one for each batch of some loops: that is said.
 _MANY = 9
@@ -50,8 +50,7 @@ class Ready(NamedTuple):
     looked_at: list[tuple[int, torch.Tensor, Any]]
     sums: list[storage.Memory]
     names: list[str]
-    stateful: list[torch.Tensor]
-    shown: list[torch.Tensor]
+    stateful: list[Leaf]
 
 
 class JaxTrainStep:
@@ -157,7 +156,7 @@ class JaxTrainStep:
         numbers = optimizer._hyperparams()
         key = items.signature, live, extra, updates
         ready = self._ready.get(key)
-        if ready is not None and not _as_left(ready, optimizer.state):
+        if ready is not None and optimizer._is_out and not _as_left(ready, vars(optimizer)["state"]):
             optimizer._place()  # the state was replaced or cleared by hand: go on from what is there
             self._look()
             ready = None
@@ -185,6 +184,8 @@ class JaxTrainStep:
     def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
         """What is left to do when results are in memory."""
         launch = ready.launch
+        if self.optimizer._is_out:
+            self.optimizer._take_back()
         if outcome.moved:
             self.optimizer._launches.follow([launch])
             for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
@@ -300,9 +301,8 @@ class JaxTrainStep:
         self._misses += 1
         stateful = [leaf for leaf in launch.leaves if leaf.shown]
         own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
-        shown = [view for leaf in stateful for view in leaf.shown]
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
-        return Ready(program, launch, *own, reached, [leaf.param for leaf in stateful], shown)
+        return Ready(program, launch, *own, reached, stateful)
 
     def _optimizers_names(self) -> dict[str, str]:
         """What the optimizer calls each parameter, in the tree that its transformation sees, and what the module calls it."""
@@ -338,13 +338,13 @@ def _elsewhere(leaf: Leaf) -> bool:
 
 def _as_left(ready: Ready, state: Mapping[Any, Any]) -> bool:
     """Whether the optimizer's state holds the tensors, in the memory, that the last update left there."""
-    if list(map(_address, ready.launch.views)) != ready.launch.seen:
+    if not in_place(ready.stateful):
         return False
-    held: list[Any] = list(map(state.get, ready.stateful))
+    held: list[Any] = [state.get(leaf.param) for leaf in ready.stateful]
     if not all(held):
         return False
-    now = list(chain.from_iterable(map(dict.values, held)))
-    return len(now) == len(ready.shown) and all(map(is_, now, ready.shown))
+    now, shown = list(chain.from_iterable(map(dict.values, held))), list(chain.from_iterable(leaf.shown for leaf in ready.stateful))
+    return len(now) == len(shown) and all(map(is_, now, shown))
 
 
 _hooked: Any = torch.optim.Optimizer.profile_hook_step(lambda optimizer, function, *arguments: function(*arguments))

@@ -1,0 +1,33 @@
+"""torch's OpenMP threads, which wait for their next operation by spinning, on the cores that XLA's program would use."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+SOFT = 1  # omp_pause_soft, https://www.openmp.org/spec-html/5.0/openmpsu157.html
+# Elements that a program must update for each thread of torch: below, starting the threads again costs more than their spinning.
+ELEMENTS_A_THREAD = 1 << 17
+
+
+def _found() -> Callable[[int], int] | None:
+    """`omp_pause_resource_all` of the OpenMP runtime that torch itself is linked to (OpenMP 5.0); None with MASKBRIDGE_OPENMP=0."""
+    if os.environ.get("MASKBRIDGE_OPENMP") == "0" or "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib", "torch_cpu.dll"):
+        try:
+            pause = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).omp_pause_resource_all
+        except (OSError, AttributeError):
+            continue
+        pause.argtypes, pause.restype = (ctypes.c_int,), ctypes.c_int
+        return pause
+    return None
+
+
+# Ends the threads that torch's last operation on this thread has left: torch starts them again with its next parallel
+# operation, in some tens of microseconds. Those of other Python threads' operations stay. None where the runtime has it not.
+pause = _found()
