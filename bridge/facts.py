@@ -31,7 +31,7 @@ class Facts:
     `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
     started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
     whether XLA writes two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are
-    used. `threads_end`: whether a step may end torch's threads. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
+    used. `threads_end`: a step may end torch's threads. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
     """
 
     env: Mapping[str, str]

@@ -404,11 +404,24 @@ def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra:
             if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
             ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
-            counts = {way: bytes_accessed(_probe(small, elements, scalars, device, way)) for way in sorted(ways)}
+            least = _fewest_bytes(small)
+            counts: dict[Passes, float] = {}
+            for way in sorted(ways):
+                counts[way] = bytes_accessed(_probe(small, elements, scalars, device, way))
+                if counts[way] < 1.01 * least:  # the scalars
+                    break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
             counts = {_ONCE: 0.0}
         _chosen_passes[key] = min(counts, key=lambda way: (counts[way], way))
     return _chosen_passes[key]
+
+
+def _fewest_bytes(problem: Problem) -> float:
+    """The parameter and its arrays of state read and written once, the gradient read once."""
+    spec = problem.specs[0]
+    kinds = [spec.dtype, *(field.dtype for field in layout(problem).own[0] if field.shape is None)]
+    sizes = [jnp.dtype(kind).itemsize for kind in kinds]
+    return math.prod(spec.shape) * (2.0 * sum(sizes) + sizes[0])
 
 
 def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device: Any, passes: Passes) -> Any:
