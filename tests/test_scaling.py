@@ -1,5 +1,7 @@
 """`torch.amp.GradScaler` where the optimizer unscales, checks and skips by itself."""
 
+import jax
+import numpy as np
 import optax
 import pytest
 import torch
@@ -7,6 +9,8 @@ from oracles import FUSES, clones, movement_error, random_params, set_grads
 
 import bridge
 import torch_api
+from bridge import update
+from bridge.dlpack import x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 MAKERS = {
@@ -186,6 +190,26 @@ def test_the_check_costs_one_reading_of_the_gradients():
         counts.append(optimizer.bytes_accessed())
     # The compiler also counts the branch that is taken only where the sum is not finite: one reading more.
     assert 4 * p.numel() < counts[1] - counts[0] < 8.1 * p.numel()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_only_a_sum_that_is_not_finite_has_the_gradients_read_again(clip):
+    """In the traced program: one sum of each gradient, and then a choice between what reads none of them and what reads all."""
+    size, counts = 65536, jax.ShapeDtypeStruct((1,), np.float32)
+    grads = [jax.ShapeDtypeStruct((size,), np.float32)] * 3
+    skipped, before = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((2,), np.float64)
+    measure = lambda g, scaling, before: update._measure(clip, g, [None] * 3, [None] * 3, scaling, before)  # noqa: E731
+    with x64():
+        jaxpr = jax.make_jaxpr(measure)(grads, [counts, counts, skipped], before).jaxpr
+    (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    one_by_one, at_once = (branch.jaxpr for branch in choice.params["branches"])
+    assert sums(jaxpr.eqns, size) == 3
+    assert sums(one_by_one.eqns, size) == (6 if clip else 3)
+    assert all(v.aval.size < size for eqn in at_once.eqns for v in (*eqn.invars, *eqn.outvars))
+
+
+def sums(eqns, size):
+    return sum(eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == size for eqn in eqns)
 
 
 def test_a_norm_whose_scaled_squares_overflow_is_that_of_the_unscaled_gradients():
