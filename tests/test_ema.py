@@ -138,11 +138,12 @@ def test_a_decay_set_later_is_checked_as_in_the_constructor():
 
 
 @FUSES
-def test_it_costs_its_own_bytes_only():
+@pytest.mark.parametrize("make", [torch_api.MaskedSGD, torch_api.MaskedAdamW, torch_api.MaskedAdam])
+def test_it_costs_its_own_bytes_only(make):
     p = torch.nn.Parameter(torch.zeros(4096))
     counts = {}
     for decay in (None, 0.9):
-        optimizer = torch_api.MaskedSGD([p], lr=0.1, ema_decay=decay)
+        optimizer = make([p], lr=0.1, ema_decay=decay)
         p.grad = torch.ones(4096)
         optimizer.step()
         counts[decay] = optimizer.bytes_accessed()
