@@ -412,7 +412,7 @@ def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra:
             ways |= {Passes(n, True) for n in (2, 1 + len(_evaluated(fields, True)))} if kept else set()
             if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
-            ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < ONES}
+            ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < 3}
             ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
             counts = {way: bytes_accessed(_probe(small, elements, scalars, device, way)) for way in sorted(ways)}
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
