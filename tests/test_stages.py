@@ -147,8 +147,8 @@ def test_numbers_are_optaxs_in_every_layout_and_with_masks_of_elements(name, lay
             optimizer.step()
         begun, trained = start.numpy(), mask.numpy().astype(np.float32)
         expected = in_optax(name, begun, trained, trained)
-        bound = 2e-5 * np.abs(expected - begun).max()
+        bound = 1e-4 * np.abs(expected - begun).max()
         assert np.abs(p.detach().numpy() - expected).max() < bound
         assert torch.equal(p.detach()[~mask], start[~mask])
     frozen_counted = in_optax(name, begun, trained, np.ones_like(trained))
-    assert np.abs(frozen_counted - expected).max() > 100 * bound
+    assert np.abs(frozen_counted - expected).max() > 20 * bound
