@@ -3,40 +3,29 @@
 The update of all leaves together is traced once. If no leaf's update and no shared state depend on another leaf, and
 what is shared are counts, each leaf can be updated by itself, with counts of its own. It is then asked what the leaf
 must be put before: the program for the leaf alone must be, operation by operation, the one that it had among the others.
-A flat buffer will do where every operation is elementwise.
+A flat buffer will do where every operation is elementwise, or sums over the whole leaf: then the two programs must be
+the same but for reshaping.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .problem import Extra, Field, Path, Problem, Row, Same, Spec, layout
+from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of
 
-# fmt: off
-ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "imag", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})
-# fmt: on
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
 _REAL = {"complex64": "float32", "complex128": "float64"}
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @functools.lru_cache(256)
@@ -65,7 +54,7 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
             return None
         key = (text, spec.shape, spec.dtype, spec.order)
         if key not in chosen:
-            view = _smallest_view(row, skeleton, spec, extra, text)
+            view = _smallest_view(row, skeleton, spec, extra, together, index)
             if view is None:
                 return None
             chosen[key] = view
@@ -120,8 +109,9 @@ def traced_names(
     return singly if takes(singly) else frozenset()
 
 
-def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, text: str) -> Spec | None:
-    flat = (math.prod(spec.shape),)
+def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, together: _Program, index: int) -> Spec | None:
+    flat, text = (math.prod(spec.shape),), together.text(index)
+    shapeless = functools.cache(lambda: together.shapeless(index))
     for view in (Spec(None, flat, spec.dtype), Spec(spec.path, flat, spec.dtype), spec):
         try:
             alone = _Program(Problem(row.together(None), (view,), () if view.path is None else skeleton), extra)
@@ -129,6 +119,8 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
             continue
         if alone.text(0) == text and (view is spec or alone.elementwise):
             return view
+        if view is not spec and shapeless() is not None and alone.shapeless(0) == shapeless():
+            return view._replace(whole=True)
     return None
 
 
@@ -165,14 +157,16 @@ class _Program:
         names = [f.name for own in plan.own for f in own], [f.name for f in plan.shared]
         each = range(len(specs))
         owners = [i for i, own in enumerate(plan.own) for _ in own]
-        self.jaxpr, self._shapes = closed.jaxpr, [spec.shape for spec in specs]
+        self.jaxpr, self._consts, self._shapes = closed.jaxpr, closed.consts, [spec.shape for spec in specs]
+        # Of each leaf by name: whether a field is as large as the leaf, else its shape.
+        self._fields = [{f.name: f.shape for f in (*own, *plan.shared)} for own in plan.own]
         # What each input and output is called in the text, and the leaf that it belongs to (None: to all).
         states = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
         others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(traced)))]
         self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
         outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in states)]
         self._results = sorted(zip(outputs, self.jaxpr.outvars, strict=True), key=lambda pair: pair[0][0])
-        self._constants = {var: _constant(value) for var, value in zip(self.jaxpr.constvars, closed.consts, strict=True)}
+        self._constants = {var: constant_text(value) for var, value in zip(self.jaxpr.constvars, closed.consts, strict=True)}
         self._define()
 
     def _define(self) -> None:
@@ -203,10 +197,28 @@ class _Program:
             results.append(f"{name} = {self._write(var, lines, self._shapes[index])}")
         return "\n".join([*lines, *results])
 
+    def shapeless(self, index: int) -> str | None:
+        """All that is computed for a leaf that no other takes part in, without the leaf's shape; None if its shape takes part."""
+        shape, size = self._shapes[index], math.prod(self._shapes[index])
+        if size < 2:
+            return None  # one element and the whole leaf could not be told apart
+        inputs = [(var, name) for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True) if owner in (None, index)]
+        results = [(name, var) for (name, owner), var in self._results if owner in (None, index)]
+        wanted = [var for _, var in results]
+        own = self.jaxpr.replace(invars=[var for var, _ in inputs], outvars=wanted, eqns=slice_of(self.jaxpr.eqns, wanted))
+        with x64():
+            closed = inlined(own, self._consts)
+        named = {
+            var: (name, self._owners[old] == {index} and old.aval.shape == shape)
+            for var, (old, name) in zip(closed.jaxpr.invars, inputs, strict=True)
+        }
+        found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
+        return None if found is None else f"{found}\n{sorted(self._fields[index].items())}"
+
     def _write(self, var: Any, lines: list[str], like: tuple[int, ...]) -> str:
         """The variable's name in the text, after the lines that compute it."""
         if isinstance(var, Literal):
-            return f"{var.val}:{_kind(var.aval, like)}"
+            return f"{var.val}:{kind_text(var.aval, like)}"
         stack = [var]
         while stack:
             top = stack[-1]
@@ -219,7 +231,7 @@ class _Program:
                 stack.extend(waiting)
                 continue
             operands = ", ".join(self._write(v, lines, like) for v in eqn.invars)
-            line = f"{eqn.primitive.name}[{_params(eqn.params, like)}] {operands} -> {[_kind(v.aval, like) for v in eqn.outvars]}"
+            line = f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {[kind_text(v.aval, like) for v in eqn.outvars]}"
             for position, out in enumerate(eqn.outvars):
                 self._names[out] = f"%{len(lines)}.{position}"
             lines.append(line)
@@ -260,38 +272,3 @@ def _elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
 
 def _body(value: Any) -> Any:
     return getattr(value, "jaxpr", value)
-
-
-def _params(params: Mapping[str, Any], like: tuple[int, ...]) -> str:
-    return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
-
-
-def _param(value: Any, like: tuple[int, ...]) -> str:
-    if isinstance(value, tuple) and value == like:
-        return "L"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_param(v, like) for v in value)})"
-    body = _body(value)
-    if hasattr(body, "eqns"):
-        names = {var: f"a{i}" for i, var in enumerate((*body.constvars, *body.invars))}
-        read = lambda v: f"{v.val}:{_kind(v.aval, like)}" if isinstance(v, Literal) else names[v]  # noqa: E731
-        lines = []
-        for n, eqn in enumerate(body.eqns):
-            operands = ", ".join(map(read, eqn.invars))
-            lines.append(f"{eqn.primitive.name}[{_params(eqn.params, like)}] {operands} -> {[_kind(v.aval, like) for v in eqn.outvars]}")
-            names |= {out: f"%{n}.{i}" for i, out in enumerate(eqn.outvars)}
-        constants = list(map(_constant, getattr(value, "consts", ())))
-        return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, body.outvars))}}}"
-    return _ADDRESS.sub("", str(value))
-
-
-def _kind(aval: Any, like: tuple[int, ...]) -> str:
-    shape = getattr(aval, "shape", None)
-    return (
-        f"{getattr(aval, 'dtype', aval)}{'L' if shape == like and shape != () else shape}{'w' if getattr(aval, 'weak_type', False) else ''}"
-    )
-
-
-def _constant(value: Any) -> str:
-    data = jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-    return f"const{np.asarray(data).tobytes()!r}"

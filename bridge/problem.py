@@ -95,13 +95,16 @@ class Spec(NamedTuple):
     """A leaf as its transformation sees it.
 
     `path` is its place in the tree of parameters, None where it is the whole tree; `shape` its own, or the flat one of
-    its buffer; `order` permutes the dimensions of `shape` to those of the buffer (None: as they are).
+    its buffer; `order` permutes the dimensions of `shape` to those of the buffer (None: as they are). `whole`: the
+    transformation looks at all elements of the flat leaf together, whatever their order; else it takes each by itself
+    if the leaf is flat and `path` is None.
     """
 
     path: Path | None
     shape: tuple[int, ...]
     dtype: str
     order: tuple[int, ...] | None = None
+    whole: bool = False
 
     @property
     def flat(self) -> bool:

@@ -19,6 +19,7 @@ from .evaluate import Arrays, evaluate_buffers
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real, times
 from .split import for_each
+from .stages import Stages
 
 # Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
 ONES = 4
@@ -213,11 +214,12 @@ def _along(live: Any, x: Any) -> Any:
 class Passes(NamedTuple):
     """How often a rule is evaluated: once, once more for the parameter, and once more for each field of state from the second on.
 
-    `beside`: what is kept beside the state comes with the parameter.
+    `beside`: what is kept beside the state comes with the parameter. `stored`: as of `bridge.stages`, for one with sums.
     """
 
     evaluations: int
     beside: bool
+    stored: int = 0
 
 
 @functools.lru_cache(1024)
@@ -229,10 +231,16 @@ def _leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...
         (p, _, g, mask), (_, values), (ones, scale, skip, further) = arrays, scalars, common
         state = _joined(problem, arrays[1], scalars[0])
 
-        def result(factor: Any) -> tuple[Any, list[Any]]:
-            before = Arrays([_kept_in(mask, p, problem)], [_kept_in(mask, g, problem)], [state], [])
-            new = evaluate_buffers(problem, before, values, [values[-1]], scale, factor, extra.restored(further))
+        def evaluated(inputs: Any, factor: Any = None) -> tuple[Any, list[Any]]:
+            p, g, state, values, scale, further = inputs
+            new = evaluate_buffers(problem, Arrays([p], [g], [state], []), values, [values[-1]], scale, factor, extra.restored(further))
             return new.params[0], list(new.own[0])
+
+        inputs = _kept_in(mask, p, problem), _kept_in(mask, g, problem), state, values, scale, further
+        if problem.specs[0].whole:
+            result = Stages(evaluated, inputs, p.size).begin(inputs, passes.stored, ones[ONES - 1])
+        else:
+            result = functools.partial(evaluated, inputs)
 
         # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
         # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
@@ -284,7 +292,8 @@ def _unit_update(
 
 def _kept_in(mask: Any, x: Any, problem: Problem) -> Any:
     """The array with 0 where the mask is False, if the transformation may look from one element to another."""
-    return x if mask is None or (problem.specs[0].path is None and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
+    spec = problem.specs[0]
+    return x if mask is None or (spec.path is None and not spec.whole and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
 
 
 def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
@@ -403,6 +412,7 @@ def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra:
             ways |= {Passes(n, True) for n in (2, 1 + len(_evaluated(fields, True)))} if kept else set()
             if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
+            ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < 3}
             ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
             least = _fewest_bytes(small)
             counts: dict[Passes, float] = {}

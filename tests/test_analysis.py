@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import torch
 
@@ -58,6 +59,11 @@ def of_the_first(g, p):
     return jax.tree.map(lambda x: -0.1 * x * jnp.max(first), g)
 
 
+def of_all(g, p):
+    total = sum(jnp.sum(x * x) for x in jax.tree.leaves(g))
+    return jax.tree.map(lambda x: -x / total, g)
+
+
 def counted_by_all():
     """A shared count that moves on only if the first leaf's gradient is positive."""
 
@@ -76,7 +82,7 @@ def begun_from_all():
 CONSTANTS = {"a": {"weight": 1.0, "bias": 2.0}, "b": {"weight": 3.0}}
 
 DRAWING = ("a key for each leaf", "a key with the position")
-FLAT, SHAPED, TOGETHER = "flat", "shaped", "together"
+FLAT, WHOLE, SHAPED, TOGETHER = "flat", "whole", "shaped", "together"
 CASES = {
     "elementwise": (lambda: each(lambda g, p: -jnp.tanh(g) * jnp.exp(-p * p)), FLAT),
     "an optimizer": (lambda: optax.adamw(1e-3), FLAT),
@@ -85,7 +91,23 @@ CASES = {
     "a tree that only fits the whole": (lambda: stateless(lambda g, p: jax.tree.map(lambda g, c: -c * g, g, CONSTANTS)), TOGETHER),
     "a constant of the leaf's shape": (lambda: each(lambda g, p: -g * np.arange(g.size, dtype=np.float32).reshape(g.shape)), SHAPED),
     "a mask by name": (lambda: optax.masked(optax.adam(1e-3), {"a": {"weight": True, "bias": False}, "b": True}), FLAT),
-    "a sum": (lambda: each(lambda g, p: -g / jnp.sqrt(jnp.sum(g * g))), SHAPED),
+    "a sum": (lambda: each(lambda g, p: -g / jnp.sqrt(jnp.sum(g * g))), WHOLE),
+    "a sum of what was reshaped": (lambda: each(lambda g, p: -g / (1 + jnp.max(jnp.abs(g.reshape(-1, 2))))), WHOLE),
+    "a norm that keeps its dimensions": (lambda: each(lambda g, p: -g / jnp.linalg.norm(g[None], keepdims=True)[0]), WHOLE),
+    "a sum of sums": (lambda: each(lambda g, p: -g / (1 + jnp.sum(jnp.abs(jnp.sum(g, axis=0))))), SHAPED),
+    "a sum of a part": (lambda: each(lambda g, p: -g / (1 + jnp.sum(g[1:] ** 2))), SHAPED),
+    "a sum of what lies there": (lambda: each(lambda g, p: -g / (1 + jnp.sum(g**2 * jnp.arange(g.shape[-1], dtype=g.dtype)))), SHAPED),
+    "a mean of a dimension beside it": (lambda: each(lambda g, p: -g * p.shape[-1] / (1 + jnp.sum(g**2))), SHAPED),
+    "the largest of turned ones": (lambda: each(lambda g, p: -g / (1 + jnp.max(jnp.abs(g.T.reshape(g.shape) * p)))), SHAPED),
+    "a sum beside another leaf's": (lambda: stateless(of_all), TOGETHER),
+    "lamb": (lambda: optax.lamb(1e-3), WHOLE),
+    "lars": (lambda: optax.lars(1e-3), WHOLE),
+    "trust ratio": (optax.scale_by_trust_ratio, WHOLE),
+    "a root mean square of each leaf": (lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.adam(1e-3)), WHOLE),
+    "norms of units": (lambda: optax.adaptive_grad_clip(0.1), SHAPED),
+    "muon": (lambda: optax.contrib.muon(1e-3), SHAPED),
+    "factored": (lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2), SHAPED),
+    "centred": (optax.centralize, SHAPED),
     "along one dimension": (lambda: each(lambda g, p: -jnp.cumsum(g, axis=0)), SHAPED),
     "turned round": (lambda: each(lambda g, p: -g[::-1]), SHAPED),
     "a loop over rows": (lambda: each(lambda g, p: jax.lax.map(lambda row: -row / row.size, g)), SHAPED),
@@ -108,7 +130,7 @@ CASES = {
 
 def seen(tx):
     found = views(Row(lambda: tx, (), (), scaled=True), PATHS, SPECS, NO_EXTRA)
-    return TOGETHER if found is None else FLAT if found[0].flat else SHAPED
+    return TOGETHER if found is None else WHOLE if found[0].whole else FLAT if found[0].flat else SHAPED
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -259,11 +259,9 @@ def test_grad_scaler_goes_through_packs_as_through_torch():
 # ---------------------------------------------------------------------- what may not be packed
 
 TENSORWISE = {
-    "Lamb": lambda params: torch_api.MaskedLamb(params, lr=0.01),
     "Muon": lambda params: torch_api.MaskedMuon(params),
     "Adafactor": lambda params: torch_api.MaskedAdafactor(params),
     "adaptive_grad_clip": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(0.01))),
-    "clip_by_block_rms": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.01))),
     "clip_by_global_norm": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))),
     "centralize": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.centralize(), optax.sgd(0.01))),
     "masks of elements": lambda params: torch_api.MaskedAdam(
@@ -281,6 +279,27 @@ def test_what_looks_at_whole_tensors_is_not_packed(make):
     run([(optimizer, params)], 2)
     assert slots(optimizer) == [None] * 6
     packed(torch_api.MaskedAdam(parameters(shapes=[(4, 4)] * 6)), 6)  # these shapes can be
+
+
+# Of these each row is updated as a tensor of its own, which is what it is where rows are no longer than the tensors.
+ROWWISE = {
+    "Lamb": lambda params: torch_api.MaskedLamb(params, lr=0.01, weight_decay=0.1),
+    "Lars": lambda params: torch_api.MaskedLars(params, lr=0.1, weight_decay=0.1),
+    "clip_by_block_rms": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.01))),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("make", ROWWISE.values(), ids=ROWWISE.keys())
+def test_what_sums_over_a_tensor_is_packed_where_no_row_is_longer(make):
+    params = [*parameters(shapes=[(4, 4), (2, 8), (16,)] * 2), *parameters(shapes=[(3, 5), (10,)] * 4)]
+    start = clones(params)
+    ours = make(params)
+    theirs, others = by_themselves(make, start)
+    run([(ours, params), (theirs, others)], 6, some)
+    assert {leaf.shape.numel() for leaf in ours._active if leaf.slot is not None} == {16}
+    assert sum(slot is not None for slot in slots(ours)) == 6
+    near(params, others, start)
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -15,7 +15,7 @@ from bridge import step, storage, update
 from bridge.dlpack import device_of, to_torch
 from bridge.evaluate import begin_buffers, constants
 from bridge.precision import BESIDE
-from bridge.problem import Extra, Field, Problem, Spec, buffer_shape, layout
+from bridge.problem import Extra, Field, Problem, buffer_shape, layout
 from bridge.rules import Rule
 
 from . import tiles
@@ -178,7 +178,7 @@ class Launches:
             return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
         count, width = pack.memory.array.shape
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
-        return update.Leaf(row, Spec(None, (width,), leaf.spec.dtype), state, True, False, count)
+        return update.Leaf(row, leaf.spec._replace(shape=(width,)), state, True, False, count)
 
     def _divided(self, blocks: Sequence[Block]) -> Iterator[list[Block]]:
         """The blocks of each program."""

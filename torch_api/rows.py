@@ -150,15 +150,21 @@ class Rows:
         return *alike, leaf.memory is not None, leaf.row
 
     def pack_key(self, leaf: Leaf) -> Any:
-        """What leaves must have in common to be updated side by side; None for one that must be by itself."""
+        """What leaves must have in common to be updated side by side; None for one that must be by itself.
+
+        Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length.
+        """
         row, size = self.static[leaf.row], leaf.shape.numel()
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         if not 0 < size * leaf.dtype.itemsize <= LARGEST_IN_PACK:
             return None
-        if not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra):
+        width, whole = pack_width(leaf.dtype, size), leaf.spec.whole
+        if whole and (width != size or self._extra.leaves):
             return None
-        return self._kinds[leaf.row], leaf.dtype, leaf.device, pack_width(leaf.dtype, size)
+        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra):
+            return None
+        return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
 
     def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
         """The state of a leaf: its own, and what all leaves of its transformation share."""

@@ -1,0 +1,182 @@
+"""Programs in which a leaf has no shape: each element by itself, and sums over all of them.
+
+Of such a program every array as large as the leaf is known by its elements in row-major order, and every array of one
+element by that element. Reshaping them does nothing then, so what is left can be compared between a leaf and its flat
+buffer, operation by operation; and either serves in the other's place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+# fmt: off
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "imag", "integer_pow",
+    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})
+# fmt: on
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+def inlined(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """A traced program with the bodies of the functions that it calls in place of the calls, closed."""
+    arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    return jax.make_jaxpr(lambda *inputs: _run(jaxpr, consts, inputs))(*arguments)
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
+    return [literal(v) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
+def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one operation of a program, whatever the shapes there are; of a call, those of its body."""
+    body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+    if body is not None:
+        return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands)
+    given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]
+    alone = jaxpr.replace(constvars=[], invars=[v for v, _ in given], outvars=eqn.outvars, eqns=[eqn])
+    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*(x for _, x in given))
+
+
+def literal(var: Any) -> Any:
+    """The value of a literal in its type."""
+    return np.asarray(var.val, var.aval.dtype)
+
+
+def slice_of(eqns: Sequence[Any], wanted: Iterable[Any], given: Iterable[Any] = ()) -> list[Any]:
+    """The operations, in order, that the `wanted` variables need where those of `given` are there."""
+    given = set(given)
+    needed = {v for v in wanted if not isinstance(v, Literal)} - given
+    kept = []
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal) and v not in given)
+    return kept[::-1]
+
+
+def keeps_elements(eqn: Any) -> bool:
+    """Whether the result has the elements of the first operand, in their order: as large as it, but maybe of another shape."""
+    turned = eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
+    return eqn.primitive.name in _RESHAPING and not turned and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
+def spreads(eqn: Any, size: int) -> bool:
+    """Whether one number becomes all elements of a leaf."""
+    return eqn.primitive.name == "broadcast_in_dim" and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (1, size)
+
+
+def reduces(eqn: Any, size: int) -> bool:
+    """Whether all elements of a leaf become one number, whatever their order."""
+    return eqn.primitive.name in REDUCTIONS and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (size, 1)
+
+
+def elementwise(eqn: Any, size: int) -> bool:
+    """Whether each element of the result is computed from that element of leaves, and from single numbers."""
+    return eqn.primitive.name in ELEMENTWISE and {v.aval.size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
+
+
+class Shapeless:
+    """What a program computes for one leaf, without the leaf's shape.
+
+    Args:
+      closed: a program as of `inlined`.
+      size: how many elements the leaf has, more than 1.
+      inputs: by variable what an input is called, and whether it is as large as the leaf, element for element.
+    """
+
+    def __init__(self, closed: Any, size: int, inputs: Mapping[Any, tuple[str, bool]]) -> None:
+        self._closed, self._size = closed, size
+        constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        self._names = {var: (constant_text(value) + kind_text(var.aval), False) for var, value in constants} | dict(inputs)
+
+    def text(self, results: Sequence[tuple[str, Any]]) -> str | None:
+        """The results by name, after one line for each operation; None where an operation knows more than the leaf's elements."""
+        names, lines = dict(self._names), []
+        value = lambda v: v.val if np.ndim(v.val) == 0 else constant_text(v.val)  # noqa: E731
+        read = lambda v: (f"{value(v)}:{kind_text(v.aval)}", False) if isinstance(v, Literal) else names[v]  # noqa: E731
+        for eqn in slice_of(self._closed.jaxpr.eqns, [var for _, var in results]):
+            operands = [read(v) for v in eqn.invars]
+            line, of_leaf = self._line(eqn, operands)
+            if line is None:
+                return None
+            if keeps_elements(eqn) and (of_leaf or eqn.outvars[0].aval.size == 1):
+                names[eqn.outvars[0]] = operands[0]
+                continue
+            for position, out in enumerate(eqn.outvars):
+                names[out] = f"%{len(lines)}.{position}", of_leaf
+            lines.append(line)
+        return "\n".join([*lines, *(f"{name} = {read(var)[0]}" for name, var in results)])
+
+    def _line(self, eqn: Any, operands: Sequence[tuple[str, bool]]) -> tuple[str | None, bool]:
+        """An operation without the leaf's shape, and whether its results are as large as the leaf; None where that cannot be."""
+        size, of_leaf = self._size, any(large for _, large in operands)
+        dtypes = [str(v.aval.dtype) for v in eqn.outvars]
+        plain = f"{eqn.primitive.name} {[name for name, _ in operands]} -> {dtypes}"
+        if elementwise(eqn, size) and all(large or v.aval.size == 1 for v, (_, large) in zip(eqn.invars, operands, strict=True)):
+            return f"{plain} {params_text(eqn.params)}", of_leaf
+        if spreads(eqn, size):
+            return f"spread {plain}", True
+        if of_leaf:
+            if reduces(eqn, size):
+                return plain, False
+            return (plain if keeps_elements(eqn) else None), True
+        exact = [kind_text(v.aval) for v in (*eqn.invars, *eqn.outvars)]
+        return f"{plain} {params_text(eqn.params)} {exact}", False
+
+
+def params_text(params: Mapping[str, Any], like: tuple[int, ...] | None = None) -> str:
+    """The parameters of an operation; the shape `like` as L."""
+    return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
+
+
+def _param(value: Any, like: tuple[int, ...] | None = None) -> str:
+    if isinstance(value, tuple) and value == like:
+        return "L"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_param(v, like) for v in value)})"
+    body = getattr(value, "jaxpr", value)
+    if hasattr(body, "eqns"):
+        names = {var: f"a{i}" for i, var in enumerate((*body.constvars, *body.invars))}
+        read = lambda v: f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v]  # noqa: E731
+        lines = []
+        for n, eqn in enumerate(body.eqns):
+            operands = ", ".join(map(read, eqn.invars))
+            kinds = [kind_text(v.aval, like) for v in eqn.outvars]
+            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kinds}")
+            names |= {out: f"%{n}.{i}" for i, out in enumerate(eqn.outvars)}
+        constants = list(map(constant_text, getattr(value, "consts", ())))
+        return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, body.outvars))}}}"
+    return _ADDRESS.sub("", str(value))
+
+
+def kind_text(aval: Any, like: tuple[int, ...] | None = None) -> str:
+    """The type of an array; the shape `like` as L."""
+    shape = getattr(aval, "shape", None)
+    return (
+        f"{getattr(aval, 'dtype', aval)}{'L' if shape == like and shape != () else shape}{'w' if getattr(aval, 'weak_type', False) else ''}"
+    )
+
+
+def constant_text(value: Any) -> str:
+    """All bytes of an array."""
+    data = jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    return f"const{np.asarray(data).tobytes()!r}"
