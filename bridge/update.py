@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .evaluate import Arrays, evaluate_buffers
+from .gradients import along, consequences, found_in
 from .precision import NOTHING
-from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout, real, times
+from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout
 from .split import for_each
 from .stages import Stages
 
@@ -123,8 +124,8 @@ def update(
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
     own = [[next(states) for _ in leaf.state] for leaf in plan.leaves]
     if (plan.clip or plan.scaled) and not plan.measured:
-        measure = _measure(plan.clip, grads, leaf_masks, leaf_lives, scaling, measure)
-    scale, skip, skipped = _consequences(plan.clip, hyperparams[ONES], scaling, measure)
+        measure = found_in(plan.clip, grads, leaf_masks, leaf_lives, scaling, measure)
+    scale, skip, skipped = consequences(plan.clip, hyperparams[ONES], scaling, measure)
     results: list[Any] = [None] * len(plan.leaves)
     alike: dict[Any, list[int]] = {}
     for position, leaf in enumerate(plan.leaves):
@@ -203,12 +204,7 @@ def _pack_update(one: Any, live: Any, arrays: Any, scalars: Any, common: Any) ->
     """The update of a leaf over the rows of a pack; rows that are not `live` keep their bits."""
     new = jax.vmap(one, in_axes=(0, 0, None))(arrays, scalars, common)
     before = arrays[0], arrays[1], scalars[0]
-    return jax.tree.map(lambda after, before: jnp.where(_along(live, before), after, before), new, before)
-
-
-def _along(live: Any, x: Any) -> Any:
-    """A flag for each row, ready to be broadcast over the rows of x."""
-    return live.reshape(live.shape + (1,) * (x.ndim - 1))
+    return jax.tree.map(lambda after, before: jnp.where(along(live, before), after, before), new, before)
 
 
 class Passes(NamedTuple):
@@ -311,63 +307,11 @@ def _unless(skip: Any, new: Any, old: Any) -> Any:
 
 
 def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any) -> Any:
-    """What the gradients of a plan add to a norm and a finite check that are over more: see `_measure`."""
+    """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
     given = iter(masks)
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
     grads = [_in_rows(g, leaf.count) for g, leaf in zip(grads, plan.leaves, strict=True)]
-    return _measure(plan.clip, grads, leaf_masks, _lives([leaf.count for leaf in plan.leaves], live), scaling, measure)
-
-
-def _measure(clip: bool, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Sequence[Any], before: Any) -> Any:
-    """What was found of other gradients, and of these: float64 (2,), the sum of their squares, and a 0 that is NaN if one is not finite.
-
-    Of a scaled loss both are one reading of each gradient: a sum that is finite had finite terms. One that is not may only
-    have overflown, so the terms are then looked at one by one, which takes XLA three times as long.
-    """
-    seen = []
-    for g, mask, live in zip(grads, masks, lives, strict=True):
-        trained = mask if live is None else _along(live, g)
-        seen.append(real(g if trained is None else jnp.where(trained, g, jnp.zeros_like(g))))
-    if not scaling:
-        return before + jnp.stack([_sum(g * g for g in seen), jnp.zeros((), jnp.float64)])
-    total, unscaling = _sum(g * g if clip else g for g in seen), _unscaling(scaling)
-
-    def at_once() -> Any:
-        return jnp.stack([total * unscaling**2 if clip else jnp.zeros_like(total), jnp.zeros_like(total)])
-
-    def one_by_one() -> Any:
-        # 0 * g is 0 where g is finite and else NaN: the predicates of `isfinite` would be stored.
-        squares = _sum(jnp.square(times(g, unscaling)) for g in seen) if clip else jnp.zeros_like(total)
-        return jnp.stack([squares, _sum(g * jnp.zeros((), g.dtype) for g in seen)])
-
-    return before + jax.lax.cond(jnp.isfinite(total), at_once, one_by_one)
-
-
-def _sum(arrays: Iterable[Any]) -> Any:
-    """The sum over all elements of all arrays, float64; each array's own in its type."""
-    return sum((jnp.sum(x).astype(jnp.float64) for x in arrays), jnp.zeros((), jnp.float64))
-
-
-def _unscaling(scaling: Sequence[Any]) -> Any:
-    """The factor that undoes the loss scale, if there is one."""
-    return 1 / scaling[0][0].astype(jnp.float64) if scaling else None
-
-
-def _consequences(clip: bool, bound: Any, scaling: Sequence[Any], measure: Any) -> tuple[Any, Any, list[Any]]:
-    """What the gradients are to be multiplied by, whether to skip the update, and the count of skipped ones with this.
-
-    The factor brings the global norm down to the bound, as torch's clip_grad_norm_: one scalar, so that no clipped gradient is
-    ever stored. A norm of NaN or infinity gives what torch's gives.
-    """
-    scale, skip, skipped = _unscaling(scaling), None, []
-    if clip:
-        factor = jnp.minimum(bound / (jnp.sqrt(measure[0]) + 1e-6), 1.0)
-        scale = factor if scale is None else factor * scale
-    if scaling:
-        _, found, count = scaling
-        skip = (found[0] > 0) | ~jnp.isfinite(measure[1])
-        skipped = [count + skip.astype(count.dtype)]
-    return scale, skip, skipped
+    return found_in(plan.clip, grads, leaf_masks, _lives([leaf.count for leaf in plan.leaves], live), scaling, measure)
 
 
 def abstract(plan: Plan) -> tuple[Any, ...]:

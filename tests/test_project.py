@@ -47,6 +47,7 @@ ORDER = {
         "torch_recurrent",
         "stand_in",
         "modules",
+        "gradients",
         "update",
         "step",
         "train",

@@ -9,7 +9,7 @@ from oracles import FUSES, clones, movement_error, random_params, set_grads
 
 import bridge
 import torch_api
-from bridge import update
+from bridge import gradients
 from bridge.dlpack import x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -198,7 +198,7 @@ def test_only_a_sum_that_is_not_finite_has_the_gradients_read_again(clip):
     size, counts = 65536, jax.ShapeDtypeStruct((1,), np.float32)
     grads = [jax.ShapeDtypeStruct((size,), np.float32)] * 3
     skipped, before = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((2,), np.float64)
-    measure = lambda g, scaling, before: update._measure(clip, g, [None] * 3, [None] * 3, scaling, before)  # noqa: E731
+    measure = lambda g, scaling, before: gradients.found_in(clip, g, [None] * 3, [None] * 3, scaling, before)  # noqa: E731
     with x64():
         jaxpr = jax.make_jaxpr(measure)(grads, [counts, counts, skipped], before).jaxpr
     (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
