@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -215,8 +216,26 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
 
 def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
-    mean = jnp.mean(x, axes, keepdims=True)
-    return (x - mean) * lax.rsqrt(jnp.var(x, axes, keepdims=True) + eps)
+    mean, var = moments(x, axes)
+    return (x - mean) * lax.rsqrt(var + eps)
+
+
+def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Mean and biased variance along axes, which stay with length one."""
+    return jnp.mean(x, axes, keepdims=True), _variance(axes, x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _variance(axes: tuple[int, ...], x: Any) -> Any:
+    """The gradient of `jnp.var` goes through the mean as well, where it is zero: two more passes over x."""
+    return jnp.var(x, axes, keepdims=True)
+
+
+@_variance.defjvp
+def _(axes: tuple[int, ...], primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (dx,) = primals, tangents
+    away = x - jnp.mean(x, axes, keepdims=True)
+    return _variance(axes, x), 2 * jnp.mean(away * dx, axes, keepdims=True)
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
@@ -273,7 +292,7 @@ def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, train
         n = math.prod(x.shape[a] for a in axes)
         if n == 1:
             raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(x.shape)}) has no variance; give a larger batch.")
-        use_mean, use_var = jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+        use_mean, use_var = moments(x, axes)
         if mean is not None:
             factor = as_array(momentum)
             _move(mean, use_mean, factor)
@@ -328,9 +347,9 @@ def scaled_dot_product_attention(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype
     )
     scores = scores.astype(jnp.float32) if scores.dtype.itemsize < 4 else scores
-    if is_causal:
-        attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if attn_mask is not None and attn_mask.dtype == bool:
+    if is_causal:  # each query may look at the first key
+        weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf), axis=-1)
+    elif attn_mask is not None and attn_mask.dtype == bool:
         scores = jnp.where(attn_mask, scores, -jnp.inf)
         # A query that may look at nothing gets zeros, as in torch, not NaN.
         dead = ~jnp.any(attn_mask, axis=-1, keepdims=True)
