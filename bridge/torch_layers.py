@@ -279,31 +279,33 @@ def batch_norm(
 
     The running variance takes the unbiased one, as torch's.
     """
-    return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, (0, *range(2, input.ndim)))
+    return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, tuple(range(input.ndim - 1)))
 
 
 def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: Any, eps: float, axes: Any) -> Any:
+    """`axes`: those that share statistics, with channels last."""
     raw = as_array(input)
-    x = raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw
-    weight, bias = _by_channel(x.ndim, as_array(weight), as_array(bias))
+    # On a CPU convolutions compute with channels last: no transposition in between.
+    x = jnp.moveaxis(raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw, 1, -1)
     if not training and mean is not None:
-        use_mean, use_var = _by_channel(x.ndim, as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype))
+        use_mean, use_var = as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype)
     else:
         n = math.prod(x.shape[a] for a in axes)
         if n == 1:
-            raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(x.shape)}) has no variance; give a larger batch.")
+            raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(raw.shape)}) has no variance; give a larger batch.")
         use_mean, use_var = moments(x, axes)
         if mean is not None:
             factor = as_array(momentum)
             _move(mean, use_mean, factor)
             _move(var, use_var * (n / (n - 1)), factor)
-    return _affine((x - use_mean) * lax.rsqrt(use_var + eps), weight, bias).astype(raw.dtype)
+    out = _affine((x - use_mean) * lax.rsqrt(use_var + eps), as_array(weight), as_array(bias))
+    return jnp.moveaxis(out, -1, 1).astype(raw.dtype)
 
 
 def _move(running: Any, new: Any, factor: Any) -> None:
     """Over the batch too, where each instance had its own statistics."""
     old = running.value
-    flat = jnp.mean(lax.stop_gradient(new), tuple(a for a in range(new.ndim) if a != 1)).astype(old.dtype)
+    flat = jnp.mean(lax.stop_gradient(new), tuple(range(new.ndim - 1))).astype(old.dtype)
     factor = jnp.asarray(factor, old.dtype)
     running.value = old * (1 - factor) + flat * factor
 
@@ -320,7 +322,7 @@ def instance_norm(
     *_: Any,
 ) -> Any:
     """As `batch_norm`, each instance by its own statistics."""
-    return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(2, input.ndim)))
+    return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(1, input.ndim - 1)))
 
 
 for _func in (F.batch_norm, torch.batch_norm):
