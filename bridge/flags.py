@@ -48,15 +48,16 @@ LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 
 
-def of_training(device: Any) -> Any:
+def of_training(device: Any, in_groups: bool) -> Any:
     """The compiler options of a whole training step: `as_without_request`; on a CPU, convolutions run on all cores.
 
     jaxlib 0.10.2 gives them to a library that runs those of a small network on one core, where XLA's own use all: 9 ms
-    instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, and a user who sets it in
-    XLA_FLAGS, keep what they have.
+    instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, a user who sets it in
+    XLA_FLAGS, and a program with convolutions of several groups (`in_groups`: the library takes half the time) keep what they have.
     """
     options = as_without_request() or {}
-    if device.platform == "cpu" and LIBRARY_OPTION not in os.environ.get("XLA_FLAGS", "") and _known(LIBRARY_OPTION, _NO_CONVOLUTIONS):
+    asked = device.platform == "cpu" and not in_groups and LIBRARY_OPTION not in os.environ.get("XLA_FLAGS", "")
+    if asked and _known(LIBRARY_OPTION, _NO_CONVOLUTIONS):
         options = options | {LIBRARY_OPTION: _NO_CONVOLUTIONS}
     return options or None
 

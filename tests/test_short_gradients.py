@@ -13,7 +13,8 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge import flags, torch_windows
+from bridge import flags, torch_layers, torch_windows
+from bridge.analysis import convolves_in_groups
 from bridge.dlpack import x64
 
 POOLS = [
@@ -114,6 +115,15 @@ def test_second_derivatives_are_torchs(name):
     np.testing.assert_allclose(forward, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_variance_whose_rule_leaves_out_the_mean_is_caught(monkeypatch):
+    def without(axes, x):
+        return jnp.mean(jnp.square(x - jax.lax.stop_gradient(jnp.mean(x, axes, keepdims=True))), axes, keepdims=True)
+
+    monkeypatch.setattr(torch_layers, "_variance", without)  # right to the first derivative
+    with pytest.raises(AssertionError):
+        test_second_derivatives_are_torchs("layer norm")
+
+
 def convolutional_step():
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()
@@ -135,6 +145,13 @@ def test_a_convolutional_step_scatters_nothing_and_leaves_its_convolutions_to_xl
     assert len(re.findall(r" convolution\(", entry)) == len(re.findall(r" convolution\(", text)) == 5
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_of_a_convolution_are_seen_in_the_program_and_its_gradient(groups):
+    x, w = jnp.ones((1, 4, 5)), jnp.ones((4, 4 // groups, 3))
+    conv = jax.jit(lambda w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=groups))
+    assert convolves_in_groups(jax.make_jaxpr(jax.grad(lambda w: conv(w).sum()))(w).jaxpr) == (groups == 2)
+
+
 class OnCPU:
     platform = "cpu"
 
@@ -153,11 +170,13 @@ def _asked_afresh():
 @pytest.mark.usefixtures("_asked_afresh")
 def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
     base = flags.as_without_request()
-    assert flags.of_training(OnGPU) == base
+    assert flags.of_training(OnGPU, False) == base
     monkeypatch.setattr(flags, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert flags.of_training(OnCPU) == base  # as a jaxlib that does not know it
+    assert flags.of_training(OnCPU, False) == base  # as a jaxlib that does not know it
     monkeypatch.undo()
-    known = flags.of_training(OnCPU)
+    flags._known.cache_clear()
+    assert flags.of_training(OnCPU, True) == base
+    known = flags.of_training(OnCPU, False)
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
-    assert flags.of_training(OnCPU) == flags.as_without_request()
+    assert flags.of_training(OnCPU, False) == flags.as_without_request()
     assert known in (base, {**(base or {}), flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})
