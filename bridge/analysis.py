@@ -124,15 +124,23 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
     return None
 
 
-def calls_back(jaxpr: Any, seen: set[int] | None = None) -> bool:
+def calls_back(jaxpr: Any) -> bool:
     """Whether the program, or a function that it calls, is one of jax's callbacks."""
-    seen = set() if seen is None else seen
+    return _holds(jaxpr, lambda eqn: "callback" in eqn.primitive.name, set())
+
+
+def convolves_in_groups(jaxpr: Any) -> bool:
+    """Whether the program, or a function that it calls, has a convolution of more than one group."""
+    return _holds(jaxpr, lambda eqn: max(eqn.params.get(f"{kind}_group_count", 1) for kind in ("feature", "batch")) > 1, set())
+
+
+def _holds(jaxpr: Any, wanted: Callable[[Any], bool], seen: set[int]) -> bool:
     if id(jaxpr) in seen:
         return False
     seen.add(id(jaxpr))
     inner = [x for eqn in jaxpr.eqns for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
     bodies = [getattr(x, "jaxpr", x) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns")]
-    return any("callback" in eqn.primitive.name for eqn in jaxpr.eqns) or any(calls_back(body, seen) for body in bodies)
+    return any(map(wanted, jaxpr.eqns)) or any(_holds(body, wanted, seen) for body in bodies)
 
 
 class _Program:

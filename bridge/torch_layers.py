@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -215,8 +216,26 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
 
 def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
-    mean = jnp.mean(x, axes, keepdims=True)
-    return (x - mean) * lax.rsqrt(jnp.var(x, axes, keepdims=True) + eps)
+    mean, var = moments(x, axes)
+    return (x - mean) * lax.rsqrt(var + eps)
+
+
+def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Mean and biased variance along axes, which stay with length one."""
+    return jnp.mean(x, axes, keepdims=True), _variance(axes, x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _variance(axes: tuple[int, ...], x: Any) -> Any:
+    """The gradient of `jnp.var` goes through the mean as well, where it is zero: two more passes over x."""
+    return jnp.var(x, axes, keepdims=True)
+
+
+@_variance.defjvp
+def _(axes: tuple[int, ...], primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (dx,) = primals, tangents
+    away = x - jnp.mean(x, axes, keepdims=True)
+    return _variance(axes, x), 2 * jnp.mean(away * dx, axes, keepdims=True)
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
@@ -260,31 +279,33 @@ def batch_norm(
 
     The running variance takes the unbiased one, as torch's.
     """
-    return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, (0, *range(2, input.ndim)))
+    return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, tuple(range(input.ndim - 1)))
 
 
 def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: Any, eps: float, axes: Any) -> Any:
+    """`axes`: those that share statistics, with channels last."""
     raw = as_array(input)
-    x = raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw
-    weight, bias = _by_channel(x.ndim, as_array(weight), as_array(bias))
+    # On a CPU convolutions compute with channels last: no transposition in between.
+    x = jnp.moveaxis(raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw, 1, -1)
     if not training and mean is not None:
-        use_mean, use_var = _by_channel(x.ndim, as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype))
+        use_mean, use_var = as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype)
     else:
         n = math.prod(x.shape[a] for a in axes)
         if n == 1:
-            raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(x.shape)}) has no variance; give a larger batch.")
-        use_mean, use_var = jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+            raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(raw.shape)}) has no variance; give a larger batch.")
+        use_mean, use_var = moments(x, axes)
         if mean is not None:
             factor = as_array(momentum)
             _move(mean, use_mean, factor)
             _move(var, use_var * (n / (n - 1)), factor)
-    return _affine((x - use_mean) * lax.rsqrt(use_var + eps), weight, bias).astype(raw.dtype)
+    out = _affine((x - use_mean) * lax.rsqrt(use_var + eps), as_array(weight), as_array(bias))
+    return jnp.moveaxis(out, -1, 1).astype(raw.dtype)
 
 
 def _move(running: Any, new: Any, factor: Any) -> None:
     """Over the batch too, where each instance had its own statistics."""
     old = running.value
-    flat = jnp.mean(lax.stop_gradient(new), tuple(a for a in range(new.ndim) if a != 1)).astype(old.dtype)
+    flat = jnp.mean(lax.stop_gradient(new), tuple(range(new.ndim - 1))).astype(old.dtype)
     factor = jnp.asarray(factor, old.dtype)
     running.value = old * (1 - factor) + flat * factor
 
@@ -301,7 +322,7 @@ def instance_norm(
     *_: Any,
 ) -> Any:
     """As `batch_norm`, each instance by its own statistics."""
-    return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(2, input.ndim)))
+    return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(1, input.ndim - 1)))
 
 
 for _func in (F.batch_norm, torch.batch_norm):
@@ -328,9 +349,9 @@ def scaled_dot_product_attention(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype
     )
     scores = scores.astype(jnp.float32) if scores.dtype.itemsize < 4 else scores
-    if is_causal:
-        attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if attn_mask is not None and attn_mask.dtype == bool:
+    if is_causal:  # each query may look at the first key
+        weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf), axis=-1)
+    elif attn_mask is not None and attn_mask.dtype == bool:
         scores = jnp.where(attn_mask, scores, -jnp.inf)
         # A query that may look at nothing gets zeros, as in torch, not NaN.
         dead = ~jnp.any(attn_mask, axis=-1, keepdims=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -112,24 +114,50 @@ def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any =
     window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
     low = np.asarray(-jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min, input.dtype)
     if math.prod(window) <= MOST_TAPS and all(k <= s for k, s in zip(window, strides, strict=True)) and set(dilations) == {1}:
-        out = _largest_apart(lax.pad(input, low, [(*p, 0) for p in pads]), window, strides)
+        tiles = _tiles(input, low, window[2:], strides[2:], pads[2:])
+        out = jnp.moveaxis(_largest(tiles), -1, 1)
     else:
         out = lax.reduce_window(input, low, lax.max, window, strides, pads, window_dilation=dilations)
     return out[0] if alone else out
 
 
-def _largest_apart(padded: Any, window: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """The largest of windows that do not overlap, the first of equals: its gradient is one loop.
+def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> Any:
+    """Windows that do not overlap: (N, place, place in the window, ..., C), along which loops need no division."""
+    sizes = list(zip(input.shape[2:], window, strides, pads, strict=True))
+    counts = [(size + sum(pad) - k) // s + 1 for size, k, s, pad in sizes]
+    fit = [(pad[0], count * s - size - pad[0], 0) for count, (size, _, s, pad) in zip(counts, sizes, strict=True)]
+    split = [n for count, s in zip(counts, strides, strict=True) for n in (count, s)]
+    last = jnp.moveaxis(input, 1, -1)
+    tiles = lax.pad(last, low, [(0, 0, 0), *fit, (0, 0, 0)]).reshape(last.shape[0], *split, last.shape[-1])
+    return tiles[(slice(None), *(slice(k) for full in window for k in (None, full)))]
 
-    The gradient of `reduce_window` scatters: six times slower on a CPU for windows of 2x2.
+
+@jax.custom_jvp
+def _largest(tiles: Any) -> Any:
+    """The largest of each tile, (N, place, ..., C); of equals the first has the gradient, of NaNs the last, as in torch.
+
+    The gradient is a comparison; that of `reduce_window` scatters, six times slower on a CPU for windows of 2x2.
     """
-    counts = [(size - k) // s + 1 for size, k, s in zip(padded.shape, window, strides, strict=True)]
-    out = None
-    for start in itertools.product(*map(range, window)):
-        stop = [first + (count - 1) * s + 1 for first, count, s in zip(start, counts, strides, strict=True)]
-        tap = lax.slice(padded, start, stop, strides)
-        out = tap if out is None else jnp.where((tap > out) | (tap != tap), tap, out)
-    return out
+    return functools.reduce(lax.max, _taps(tiles))
+
+
+def _taps(tiles: Any) -> list[Any]:
+    places = itertools.product(*map(range, tiles.shape[2:-1:2]))
+    return [tiles[(slice(None), *(i for k in at for i in (slice(None), k)))] for at in places]
+
+
+@_largest.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (tiles,), (change,) = primals, tangents
+    axes, out, taps = tuple(range(2, tiles.ndim - 1, 2)), _largest(tiles), list(enumerate(_taps(tiles)))
+    which = jnp.zeros(out.shape, jnp.int32)
+    for i, x in taps[::-1]:
+        which = jnp.where(x == out, jnp.int32(i), which)
+    for i, x in taps:
+        which = jnp.where(x != x, jnp.int32(i), which)
+    inner = [n if a in axes else 1 for a, n in enumerate(tiles.shape)]
+    own = jnp.expand_dims(which, axes) == jnp.arange(len(taps), dtype=jnp.int32).reshape(inner)
+    return out, jnp.sum(jnp.where(own, change, jnp.zeros((), change.dtype)), axes)
 
 
 def max_pool_with_indices(

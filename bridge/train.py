@@ -22,9 +22,9 @@ import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from . import step
-from .analysis import calls_back
+from .analysis import calls_back, convolves_in_groups
 from .dlpack import X64, operands, x64
-from .flags import as_without_request
+from .flags import of_training
 from .masks import path_name
 from .problem import Spec, flatten, unflatten
 from .storage import Memory
@@ -251,7 +251,7 @@ class Program:
             traced = jax.jit(function, donate_argnums=0, keep_unused=True).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
-            self.call: Any = traced.lower().compile(compiler_options=as_without_request())
+            self.call: Any = traced.lower().compile(compiler_options=of_training(self.plan.device, convolves_in_groups(traced.jaxpr.jaxpr)))
         step.count_compilation()
 
     @property
