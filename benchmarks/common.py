@@ -162,7 +162,6 @@ def interleaved(
     title: str,
     device: str = "cpu",
     synchronised: bool = True,
-    again: bool = False,
 ) -> Timing:
     """In each round every candidate takes one step, in an order that rotates, so that a busy moment hits all of them.
 
@@ -172,7 +171,6 @@ def interleaved(
       title: for the progress bar.
       device: "cuda" waits for the device inside the timed region.
       synchronised: False times the call alone and waits outside the timed region.
-      again: each takes a step that is not counted just before the one that is, so that what runs beside it is its own.
     """
     timing = Timing({name: [] for name in steps}, {})
     names, wait = list(steps), waiter(device)
@@ -180,8 +178,6 @@ def interleaved(
         for round_ in tqdm(range(rounds + WARM_UP), desc=title, leave=False, disable=None):
             shift = round_ % len(names)
             for name in names[shift:] + names[:shift]:
-                if again and round_:
-                    steps[name]()
                 wait()
                 start = time.perf_counter()
                 steps[name]()

@@ -112,16 +112,13 @@ def made(task: Callable[[Settings], Task], make: Callable[[Task], Step], setting
 
 
 def pipelines(settings: Settings) -> dict[str, Any]:
-    """Whole steps of two small models; the baseline is eager torch with its fused AdamW.
-
-    A loop has one kind of step: each is timed after another of its own, not beside the threads of torch that still spin.
-    """
+    """Whole steps of two small models; the baseline is eager torch with its fused AdamW."""
     why = candidates.absent(None, True, settings)
     missing = {} if why is None else {candidates.COMPILED: why}
     tables = []
     for title, task in TASKS.items():
         steps = {name: made(task, make, settings) for name, make in MAKERS.items() if name not in missing}
-        timing = interleaved(steps, 4 * settings.rounds, title, settings.device, again=True)
+        timing = interleaved(steps, 4 * settings.rounds, title, settings.device)
         leaves = sum(1 for _ in task(settings)[0].parameters())
         table = {"title": title, "leaves": leaves, "baseline": candidates.FUSED, "rows": rows(timing, candidates.FUSED)}
         tables.append(table | {"missing": missing})

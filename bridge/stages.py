@@ -131,7 +131,8 @@ class Stages:
         which: Any = numbers[0]
         chooses = eqn.primitive.name == "select_n" and not isinstance(which, _Choice) and which.size == 1
         if chooses and any(isinstance(x, _Spread) for x in operands[1:]):
-            return _Choice(which.reshape(()), tuple(operands[1:]))
+            number: Any = which
+            return _Choice(number.reshape(()), tuple(operands[1:]))
         only = next(iter(arrays.values()))
         if len(arrays) > 1 or not isinstance(only, _Choice):
             return None

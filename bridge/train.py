@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from . import step
+from . import openmp, step
 from .analysis import calls_back, convolves_in_groups
 from .dlpack import X64, operands, x64
 from .flags import of_training
@@ -32,6 +32,7 @@ from .update import Plan, abstract, bytes_accessed, update
 
 _ALL_TO_ALL = ("scan", "while", "cond")  # what goes round in these may reach any result
 _NOTHING_MEASURED = np.zeros(2)
+_ELEMENT = 28.0  # bytes that the update of an element moves
 
 
 class Forward:
@@ -252,6 +253,7 @@ class Program:
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
             self.call: Any = traced.lower().compile(compiler_options=of_training(self.plan.device, convolves_in_groups(traced.jaxpr.jaxpr)))
+        self.elements = bytes_accessed(self.call) / _ELEMENT
         step.count_compilation()
 
     @property
@@ -325,6 +327,12 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         read = [x.array if isinstance(x, Memory) else x for x in arrays.read]
         own, sums, buffers = ([memory.array for memory in part] for part in (params, arrays.sums, arrays.buffers))
         first = np.bool_(arrays.first)
+        if (
+            program.plan.device.platform == "cpu"
+            and openmp.pause
+            and program.elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads()
+        ):
+            openmp.pause(openmp.SOFT)
         if program.updates:
             state = [memory.array for memory in launch.state]
             rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first
