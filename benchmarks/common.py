@@ -29,7 +29,8 @@ Maker = Callable[[Params], Step]
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = {"TorchOpt": "torchopt", "pytorch_optimizer": "pytorch_optimizer", "HeavyBall": "heavyball"}
-WARM_UP = 2  # rounds that are not counted: the first compiles, the second may still allocate
+# Rounds that are not counted: the first compiles, the second may still allocate, and RAdam leaves out most of its work in the first five.
+WARM_UP = 6
 BLOCK = 1 << 22  # elements
 FLOAT = 4  # bytes of a float32
 

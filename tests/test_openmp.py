@@ -95,3 +95,16 @@ def test_only_large_steps_end_them_once_and_the_numbers_are_the_same(shapes, mon
     assert same(*results)
     large = sum(p.numel() for p in params) >= openmp.ELEMENTS_A_THREAD * THREADS
     assert pauses == [openmp.SOFT] * (3 if large else 0)
+
+
+@pytest.mark.parametrize("width", [8, 700])
+def test_so_does_a_large_train_step(width, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(openmp, "pause", lambda kind: pauses.append(kind) or 0)
+    model = torch.nn.Linear(width, width)
+    train_step = torch_api.JaxTrainStep(
+        model, lambda model, x: model(x).square().mean(), torch_api.MaskedAdamW(model.parameters(), lr=0.01)
+    )
+    for _ in range(2):
+        train_step(torch.ones(4, width))
+    assert pauses == ([openmp.SOFT] * 2 if width == 700 else [])
