@@ -143,7 +143,7 @@ class Stages:
         if isinstance(value, _Choice):
             return jax.lax.select_n(value.which, *(self._reduced(eqn, case) for case in value.cases))
         if isinstance(value, _Spread):
-            return value.number * np.asarray(self._size, value.number.dtype) if eqn.primitive.name == "reduce_sum" else value.number
+            return value.number * np.asarray(self._size).astype(value.number.dtype) if eqn.primitive.name == "reduce_sum" else value.number
         return apply(self._jaxpr, eqn, [value.reshape(_shape(eqn.invars[0]))])[0].reshape(())
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+from collections import defaultdict
 
+import jax
 import optax
 import pytest
 import torch
@@ -10,13 +12,12 @@ from oracles import random_grads, same, set_grads
 
 import torch_api
 from torch_api import held
-from torch_api import optimizer as engine
 
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
 
 
-def made(tx=None, steps=5):
-    params = [torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in SHAPES]
+def made(tx=None, steps=5, shapes=SHAPES):
+    params = [torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in shapes]
     opt = torch_api.MaskedAdamW(params, lr=0.01) if tx is None else torch_api.OptaxOptimizer(params, tx)
     trained(opt, params, steps)
     return opt, params
@@ -31,7 +32,8 @@ def trained(opt, params, steps):
 def looks(monkeypatch):
     """Counts the steps that look at state tensors from now on."""
     count = []
-    monkeypatch.setattr(engine, "in_place", lambda leaves: (count.append(1), held.in_place(leaves))[1])
+    looks = held.Keeper._as_left
+    monkeypatch.setattr(held.Keeper, "_as_left", lambda self: (count.append(1), looks(self))[1])
     return count
 
 
@@ -148,10 +150,10 @@ def test_shared_state_of_parameters_that_are_frozen_meanwhile(monkeypatch):
     trained(opt, params, 10)
     fields = opt.state[params[1]]
     trained(opt, params, 20)
-    assert opt._is_out
+    assert opt._asks.open
     del fields
     trained(opt, params, 70)
-    assert not opt._is_out
+    assert not opt._asks.open
 
 
 def test_other_kinds_of_dicts_are_looked_at(monkeypatch):
@@ -163,3 +165,124 @@ def test_other_kinds_of_dicts_are_looked_at(monkeypatch):
     count = looks(monkeypatch)
     trained(opt, params, 20)
     assert len(count) == 20
+
+
+def zeroed(opt, p):
+    opt.state[p] = {name: torch.zeros_like(x) for name, x in opt.state[p].items()}
+
+
+EDITS = {
+    "replaced": zeroed,
+    "cleared": lambda opt, p: opt.state.pop(p),
+    "an entry": lambda opt, p: opt.state[p].update(exp_avg=torch.full_like(p, 0.25)),
+    "data": lambda opt, p: setattr(opt.state[p]["exp_avg"], "data", torch.full_like(p, 0.25)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize("shapes", [SHAPES, [(4, 4)] * 5], ids=["alone", "packed"])
+def test_a_change_while_the_parameter_has_no_gradient(edit, shapes):
+    """As in a GAN: it takes part again some steps later, from the state that it was given."""
+    opt, params = made(shapes=shapes)
+    theirs = [p.detach().clone().requires_grad_() for p in params]
+    twin = torch.optim.AdamW(theirs, lr=0.01)
+    twin.load_state_dict(copy.deepcopy(opt.state_dict()))  # torch does not copy
+    for each, ps in ((opt, params), (twin, theirs)):
+        edit(each, ps[0])
+    for absent in (True, True, True, False, False):
+        grads = random_grads(params)
+        grads[0] = None if absent else grads[0]
+        for each, ps in ((opt, params), (twin, theirs)):
+            set_grads(ps, grads)
+            each.step()
+    for p, q in zip(params, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+        assert opt.state[p]["step"] == twin.state[q]["step"]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_change_while_a_step_is_under_way_is_followed_by_the_next():
+    edits = []
+
+    def update(updates, state, params=None):
+        jax.debug.callback(lambda: edits.pop()() if edits else None)
+        return inner.update(updates, state, params)
+
+    inner = optax.trace(0.9)
+    opt, params = made(optax.GradientTransformation(inner.init, update))
+    edits.append(lambda: opt.state[params[0]].update(trace=torch.zeros_like(params[0])))
+    trained(opt, params, 1)
+    assert not edits
+    set_grads(params, [torch.ones_like(p) for p in params])
+    opt.step()
+    assert torch.equal(opt.state[params[0]]["trace"], torch.ones_like(params[0]))
+
+
+def test_state_in_a_new_dict_stays_whole():
+    opt, params = made(steps=0)
+    set_grads(params, [*random_grads(params)[:-1], None])
+    opt.step()
+    opt.state = defaultdict(dict, opt.state)
+    trained(opt, params, 2)
+    assert [float(opt.state[p]["step"]) for p in params] == [3.0] * 4 + [2.0]
+    trained(opt, params, 70)
+    assert not opt._asks.open
+
+
+def test_values_that_are_no_tensors_hold_nothing():
+    opt, params = made()
+    opt.state[params[0]]["mine"] = 3
+    trained(opt, params, 8)
+    assert not opt._asks.open
+    assert opt.state[params[0]]["mine"] == 3
+
+
+class Wrapper:
+    """As Lightning wraps an optimizer: a subclass of its class, over another instance."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+def test_wrappers_that_are_a_subclass_see_the_state():
+    opt, params = made()
+    wrapped = type("Wrapped", (Wrapper, type(opt)), {})(opt)
+    assert wrapped.state is opt.state
+    copied = object.__new__(type(opt))
+    vars(copied).update(vars(opt))
+    trained(opt, params, 8)
+    copied.state[params[0]]["exp_avg"] = torch.zeros_like(params[0])
+    set_grads(params, [torch.ones_like(p) for p in params])
+    opt.step()
+    torch.testing.assert_close(opt.state[params[0]]["exp_avg"], torch.full_like(params[0], 0.1))
+
+
+@pytest.mark.parametrize("rows", [8, 5], ids=["known batch", "new batch"])
+def test_a_train_step_follows_it_with_any_batch(rows):
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opts = [torch_api.MaskedAdamW(model.parameters(), lr=0.01) for model in models]
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    train_step = torch_api.JaxTrainStep(models[0], loss, opts[0])
+
+    def eager(x):
+        opts[1].zero_grad()
+        loss(models[1], x).backward()
+        opts[1].step()
+
+    for size in (8, 8, 8, rows, 8):
+        x = torch.randn(size, 3)
+        if size == rows:
+            for model, opt in zip(models, opts, strict=True):
+                zeroed(opt, model.weight)
+        train_step(x)
+        eager(x)
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    for _ in range(3):
+        train_step(x)
+    assert not opts[0]._asks.open

@@ -152,3 +152,16 @@ def test_numbers_are_optaxs_in_every_layout_and_with_masks_of_elements(name, lay
         assert torch.equal(p.detach()[~mask], start[~mask])
     frozen_counted = in_optax(name, begun, trained, np.ones_like(trained))
     assert np.abs(frozen_counted - expected).max() > 20 * bound
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int32])
+def test_sums_of_narrow_integers_wrap_around_as_in_jax(dtype):
+    """All elements are one number, so no array is summed; SIZE times it may not fit its type."""
+
+    def function(inputs):
+        g, _, _ = inputs
+        flag = (jnp.sum(g) > -1e9).astype(dtype) * 3
+        return g * jnp.sum(jnp.broadcast_to(flag, g.shape), dtype=dtype).astype(jnp.float32)
+
+    run, arguments = staged(function, leaves(3))
+    np.testing.assert_allclose(run(*arguments), function(leaves(3)), rtol=1e-6)

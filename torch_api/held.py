@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,6 +17,21 @@ _address = torch.Tensor.data_ptr
 _views, _seen = attrgetter("views"), attrgetter("seen")
 
 
+class Asks:
+    """`open`: whether someone may hold the state or a part of it. `count`: how often it was asked for. `steps`: since then.
+
+    A wrapper that takes over an optimizer's `__dict__` has the same object.
+    """
+
+    __slots__ = ("count", "open", "steps")
+
+    def __init__(self) -> None:
+        self.open, self.count, self.steps = True, 0, 0
+
+    def note(self) -> None:
+        self.open, self.count, self.steps = True, self.count + 1, 0
+
+
 class Keeper(torch.optim.Optimizer):
     """An optimizer that notices when its state is asked for, and takes note when all of it has been let go again.
 
@@ -24,36 +39,48 @@ class Keeper(torch.optim.Optimizer):
     """
 
     _leaves: list[Leaf]
+    _active: list[Leaf]
     _launches: Any
-    _is_out = True  # whether someone may hold the state or a part of it
-    _steps_out = 0  # since it was last asked for
+    _asks: Asks
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As torch's: by parameter, the dict of its state."""
-        self._is_out, self._steps_out = True, 0
-        return vars(self)["state"]
+        own = vars(self)
+        if "state" not in own:
+            return super().state  # an AttributeError, for the `__getattr__` of wrappers that make a subclass
+        if "_asks" in own:
+            self._asks.note()
+        return own["state"]
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._is_out, self._steps_out = True, 0
         vars(self)["state"] = state
+        if "_asks" in vars(self):
+            self._asks.note()
 
-    def _take_back(self) -> None:
-        """After a step that has looked: see whether all was let go, at ever longer intervals."""
-        self._steps_out += 1
-        if self._steps_out & (self._steps_out - 1) == 0:
-            self._is_out = False  # first: another thread may ask for it meanwhile
+    def _as_left(self) -> bool:
+        """Whether the state of every leaf has the tensors that it was given, in the memory that they were given."""
+        state = vars(self)["state"]
+        if state is not self._launches.state:
+            return False
+        leaves = [leaf for leaf in self._active if leaf.state is not None and leaf.shown]
+        for leaf in leaves:
+            held = state.get(leaf.param)
+            if not held or not all(map(is_, map(held.get, leaf.fields), leaf.shown)):
+                return False
+        seen = list(chain.from_iterable(map(_seen, leaves)))
+        return list(map(_address, chain.from_iterable(map(_views, leaves)))) == seen
+
+    def _take_back(self, asked: int) -> None:
+        """After a step that has looked when it was asked for so often: see whether all was let go, at ever longer intervals."""
+        asks = self._asks
+        asks.steps += 1
+        if asks.count == asked and asks.steps & (asks.steps - 1) == 0:
+            asks.open = False  # first: another thread may ask for it meanwhile
             shown = chain((leaf.shown for leaf in self._leaves), self._launches.shared_tensors())
             if _is_held(vars(self), Counter(map(id, chain.from_iterable(shown)))):
-                self._is_out = True
-
-
-def in_place(leaves: Iterable[Leaf]) -> bool:
-    """Whether each state tensor still looks at the memory that it was given."""
-    leaves = list(leaves)
-    seen = list(chain.from_iterable(map(_seen, leaves)))
-    return list(map(_address, chain.from_iterable(map(_views, leaves)))) == seen
+                asks.open = True
 
 
 def _is_held(holder: Mapping[str, Any], own: Counter[int]) -> bool:
@@ -69,8 +96,8 @@ def _references(holder: Mapping[str, Any], own: Counter[int]) -> tuple[int, int,
     state = sys.getrefcount(holder["state"])
     dicts = max(map(sys.getrefcount, holder["state"].values()), default=0)
     own = own + Counter(map(id, chain.from_iterable(map(dict.values, holder["state"].values()))))
-    tensors = chain.from_iterable(map(dict.values, holder["state"].values()))
-    return state, dicts, max((sys.getrefcount(tensor) - own[id(tensor)] for tensor in tensors), default=0)
+    values = chain.from_iterable(map(dict.values, holder["state"].values()))
+    return state, dicts, max((sys.getrefcount(x) - own[id(x)] for x in values if isinstance(x, torch.Tensor)), default=0)
 
 
 def _alone() -> tuple[int, int, int]:

@@ -56,7 +56,7 @@ class Launches:
         cache: Cache,
     ) -> None:
         self._owner, self._active, self._rows, self._rules = owner, active, rows, rules
-        self._state, self._max_grad_norm, self._begin = state, max_grad_norm, begin
+        self.state, self._max_grad_norm, self._begin = state, max_grad_norm, begin
         self._cache = cache
         self.began = False  # whether the last set of live leaves had some that were given state
         self.known: dict[Any, list[list[Launch]]] = {}
@@ -86,14 +86,14 @@ class Launches:
         may be loaded into the model meanwhile.
         """
         leaves = [leaf for leaf in self._active if leaf.spec is not None and self._rules[leaf.group].eager]
-        begun = [(leaf, BESIDE - self._state.get(leaf.param, {}).keys()) for leaf in leaves]
+        begun = [(leaf, BESIDE - self.state.get(leaf.param, {}).keys()) for leaf in leaves]
         if leaves:
             self._give_state(leaves, self._rows.cut(hyperparams()))
         for leaf, names in begun:
             if names & set(leaf.fields):
                 leaf.forget()
                 for name in names:
-                    self._state[leaf.param].pop(name, None)
+                    self.state[leaf.param].pop(name, None)
 
     def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[list[Launch]]:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
@@ -170,11 +170,11 @@ class Launches:
         leaf, pack = block.leaves[0], block.pack
         fields, hidden, row = self._fields(leaf), self._rules[leaf.group].hidden, self._rows.static[leaf.row]
         for each in block.leaves if pack is not None else ():
-            saved = self._state.get(each.param, {})
+            saved = self.state.get(each.param, {})
             if each.state is None and has_state(fields, saved):
                 check_saved(each, fields, hidden, saved)
         if pack is None:
-            state = state_signature(leaf, fields, hidden, leaf.held(self._state.get(leaf.param, {})))
+            state = state_signature(leaf, fields, hidden, leaf.held(self.state.get(leaf.param, {})))
             return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
         count, width = pack.memory.array.shape
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
@@ -294,7 +294,7 @@ class Launches:
         assert leaf.memory is not None
         if leaf.memory not in self._packs:
             everyone = [other for other in self._active if other.memory is leaf.memory and other.slot is not None]
-            members = [(other.slot or 0, self._state.get(other.param, {})) for other in everyone]
+            members = [(other.slot or 0, self.state.get(other.param, {})) for other in everyone]
             begun = constants(self._rows.problem(leaf), tuple(values))
             self._packs[leaf.memory] = Pack(leaf, self._fields(leaf), self._rules[leaf.group].hidden, begun, members, self._taken())
         return self._packs[leaf.memory]
@@ -318,7 +318,7 @@ class Launches:
                     self._give_leaf_state(leaf, values[leaf.row], taken)
 
     def _give_leaf_state(self, leaf: Leaf, values: Sequence[float], taken: set[storage.Memory], fresh: Sequence[Any] | None = None) -> None:
-        fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self._state.get(leaf.param, {})
+        fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self.state.get(leaf.param, {})
         begins = fresh is None and not has_state(fields, saved)
         if leaf.slot is not None:
             pack = self._pack(leaf, values)
@@ -333,7 +333,7 @@ class Launches:
         leaf.views = leaf.shown if leaf.layout is None else tuple(leaf.held(views).values())
         leaf.seen = list(map(_address, leaf.views))
         if views:
-            self._state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
+            self.state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
 
     def _begun(self, leaf: Leaf, values: Sequence[float], in_memory: bool = False) -> list[Any]:
         """What the state of a leaf that is updated by itself begins with, None for what is kept beside it.
@@ -353,7 +353,7 @@ class Launches:
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
-        new = [leaf for leaf in leaves if leaf.state is None and not has_state(self._fields(leaf), self._state.get(leaf.param, {}))]
+        new = [leaf for leaf in leaves if leaf.state is None and not has_state(self._fields(leaf), self.state.get(leaf.param, {}))]
         if new or unit not in self._shared:
             fresh = begin_buffers(self._problem(new or leaves), values, [param_array(leaf) for leaf in new or leaves])
             if unit not in self._shared:
@@ -366,12 +366,12 @@ class Launches:
         fields = layout(self._problem(leaves)).shared
         names = {field.name for field in fields}
         everyone = [leaf for leaf in self._active if leaf.spec is not None and self._rows.static[leaf.row].unit == unit]
-        saved = [leaf for leaf in everyone if names and names <= self._state.get(leaf.param, {}).keys()]
-        edited = [leaf for leaf in saved if any(self._state[leaf.param][name] is not view for name, view in _shown(leaf, names))]
+        saved = [leaf for leaf in everyone if names and names <= self.state.get(leaf.param, {}).keys()]
+        edited = [leaf for leaf in saved if any(self.state[leaf.param][name] is not view for name, view in _shown(leaf, names))]
         # A parameter that was frozen meanwhile shows what the others have left behind: the highest count is the last.
         counts = [f.name for f in fields if f.shape == () and "int" in f.dtype]
-        last = max(edited or saved, key=lambda leaf: sum(int(self._state[leaf.param][n]) for n in counts), default=None)
-        source = {} if last is None else self._state[last.param]
+        last = max(edited or saved, key=lambda leaf: sum(int(self.state[leaf.param][n]) for n in counts), default=None)
+        source = {} if last is None else self.state[last.param]
         for field in fields if source else ():
             shape = tuple(source[field.name].shape)
             if shape != field.shape:
@@ -381,7 +381,7 @@ class Launches:
                 )
         self._shared[unit] = Shared(*allocate(leaves[0], fields, {}, None if source else fresh, source, taken, self._begin))
         for leaf in saved:
-            self._state[leaf.param].update(self._shared[unit].views)
+            self.state[leaf.param].update(self._shared[unit].views)
 
 
 def _units(blocks: Iterable[Block]) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo
 from .grouped import GroupedOptimizer
-from .held import in_place
+from .held import Asks
 from .launch import restore
 from .launches import Launches
 from .options import Changeable, Options
@@ -33,7 +32,6 @@ from .scaling import Scaling
 from .sight import Sight
 from .transformation import as_rule
 
-_NO_STATE: dict[str, Any] = {}
 _ALL = "all"  # the key of the only rule
 _ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
 
@@ -141,7 +139,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def _begin(self) -> None:
         """What no copy or pickle carries."""
         self._extra, self._argument_names = NO_EXTRA, ()
-        self._scaling, self._exchange, self._sight = Scaling(), Exchange(), Sight()
+        self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._cache = Cache(type(self).__name__)
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
@@ -233,17 +231,17 @@ class OptaxOptimizer(GroupedOptimizer):
         arguments = self._arguments(extra_args) if extra_args else None
         if self._group_signature() != self._signature:
             self._place()
-        given = vars(self)  # GradScaler sets and deletes `grad_scale` and `found_inf`
-        live, grads = self._sight.glance(given["state"] if self._is_out else None) or self._look()
+        asked = self._asks.count
+        if self._asks.open and not self._as_left():
+            self._place()  # the state was changed by hand: go on from what is there
+        live, grads = self._sight.glance() or self._look()
         if not live:
             return loss
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
+        given = vars(self)  # GradScaler sets and deletes `grad_scale` and `found_inf`
         scaled = "found_inf" in given or given.get("grad_scale") is not None
         on_device = self._launches.known.get((live, extra, scaled))
-        if self._is_out and not in_place(map(self._active.__getitem__, live)):
-            self._place()  # the data of a state tensor was replaced by hand: go on from what is there
-            on_device = None
         self._cache.hits += on_device is not None
         if on_device is None:
             on_device = self._launches.build(live, extra, scaled, hyperparams)
@@ -268,8 +266,8 @@ class OptaxOptimizer(GroupedOptimizer):
                     storage.write_back(launch.kept, new, launch.kept_order)
             for handler, number, frame in arrived:
                 handler(number, frame)
-        if self._is_out:
-            self._take_back()
+        if self._asks.open:
+            self._take_back(asked)
         if search is not None and search.error is not None:
             restore(before)
             raise search.error
@@ -303,10 +301,6 @@ class OptaxOptimizer(GroupedOptimizer):
                 return self._look()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
-            held = vars(self)["state"].get(p) or _NO_STATE
-            if leaf.fields and leaf.state is not None and not all(map(is_, map(held.get, leaf.fields), leaf.shown)):
-                self._place()  # the state was replaced or cleared by hand: go on from what is there
-                return self._look()
             live.append(i)
             grads.append(g)
         self._sight.remember(self._active, live, grads)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, compress, repeat
+from collections.abc import Callable, Sequence
+from itertools import compress, repeat
 from operator import and_, attrgetter, is_, is_not
 from typing import Any
 
@@ -72,7 +72,6 @@ class Sight:
         self._addresses = [leaf.address if leaf.spec is not None else None for leaf in leaves]
         self._shapes, self._strides = [leaf.shape for leaf in leaves], [leaf.strides for leaf in leaves]
         self._kinds = [(leaf.shape, leaf.dtype, leaf.device, torch.strided) for leaf in leaves]
-        self._shown = [leaf.shown if leaf.state is not None else () for leaf in leaves]
         self._positions = tuple(range(len(leaves)))
         self._same = self._guards(tuple(live), grads)
 
@@ -87,11 +86,8 @@ class Sight:
         present = [params[i] for i in live]
         return live, present, absent, checks, list(map(_address, present))
 
-    def glance(self, state: Mapping[Any, Any] | None) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-        """The active leaves that have a gradient now, and the gradients; None where anything else has changed.
-
-        `state`: the optimizer's, where someone may have changed it.
-        """
+    def glance(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
+        """The active leaves that have a gradient now, and the gradients; None where anything else has changed."""
         if self._params is None:
             return None
         if self._same is not None:
@@ -103,7 +99,7 @@ class Sight:
                 and list(map(_address, present)) == addresses
                 and all(map(is_, map(_grad, absent), repeat(None)))
             ):
-                return (live, grads) if state is None or self._as_shown(state, map(self._shown.__getitem__, live), present) else None
+                return live, grads
         grads = list(map(_grad, self._params))
         chosen = list(map(and_, map(is_not, grads, repeat(None)), map(_requires_grad, self._params)))
         live = self._positions if all(chosen) else tuple(compress(self._positions, chosen))
@@ -113,15 +109,5 @@ class Sight:
             and list(map(_kind, grads)) == list(compress(self._kinds, chosen))
             and list(map(_shape, params)) == list(compress(self._shapes, chosen))
             and list(map(_strides, params)) == list(compress(self._strides, chosen))
-            and (state is None or self._as_shown(state, compress(self._shown, chosen), params))
         )
         return (live, grads) if as_before else None
-
-    def _as_shown(self, state: Mapping[Any, Any], shown: Iterable[tuple[torch.Tensor, ...]], params: Sequence[torch.Tensor]) -> bool:
-        """Whether the state of these parameters has the tensors that it was given, in their order."""
-        tensors = list(shown)
-        held: list[Any] = list(map(state.get, compress(params, tensors)))
-        if not all(held):
-            return False
-        now, before = list(chain.from_iterable(map(dict.values, held))), list(chain.from_iterable(tensors))
-        return len(now) == len(before) and all(map(is_, now, before))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +19,6 @@ from bridge.update import Plan
 from .arguments import Arguments
 from .batch import OWNER, Batch
 from .cache import CacheInfo, CompilationWarning, stack_level
-from .held import in_place
 from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
@@ -50,7 +47,6 @@ class Ready(NamedTuple):
     looked_at: list[tuple[int, torch.Tensor, Any]]
     sums: list[storage.Memory]
     names: list[str]
-    stateful: list[Leaf]
 
 
 class JaxTrainStep:
@@ -150,16 +146,16 @@ class JaxTrainStep:
 
     def _step(self, items: Batch, arguments: Arguments | None, updates: bool = True) -> Any:
         optimizer = self.optimizer
+        asked = optimizer._asks.count
+        if optimizer._asks.open and not optimizer._as_left():
+            optimizer._place()  # the state was changed by hand: go on from what is there
+            self._look()
         forward = self._forward(items)
         live = self._live(forward, updates)
         extra, further = (NO_EXTRA, []) if arguments is None else arguments.of([optimizer._active[i] for i in live])
         numbers = optimizer._hyperparams()
         key = items.signature, live, extra, updates
         ready = self._ready.get(key)
-        if ready is not None and optimizer._is_out and not _as_left(ready, vars(optimizer)["state"]):
-            optimizer._place()  # the state was replaced or cleared by hand: go on from what is there
-            self._look()
-            ready = None
         self._hits += ready is not None
         if ready is None:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
@@ -176,6 +172,8 @@ class JaxTrainStep:
             self._salvage(error, before, ready)
             raise
         self._settle(ready, outcome, updates)
+        if optimizer._asks.open:
+            optimizer._take_back(asked)
         for handler, number, frame in outcome.arrived:
             handler(number, frame)
         loss, *aux = to_torch([outcome.loss, *outcome.aux])
@@ -184,8 +182,6 @@ class JaxTrainStep:
     def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
         """What is left to do when results are in memory."""
         launch = ready.launch
-        if self.optimizer._is_out:
-            self.optimizer._take_back()
         if outcome.moved:
             self.optimizer._launches.follow([launch])
             for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
@@ -299,10 +295,9 @@ class JaxTrainStep:
         self.optimizer._sight.forget(launches.began)
         program: Any = launch.program
         self._misses += 1
-        stateful = [leaf for leaf in launch.leaves if leaf.shown]
         own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
-        return Ready(program, launch, *own, reached, stateful)
+        return Ready(program, launch, *own, reached)
 
     def _optimizers_names(self) -> dict[str, str]:
         """What the optimizer calls each parameter, in the tree that its transformation sees, and what the module calls it."""
@@ -334,17 +329,6 @@ def _elsewhere(leaf: Leaf) -> bool:
     p = leaf.param
     now = p.data_ptr(), p.stride(), p.shape, p.dtype
     return leaf.spec is None or now != (leaf.address, leaf.strides, leaf.shape, leaf.dtype)
-
-
-def _as_left(ready: Ready, state: Mapping[Any, Any]) -> bool:
-    """Whether the optimizer's state holds the tensors, in the memory, that the last update left there."""
-    if not in_place(ready.stateful):
-        return False
-    held: list[Any] = [state.get(leaf.param) for leaf in ready.stateful]
-    if not all(held):
-        return False
-    now, shown = list(chain.from_iterable(map(dict.values, held))), list(chain.from_iterable(leaf.shown for leaf in ready.stateful))
-    return len(now) == len(shown) and all(map(is_, now, shown))
 
 
 _hooked: Any = torch.optim.Optimizer.profile_hook_step(lambda optimizer, function, *arguments: function(*arguments))
