@@ -168,15 +168,15 @@ def interleaved(
 
     Args:
       steps: the candidates.
-      rounds: how many are counted, after `WARM_UP` that are not.
+      rounds: how many are counted, after `WARM_UP`, but no more than those, that are not.
       title: for the progress bar.
       device: "cuda" waits for the device inside the timed region.
       synchronised: False times the call alone and waits outside the timed region.
     """
     timing = Timing({name: [] for name in steps}, {})
-    names, wait = list(steps), waiter(device)
+    names, wait, warm_up = list(steps), waiter(device), min(WARM_UP, rounds)
     with no_collection():
-        for round_ in tqdm(range(rounds + WARM_UP), desc=title, leave=False, disable=None):
+        for round_ in tqdm(range(rounds + warm_up), desc=title, leave=False, disable=None):
             shift = round_ % len(names)
             for name in names[shift:] + names[:shift]:
                 wait()
@@ -186,7 +186,7 @@ def interleaved(
                     wait()
                 seconds = time.perf_counter() - start
                 timing.first.setdefault(name, seconds)
-                if round_ >= WARM_UP:
+                if round_ >= warm_up:
                     timing.ms[name].append(seconds * 1e3)
     return timing
 
