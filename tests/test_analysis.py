@@ -93,7 +93,7 @@ CASES = {
     "a mask by name": (lambda: optax.masked(optax.adam(1e-3), {"a": {"weight": True, "bias": False}, "b": True}), FLAT),
     "a sum": (lambda: each(lambda g, p: -g / jnp.sqrt(jnp.sum(g * g))), WHOLE),
     "a sum of what was reshaped": (lambda: each(lambda g, p: -g / (1 + jnp.max(jnp.abs(g.reshape(-1, 2))))), WHOLE),
-    "a norm that keeps its dimensions": (lambda: each(lambda g, p: -g / jnp.linalg.norm(g[None], keepdims=True)[0]), WHOLE),
+    "a norm that keeps its dimensions": (lambda: each(lambda g, p: -g / jnp.squeeze(jnp.linalg.norm(g[None], keepdims=True), 0)), WHOLE),
     "a sum of sums": (lambda: each(lambda g, p: -g / (1 + jnp.sum(jnp.abs(jnp.sum(g, axis=0))))), SHAPED),
     "a sum of a part": (lambda: each(lambda g, p: -g / (1 + jnp.sum(g[1:] ** 2))), SHAPED),
     "a sum of what lies there": (lambda: each(lambda g, p: -g / (1 + jnp.sum(g**2 * jnp.arange(g.shape[-1], dtype=g.dtype)))), SHAPED),
