@@ -169,16 +169,8 @@ class OptaxOptimizer(GroupedOptimizer):
             self._place_leaves([leaf for leaf in self._active if leaf.param.requires_grad])
         self._active.sort(key=self.arrangement.sort_key)
         rules = list(map(self.rule_of, self.param_groups))
-        self._launches = Launches(
-            type(self).__name__,
-            self._active,
-            self.arrangement,
-            rules,
-            vars(self)["state"],
-            self.max_grad_norm,
-            self._options.begin,
-            self._cache,
-        )
+        owner, state = type(self).__name__, vars(self)["state"]
+        self._launches = Launches(owner, self._active, self.arrangement, rules, state, self.max_grad_norm, self._options.begin, self._cache)
         self._launches.begin(self._hyperparams)
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
