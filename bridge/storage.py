@@ -186,12 +186,40 @@ def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
     return register(_fresh(flat.reshape(()) if like is None and not tensor.ndim else flat, device_of(tensor)))
 
 
-def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:
-    """A new array of one value, ready, that only jax holds."""
-    if math.prod(shape) * np.dtype(dtype).itemsize <= _SMALL and device.platform == "cpu":
-        return _fresh(np.full(shape, value, dtype), device)
+def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any, wait: bool = True) -> jax.Array:
+    """A new array of one value that only jax holds; ready, unless the caller means to `wait` for several at once."""
+    count, dtype = math.prod(shape), np.dtype(dtype)
     with x64(), jax.transfer_guard("allow"), jax.default_device(device):
-        return jnp.full(shape, value, dtype).block_until_ready()
+        if device.platform != "cpu" or (value and count * dtype.itemsize > _SMALL):
+            array = jnp.full(shape, value, dtype)
+        elif value:
+            array = _fresh(np.full(shape, value, dtype), device)
+        else:
+            # No program for each shape; and XLA copies in several threads, where a program's loop takes each new page in one.
+            zeros = _zeros(count * dtype.itemsize)
+            source = _unaligned(zeros, dtype, count).reshape(shape)
+            array = jax.device_put(source, device)
+            if array.unsafe_buffer_pointer() == source.ctypes.data:
+                array = jnp.zeros(shape, dtype)
+        return array.block_until_ready() if wait else array
+
+
+_zero_pages = np.zeros(0, np.uint8)
+
+
+def _zeros(size: int) -> np.ndarray:
+    """At least so many zero bytes and room to align them: read alone, their pages are the system's one page of zeros."""
+    global _zero_pages
+    zeros = _zero_pages
+    if len(zeros) < size + 2 * ALIGNMENT:
+        _zero_pages = zeros = np.zeros(size + 2 * ALIGNMENT, np.uint8)
+    return zeros
+
+
+def _unaligned(space: np.ndarray, dtype: np.dtype, count: int) -> np.ndarray:
+    """So many elements in a space of bytes that XLA copies, because they do not lie as it wants them."""
+    start = -space.ctypes.data % ALIGNMENT + dtype.itemsize
+    return space[start : start + count * dtype.itemsize].view(dtype)
 
 
 def constant(values: np.ndarray, device: Any) -> Any:
@@ -205,8 +233,7 @@ def _fresh(values: Any, device: Any) -> jax.Array:
         if isinstance(values, np.ndarray) and values.nbytes <= _SMALL:
             # jnp.array would compile a program for each shape. XLA copies by itself what is not aligned.
             space = np.empty(values.nbytes + 2 * ALIGNMENT, np.uint8)
-            start = -space.ctypes.data % ALIGNMENT + values.itemsize
-            unaligned = space[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+            unaligned = _unaligned(space, values.dtype, values.size).reshape(values.shape)
             unaligned[...] = values
             array = jax.device_put(unaligned, device).block_until_ready()
             if device.platform != "cpu" or array.unsafe_buffer_pointer() != unaligned.ctypes.data:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from .evaluate import Arrays, evaluate_buffers
 from .gradients import along, consequences, found_in
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout
-from .split import for_each
+from .split import Alike, for_each
 from .stages import Stages
 
 # Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
@@ -131,19 +132,17 @@ def update(
     for position, leaf in enumerate(plan.leaves):
         if leaf.row.unit is None:
             alike.setdefault((leaf, leaf_masks[position] is None), []).append(position)
-    common = ones, scale, skip, extra
+    kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        one = _leaf_update(
-            problem, _passes(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device), plan.extra
-        )
+        passes = _passes(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device)
         parts = [_parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
-        if leaf.count is None:
-            new = for_each(one, [arrays for arrays, _ in parts], [scalars for _, scalars in parts], common)
-        else:
-            new = [_pack_update(one, leaf_lives[i], *part, common) for i, part in zip(at, parts, strict=True)]
-        for i, (new_p, *columns) in zip(at, new, strict=True):
-            results[i] = new_p, _joined(problem, *columns)
+        arrays, scalars = zip(*parts, strict=True)
+        kinds.append(Alike(_leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count))
+    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), for_each(kinds, (ones, scale, skip, extra)), strict=True):
+        for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
+            new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
+            results[i] = new_p, _joined(plan.problem(leaf), *columns)
     new_shared: list[Any] = []
     for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
         shared = [next(states) for _ in signatures]
@@ -200,9 +199,8 @@ def _joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> 
     return [next(columns[field.shape == ()]) for field in layout(problem).own[0]]
 
 
-def _pack_update(one: Any, live: Any, arrays: Any, scalars: Any, common: Any) -> Any:
-    """The update of a leaf over the rows of a pack; rows that are not `live` keep their bits."""
-    new = jax.vmap(one, in_axes=(0, 0, None))(arrays, scalars, common)
+def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
+    """The new rows of a pack; those that are not `live` keep their bits."""
     before = arrays[0], arrays[1], scalars[0]
     return jax.tree.map(lambda after, before: jnp.where(along(live, before), after, before), new, before)
 
@@ -360,14 +358,36 @@ def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra:
             ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
             least = _fewest_bytes(small)
             counts: dict[Passes, float] = {}
-            for way in sorted(ways):
-                counts[way] = bytes_accessed(_probe(small, elements, scalars, device, way))
+            probe = functools.cache(functools.partial(_probe, small, elements, scalars, device))
+            order = sorted(ways)
+            apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
+            for way in dict.fromkeys([apart, *order]):
+                counts[way] = bytes_accessed(probe(way).lower().compile())
                 if counts[way] < 1.01 * least:  # the scalars
                     break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
             counts = {_ONCE: 0.0}
         _chosen_passes[key] = min(counts, key=lambda way: (counts[way], way))
     return _chosen_passes[key]
+
+
+def _shares(jaxpr: Any) -> bool:
+    """Whether two of the results need one array that is neither an argument nor made of scalars."""
+    size = max(v.aval.size for v in jaxpr.invars)
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars if any(u.aval.size == size for u in eqn.invars)}
+    seen: set[Any] = set()
+    for result in dict.fromkeys(v for v in jaxpr.outvars if v.aval.size == size):
+        own: set[Any] = set()
+        todo = [result]
+        while todo:
+            v = todo.pop()
+            if not isinstance(v, Literal) and v in made and v not in own:
+                own.add(v)
+                todo += made[v].invars
+        if own & seen:
+            return True
+        seen |= own
+    return False
 
 
 def _fewest_bytes(problem: Problem) -> float:
@@ -379,7 +399,7 @@ def _fewest_bytes(problem: Problem) -> float:
 
 
 def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device: Any, passes: Passes) -> Any:
-    """The compiled update of one small leaf, donated as in a program."""
+    """The traced update of one small leaf, donated as in a program."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
     spec = problem.specs[0]
@@ -393,7 +413,7 @@ def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device:
     def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any, skip: Any) -> Any:
         return update(*_parted(problem, p, state, g, mask, values), (ones, scale, skip, []))
 
-    return jax.jit(donated, donate_argnums=(0, 1)).lower(p, state, p, mask, values, ones, scale, skip).compile()
+    return jax.jit(donated, donate_argnums=(0, 1)).trace(p, state, p, mask, values, ones, scale, skip)
 
 
 def bytes_accessed(compiled: Any) -> float:

@@ -12,7 +12,7 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags
+from bridge import flags, update
 
 ROOT = Path(__file__).parent.parent
 fused_loops = pytest.mark.skipif(
@@ -227,3 +227,45 @@ print(p.double().sum().item(), o.bytes_accessed() / p.numel() > 35)
     with_flag, without = run(code).split(), run(code, MASKBRIDGE_XLA_FLAGS="0").split()
     assert float(with_flag[0]) == pytest.approx(float(without[0]), rel=1e-6)
     assert (with_flag[1], without[1]) == ("False", "True")
+
+
+@fused_loops
+def test_leaves_of_many_shapes_are_one_loop_each_and_few_for_all_their_scalars():
+    """What is computed of step counts and hyperparameters alone is computed once for all leaves, not in loops of its own for each."""
+    loops = {}
+    for count in (4, 16):
+        params = random_params(shapes=[(8000 + 16 * i,) for i in range(count)])
+        optimizer = torch_api.MaskedAdamW(params)
+        stepped(optimizer, params)
+        (launch,) = optimizer._launches.latest
+        text = launch.program.update.as_text()
+        loops[count] = text[text.index("ENTRY") :].count(" fusion(")
+    assert loops[4] >= 4
+    assert loops[16] - loops[4] <= 12
+
+
+@fused_loops
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [(torch_api.MaskedAdamW, 1), (torch_api.MaskedAdam, 1), (torch_api.MaskedLion, 1), (torch_api.MaskedSGD, 1)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_the_way_that_moves_the_fewest_bytes_is_found_at_once(make, compiled, monkeypatch):
+    probes = []
+    monkeypatch.setattr(update, "_chosen_passes", {})
+    monkeypatch.setattr(update, "bytes_accessed", lambda program, asked=update.bytes_accessed: probes.append(program) or asked(program))
+    params = random_params(shapes=[(7001, 1)])
+    optimizer = make(params, lr=1e-3)
+    stepped(optimizer, params)
+    assert len(probes) == compiled
+    monkeypatch.setattr(update, "_shares", lambda jaxpr: not jaxpr.eqns)  # of no use: then all are tried
+    monkeypatch.setattr(update, "_chosen_passes", {})
+    chosen = update._passes(*_asked(optimizer))
+    monkeypatch.undo()
+    assert chosen == update._passes(*_asked(optimizer))
+
+
+def _asked(optimizer):
+    plan = optimizer._launches.latest[0].program.plan
+    (leaf,) = plan.leaves
+    return plan.problem(leaf), leaf.elements, (False, False), plan.extra, plan.device

@@ -10,6 +10,7 @@ import warnings
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -415,3 +416,35 @@ def test_a_forked_child_is_told_so_instead_of_hanging():
             os._exit(0 if "forked after jax had started" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "complex64"])
+@pytest.mark.parametrize(("shape", "value"), [((), 0), ((7,), 1), ((300, 1000), 0), ((300, 1000), 1), ((0, 3), 0)])
+def test_a_buffer_of_one_value_is_jaxs_own_and_is_donated_in_place(dtype, shape, value):
+    device = jax.devices("cpu")[0]
+    array = storage.full(shape, jnp.dtype(dtype), value, device)
+    assert (array.shape, array.dtype) == (shape, jnp.dtype(dtype))
+    np.testing.assert_array_equal(np.asarray(array), np.full(shape, value, jnp.dtype(dtype)))
+    before = array.unsafe_buffer_pointer()
+    (after,) = jax.jit(lambda x: (~x if dtype == "bool" else x + 1,), donate_argnums=0)(array)
+    assert array.is_deleted()
+    assert after.unsafe_buffer_pointer() == before or not after.size
+    assert not np.any(np.asarray(storage._zero_pages))  # what the zeros were copied from is as it was
+
+
+def test_zeros_of_any_shape_need_no_program():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    for n in (300_001, 300_002):
+        storage.full((n,), jnp.float32, 0, jax.devices("cpu")[0])
+    assert not any("backend_compile" in event for event in compiled)
+    storage.full((300_003,), jnp.float32, 2, jax.devices("cpu")[0])
+    assert any("backend_compile" in event for event in compiled)
+
+
+def test_buffers_asked_for_together_are_apart():
+    device = jax.devices("cpu")[0]
+    arrays = [storage.full((n,), jnp.float32, 0, device, wait=False) for n in (1000, 500_000, 2_000_000, 500_000)]
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == 4
+    for x in jax.block_until_ready(arrays):
+        assert not np.any(np.asarray(x))

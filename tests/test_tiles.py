@@ -5,7 +5,6 @@ import re
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,8 +13,6 @@ from packing import feed, near, run, some, states
 
 import bridge
 import torch_api
-from bridge import split
-from bridge.dlpack import x64
 from torch_api import rows, tiles
 from torch_api.cache import CompilationWarning
 
@@ -365,90 +362,3 @@ def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, mon
     del left, params
     gc.collect()
     assert not [array for array in jax.live_arrays() if id(array) not in before]
-
-
-# ---------------------------------------------------------------------- bridge.split
-
-TABLE = np.linspace(0.5, 1.5, 5).astype(np.float32)
-
-
-def adamlike(arrays, scalars, common):
-    p, m, g = arrays
-    t, lr = scalars
-    decay, scale = common
-    t = t + 1
-    m = decay * m + (1 - decay) * g * scale
-    rate = lr / (1 - decay ** t.astype(jnp.float32))
-    return p - rate * m, [m], t
-
-
-def branching(arrays, scalars, common):
-    p, m, g = arrays
-    t, lr = scalars
-    decay, _ = common
-    warm = jnp.where(t < 3, lr * jnp.asarray(TABLE)[jnp.minimum(t, 4)], lr * jnp.sum(jnp.asarray(TABLE)))
-    skip = (t % 2 == 0) & (lr > 0.1)
-    return jnp.where(skip, p, p - warm * g), [jnp.where(g > warm, m, m + decay)], jnp.where(skip, t, t + 2)
-
-
-def looped(arrays, scalars, common):
-    p, m, g = arrays
-    t, lr = scalars
-    decay, _ = common
-    total = jax.lax.fori_loop(0, 3, lambda i, x: x * decay + i, lr)
-    branch = jax.lax.cond(t > 2, lambda x: x * 2, lambda x: x - 1, total)
-    return p * branch, [m + jnp.sum(g)], t * 0 + t  # one of the results depends on no array
-
-
-def handed_on(arrays, scalars, common):
-    """A result that is a scalar as it came, one that is an array as it came, and one that is a constant."""
-    p, m, _ = arrays
-    t, _ = scalars
-    return p, [jnp.full_like(m, 3.0) * common[1]], t
-
-
-def of_scalars_only(arrays, scalars, common):
-    t, lr = scalars
-    return jnp.broadcast_to(lr * common[0], (4, 25)), [jnp.zeros((4, 25), jnp.float32) + t.astype(jnp.float32)], t - 1
-
-
-FUNCTIONS = [adamlike, branching, looped, handed_on, of_scalars_only]
-
-
-def inputs(count, shape=(4, 25)):
-    random = np.random.default_rng(count)
-    arrays = [tuple(random.normal(size=shape).astype(np.float32) for _ in range(3)) for _ in range(count)]
-    scalars = [(np.int32(i + 1), np.float32(0.05 * (i + 1))) for i in range(count)]
-    return jax.tree.map(jnp.asarray, (arrays, scalars, (np.float32(0.9), np.float32(2.0))))
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(4, 25), (5,), ()], ids=str)
-def test_for_each_is_a_plain_loop(function, count, shape):
-    if function is of_scalars_only and shape != (4, 25):
-        shape = 4, 25
-    with x64():
-        arrays, scalars, common = inputs(count, shape)
-        found = jax.jit(lambda *given: split.for_each(function, *given))(arrays, scalars, common)
-        expected = [jax.jit(function)(a, s, common) for a, s in zip(arrays, scalars, strict=True)]
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
-
-
-def test_for_each_tells_siblings_apart():
-    """The comparison above would notice a sibling's numbers: of equal arrays, each result has those of its own scalars."""
-    arrays, scalars, common = inputs(4)
-    found = split.for_each(adamlike, [arrays[0]] * 4, scalars, common)
-    assert len({float(p.sum()) for p, _, _ in found}) == 4
-    with pytest.raises(AssertionError):
-        np.testing.assert_allclose(found[1][0], adamlike(arrays[0], scalars[2], common)[0], rtol=1e-6)
-
-
-def test_arithmetic_of_scalars_is_traced_once_for_all_leaves():
-    arrays, scalars, common = inputs(12)
-    powers = lambda function: str(jax.make_jaxpr(function)(arrays, scalars, common)).count(" pow ")  # noqa: E731
-    assert powers(lambda *given: split.for_each(adamlike, *given)) == 1
-    assert powers(lambda a, s, c: [adamlike(x, y, c) for x, y in zip(a, s, strict=True)]) == 12

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -316,6 +317,7 @@ class Launches:
             for leaf in leaves:
                 if leaf.state is None:
                     self._give_leaf_state(leaf, values[leaf.row], taken)
+            jax.block_until_ready([memory.array for leaf in leaves for memory in leaf.state or ()])
 
     def _give_leaf_state(self, leaf: Leaf, values: Sequence[float], taken: set[storage.Memory], fresh: Sequence[Any] | None = None) -> None:
         fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self.state.get(leaf.param, {})
@@ -349,7 +351,7 @@ class Launches:
             return list(known)
         device = device_of(leaf.param)
         begun = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
-        return [storage.full(buffer_shape(field, leaf.spec), jnp.dtype(field.dtype), value, device) for field, value in begun]
+        return [storage.full(buffer_shape(field, leaf.spec), jnp.dtype(field.dtype), value, device, wait=False) for field, value in begun]
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""

@@ -1,0 +1,125 @@
+"""Functions of many leaves, their arithmetic of scalars done once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bridge import split
+from bridge.dlpack import x64
+
+TABLE = np.linspace(0.5, 1.5, 5).astype(np.float32)
+
+
+def adamlike(arrays, scalars, common):
+    p, m, g = arrays
+    t, lr = scalars
+    decay, scale = common
+    t = t + 1
+    m = decay * m + (1 - decay) * g * scale
+    rate = lr / (1 - decay ** t.astype(jnp.float32))
+    return p - rate * m, [m], t
+
+
+def branching(arrays, scalars, common):
+    p, m, g = arrays
+    t, lr = scalars
+    decay, _ = common
+    warm = jnp.where(t < 3, lr * jnp.asarray(TABLE)[jnp.minimum(t, 4)], lr * jnp.sum(jnp.asarray(TABLE)))
+    skip = (t % 2 == 0) & (lr > 0.1)
+    return jnp.where(skip, p, p - warm * g), [jnp.where(g > warm, m, m + decay)], jnp.where(skip, t, t + 2)
+
+
+def looped(arrays, scalars, common):
+    p, m, g = arrays
+    t, lr = scalars
+    decay, _ = common
+    total = jax.lax.fori_loop(0, 3, lambda i, x: x * decay + i, lr)
+    branch = jax.lax.cond(t > 2, lambda x: x * 2, lambda x: x - 1, total)
+    return p * branch, [m + jnp.sum(g)], t * 0 + t  # one of the results depends on no array
+
+
+def handed_on(arrays, scalars, common):
+    """A result that is a scalar as it came, one that is an array as it came, and one that is a constant."""
+    p, m, _ = arrays
+    t, _ = scalars
+    return p, [jnp.full_like(m, 3.0) * common[1]], t
+
+
+def of_scalars_only(arrays, scalars, common):
+    t, lr = scalars
+    return jnp.broadcast_to(lr * common[0], (4, 25)), [jnp.zeros((4, 25), jnp.float32) + t.astype(jnp.float32)], t - 1
+
+
+FUNCTIONS = [adamlike, branching, looped, handed_on, of_scalars_only]
+
+
+def inputs(count, shape=(4, 25)):
+    random = np.random.default_rng(count)
+    arrays = [tuple(random.normal(size=shape).astype(np.float32) for _ in range(3)) for _ in range(count)]
+    scalars = [(np.int32(i + 1), np.float32(0.05 * (i + 1))) for i in range(count)]
+    return jax.tree.map(jnp.asarray, (arrays, scalars, (np.float32(0.9), np.float32(2.0))))
+
+
+def alone(function, arrays, scalars, common):
+    return split.for_each([split.Alike(function, arrays, scalars)], common)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(4, 25), (5,), ()], ids=str)
+def test_for_each_is_a_plain_loop(function, count, shape):
+    if function is of_scalars_only and shape != (4, 25):
+        shape = 4, 25
+    with x64():
+        arrays, scalars, common = inputs(count, shape)
+        found = jax.jit(lambda *given: alone(function, *given))(arrays, scalars, common)
+        expected = [jax.jit(function)(a, s, common) for a, s in zip(arrays, scalars, strict=True)]
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+def test_for_each_tells_siblings_apart():
+    """The comparison above would notice a sibling's numbers: of equal arrays, each result has those of its own scalars."""
+    arrays, scalars, common = inputs(4)
+    found = alone(adamlike, [arrays[0]] * 4, scalars, common)
+    assert len({float(p.sum()) for p, _, _ in found}) == 4
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(found[1][0], adamlike(arrays[0], scalars[2], common)[0], rtol=1e-6)
+
+
+def test_arithmetic_of_scalars_is_traced_once_for_all_leaves():
+    arrays, scalars, common = inputs(12)
+    powers = lambda function: str(jax.make_jaxpr(function)(arrays, scalars, common)).count(" pow ")  # noqa: E731
+    assert powers(lambda *given: alone(adamlike, *given)) == 1
+    assert powers(lambda a, s, c: [adamlike(x, y, c) for x, y in zip(a, s, strict=True)]) == 12
+
+
+def test_other_shapes_and_rows_share_the_arithmetic_of_scalars():
+    """Leaves of three shapes and a pack of three rows, beside others whose arithmetic is not the same."""
+    arrays, scalars, common = inputs(9)
+    flat = jax.tree.map(lambda x: x.reshape(-1), arrays)
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
+    kinds = [
+        split.Alike(adamlike, arrays[:2], scalars[:2]),
+        split.Alike(branching, arrays[2:4], scalars[2:4]),
+        split.Alike(adamlike, flat[4:5], scalars[4:5]),
+        split.Alike(adamlike, [stack(flat[5:8])], [stack(scalars[5:8])], rows=3),
+        split.Alike(handed_on, arrays[8:], scalars[8:]),
+    ]
+    both = lambda common: split.for_each(kinds, common)  # noqa: E731
+    found = jax.jit(both)(common)
+    found[3] = [jax.tree.map(lambda x, i=i: x[i], found[3][0]) for i in range(3)]
+    given = [*arrays[:4], *flat[4:8], arrays[8]]
+    functions = [adamlike] * 2 + [branching] * 2 + [adamlike] * 4 + [handed_on]
+    expected = [jax.jit(function)(a, s, common) for function, a, s in zip(functions, given, scalars, strict=True)]
+    for x, y in zip([x for kind in found for x in kind], expected, strict=True):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), x, y)
+    alone = [jax.jit(function)(a, scalars[0], common) for function, a in zip(functions, given, strict=True)]
+    with pytest.raises(AssertionError):  # the comparison tells whose scalars were used
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), [x for kind in found for x in kind][7], alone[7])
+    assert str(jax.make_jaxpr(both)(common)).count(" pow ") == 1
