@@ -146,10 +146,13 @@ def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
 
 
 def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
-    """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself."""
+    """torch.lerp, so that a weight of 0 gives `start` and one of 1 `end` itself.
+
+    torch goes from the nearer end: start + (end - start) * weight, or the other way round. That choice, made once for a
+    whole array, has XLA compile its loop twice.
+    """
     weight = caster(start)(weight)
-    from_start = weight < 0.5
-    return jnp.where(from_start, start, end) + (end - start) * jnp.where(from_start, weight, weight - 1)
+    return start * (1 - weight) + end * weight
 
 
 def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:

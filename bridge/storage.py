@@ -188,19 +188,13 @@ def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
 
 def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any, wait: bool = True) -> jax.Array:
     """A new array of one value that only jax holds; ready, unless the caller means to `wait` for several at once."""
-    count, dtype = math.prod(shape), np.dtype(dtype)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if device.platform == "cpu" and not value:
+        return _fresh(_zeros(size).view(dtype).reshape(shape), device, wait)
+    if device.platform == "cpu" and size <= _SMALL:
+        return _fresh(np.full(shape, value, dtype), device, wait)
     with x64(), jax.transfer_guard("allow"), jax.default_device(device):
-        if device.platform != "cpu" or (value and count * dtype.itemsize > _SMALL):
-            array = jnp.full(shape, value, dtype)
-        elif value:
-            array = _fresh(np.full(shape, value, dtype), device)
-        else:
-            # No program for each shape; and XLA copies in several threads, where a program's loop takes each new page in one.
-            zeros = _zeros(count * dtype.itemsize)
-            source = _unaligned(zeros, dtype, count).reshape(shape)
-            array = jax.device_put(source, device)
-            if array.unsafe_buffer_pointer() == source.ctypes.data:
-                array = jnp.zeros(shape, dtype)
+        array = jnp.full(shape, value, dtype)
         return array.block_until_ready() if wait else array
 
 
@@ -208,18 +202,14 @@ _zero_pages = np.zeros(0, np.uint8)
 
 
 def _zeros(size: int) -> np.ndarray:
-    """At least so many zero bytes and room to align them: read alone, their pages are the system's one page of zeros."""
+    """So many zero bytes, aligned, to be read alone: their pages are then the system's one page of zeros."""
     global _zero_pages
     zeros = _zero_pages
-    if len(zeros) < size + 2 * ALIGNMENT:
-        _zero_pages = zeros = np.zeros(size + 2 * ALIGNMENT, np.uint8)
-    return zeros
-
-
-def _unaligned(space: np.ndarray, dtype: np.dtype, count: int) -> np.ndarray:
-    """So many elements in a space of bytes that XLA copies, because they do not lie as it wants them."""
-    start = -space.ctypes.data % ALIGNMENT + dtype.itemsize
-    return space[start : start + count * dtype.itemsize].view(dtype)
+    if len(zeros) < size:
+        space = np.zeros(size + ALIGNMENT, np.uint8)
+        _zero_pages = zeros = space[-space.ctypes.data % ALIGNMENT :][:size]
+        zeros.flags.writeable = False
+    return zeros[:size]
 
 
 def constant(values: np.ndarray, device: Any) -> Any:
@@ -227,18 +217,14 @@ def constant(values: np.ndarray, device: Any) -> Any:
     return values if device.platform == "cpu" else _fresh(values, device)
 
 
-def _fresh(values: Any, device: Any) -> jax.Array:
-    """A copy of an array that only jax holds; ready, because torch may write into it."""
-    with x64(), jax.transfer_guard("allow"), jax.default_device(device):
-        if isinstance(values, np.ndarray) and values.nbytes <= _SMALL:
-            # jnp.array would compile a program for each shape. XLA copies by itself what is not aligned.
-            space = np.empty(values.nbytes + 2 * ALIGNMENT, np.uint8)
-            unaligned = _unaligned(space, values.dtype, values.size).reshape(values.shape)
-            unaligned[...] = values
-            array = jax.device_put(unaligned, device).block_until_ready()
-            if device.platform != "cpu" or array.unsafe_buffer_pointer() != unaligned.ctypes.data:
-                return array
-        return jnp.array(values, copy=True).block_until_ready()
+def _fresh(values: Any, device: Any, wait: bool = True) -> jax.Array:
+    """A copy of an array that only jax holds; ready, because torch may write into it, or to be waited for.
+
+    jnp.array would compile a program for each shape, which takes the new pages in one thread; here XLA copies in several.
+    """
+    with x64(), jax.transfer_guard("allow"):
+        array = jax.device_put(jax.device_put(values, device), device, may_alias=False)
+        return array.block_until_ready() if wait else array
 
 
 def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
