@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from .dlpack import X64, numpy_dtype, operands, results, wait_for, x64
+from .dlpack import X64, at_address, numpy_dtype, operands, results, wait_for, x64
 from .flags import as_without_request
 
 # What crosses as it is; an array of another type, such as a random key, stays jax's.
@@ -65,14 +65,23 @@ class Call:
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
         self._all_cross = all(self._cross)
         self._token = self._cross.index(True) if any(self._cross) else None
+        self._memory = [at_address(aval.dtype, math.prod(aval.shape)) for aval in tensors]
+        self.reads_addresses = self._on_cpu and all(math.prod(aval.shape) for aval in tensors)
 
     def __call__(self, tensors: Iterable[torch.Tensor], others: Sequence[Any]) -> list[Any]:
         """Run to the end: on the CPU the tensors may be overwritten afterwards, elsewhere by what torch's stream does next.
 
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
         """
-        flat, config = operands([x.detach() for x in tensors], self._orders), _config
-        if config.jax_transfer_guard_host_to_device not in (None, "allow") or config.jax_disable_jit:
+        return self._run(operands([x.detach() for x in tensors], self._orders), others)
+
+    def at(self, addresses: Iterable[int], others: Sequence[Any]) -> list[Any]:
+        """The same of tensors that lie at these addresses, dense and in the order of dimensions given (`reads_addresses`)."""
+        return self._run([memory(address) for memory, address in zip(self._memory, addresses, strict=True)], others)
+
+    def _run(self, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        config = _config
+        if config.jax_disable_jit or config.jax_transfer_guard_host_to_device not in (None, "allow"):
             with X64(self._place.wide), jax.transfer_guard("allow"), jax.disable_jit(False):
                 found = self._compiled(*flat, *others)
         elif config.jax_enable_x64 != self._place.wide:
@@ -87,8 +96,8 @@ class Call:
         else:
             wait_for((found[self._token],))
         if self._all_cross:
-            return results(found)
-        return [results((x,))[0] if yes else x for x, yes in zip(found, self._cross, strict=True)]
+            return results(found, self._on_cpu)
+        return [results((x,), self._on_cpu)[0] if yes else x for x, yes in zip(found, self._cross, strict=True)]
 
 
 def _unflattened(flat: Any, aval: Any, order: Order) -> Any:
@@ -127,8 +136,11 @@ class Program:
 
     def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs alone; nothing is kept."""
-        call = self._made.get("run") or self._once("run", self._plain)
-        return tuple(call(tensors, others)[: len(self.outs)])
+        return tuple(self.plain()(tensors, others)[: len(self.outs)])
+
+    def plain(self) -> Call:
+        """The call that gives the outputs alone."""
+        return self._made.get("run") or self._once("run", self._plain)
 
     def recording(self, wanted: tuple[int, ...]) -> Recording:
         """The call that also keeps what the gradients of the wanted tensors need."""
@@ -218,7 +230,8 @@ class Recording:
     A residual that is an input or an output is not kept a second time, and torch watches for changes of those.
 
     needed: the tensors on which the residuals depend; `outputs`: the outputs that are residuals; `kept`: residuals that are
-    neither; `rest`: those of them that torch has no type for.
+    neither; `rest`: those of them that torch has no type for. `forward` gives outputs, kept and rest in one list, which
+    `ends` cuts. `without_gradient`: which outputs are tensors that have none.
     """
 
     def __init__(self, program: Program, wanted: tuple[int, ...]) -> None:
@@ -242,13 +255,9 @@ class Recording:
         self.kept, self.rest = [list(map(_struct, kept[kind])) for kind in ("kept", "rest")]
         at = {id(v): i for i, v in enumerate(closed.jaxpr.outvars)}
         function = fresh(closed, range(width), [at[id(v)] for v in (*kept["kept"], *kept["rest"])])
-        self._forward = Call(function, program.tensors, program.others, place, program.orders)
-
-    def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
-        """Outputs, kept, rest."""
-        first, second = len(self.program.outs), len(self.program.outs) + len(self.kept)
-        found = self._forward(tensors, others)
-        return found[:first], found[first:second], found[second:]
+        self.forward = Call(function, program.tensors, program.others, place, program.orders)
+        self.ends = width, width + len(self.kept)
+        self.without_gradient = [i for i, yes in enumerate(program.outs_differ) if not yes and crosses(program.outs[i])]
 
     def backward(self, given: tuple[int, ...], tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> list[Any]:
         """The gradients of the wanted tensors.

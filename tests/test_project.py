@@ -55,6 +55,7 @@ ORDER = {
         "doctor",
         "__main__",
         "dynamo",
+        "plain",
         "pullback",
         "functions",
         "__init__",
