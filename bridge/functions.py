@@ -20,7 +20,7 @@ from .dynamo import not_traced
 from .flags import client_started
 from .masks import path_name
 from .plain import is_dense, plain
-from .pullback import Call, Place, Program, Recording, cut
+from .pullback import Call, Place, Program, Recording
 from .traced import TRACE, Traced, as_array, as_traced
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
@@ -66,7 +66,8 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     copied on its device. Outputs are new memory that torch sees without a copy, also where `fn` hands an argument through.
     When the call returns on the CPU, it has read its arguments, so they may change; on a GPU torch's stream waits. Residuals
     are kept by `save_for_backward` (hooks see them; torch's error is raised if a tensor that is needed changed meanwhile),
-    and not under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
+    but for those that a few elementwise operations make of the arguments, 4096 elements in all, which the backward makes anew;
+    nothing is kept under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
     the arguments and is itself such a function.
 
     `torch.func` (grad, vjp, jvp, vmap, and combinations), forward-mode and batched gradients work where jax can transform
@@ -269,11 +270,16 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, recording: Recording, found: list[Any] | None, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
         if found is None:
             found = recording.forward(tensors, others)
-        outs, kept, rest = cut(found, *recording.ends)
+        first, second = recording.ends
+        outs, kept, rest = found[:first], found[first:second], found[second:]
         ctx.set_materialize_grads(False)
         if recording.without_gradient:
             ctx.mark_non_differentiable(*[outs[i] for i in recording.without_gradient])
-        ctx.save_for_backward(*[tensors[i] for i in recording.needed], *[outs[i] for i in recording.outputs], *kept)
+        if not recording.saves_all_tensors:
+            tensors = tuple([tensors[i] for i in recording.needed])
+        if recording.outputs:
+            kept = [outs[i] for i in recording.outputs] + kept
+        ctx.save_for_backward(*tensors, *kept)
         ctx.call = recording, others, rest
         return tuple(outs)
 

@@ -7,8 +7,8 @@ into a program answer all questions, and must have answered them once for each k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,17 +18,8 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses, which
 _STATIC = frozenset({int, bool, str})  # what has a hash, no part that could change, and is equal only where programs are
 
 
-class Plain(NamedTuple):
-    """Leaves, described.
-
-    key: all that decides what a call does with them, where it lies in the leaves. `tensors`, and `addresses` of their memory;
-    `floats`: what else the program is given.
-    """
-
-    key: list[Any]
-    tensors: list[torch.Tensor]
-    addresses: list[int]
-    floats: list[float]
+# The key, all that decides what a call does with the leaves; the tensors; where they lie; what else the program is given.
+Plain = tuple[list[Any], list[torch.Tensor], list[int], list[float]]
 
 
 def plain(leaves: Iterable[Any]) -> Plain | None:
@@ -54,9 +45,23 @@ def plain(leaves: Iterable[Any]) -> Plain | None:
                 return None
     except RuntimeError:
         return None
-    return Plain(key, tensors, addresses, floats)
+    return key, tensors, addresses, floats
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its values are what lies at its address, one after another in some order of dimensions."""
     return not tensor.is_neg() and not tensor.is_conj() and dense_order(tensor) is not None
+
+
+def addresses_of(tensors: Sequence[torch.Tensor], specs: Sequence[tuple[torch.dtype, int]]) -> list[int] | None:
+    """Where the tensors lie, if each is contiguous on the CPU, of this type and so many elements; None if one is not."""
+    found = []
+    for tensor, (dtype, count) in zip(tensors, specs, strict=True):
+        plain = type(tensor) in _TENSORS and tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided
+        if not plain or tensor.numel() != count or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            return None
+        try:
+            found.append(tensor.data_ptr())
+        except RuntimeError:  # left over from a transformation
+            return None
+    return found if all(found) else None

@@ -102,7 +102,7 @@ def test_what_is_kept_are_the_residuals_and_no_copies_of_arguments_or_outputs():
     }
     for fn, expected in cases.items():
         f = bridge.jax_function(fn)
-        f(torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True))
+        f(torch.randn(80, 80, requires_grad=True), torch.randn(80, 80, requires_grad=True))
         recording = next(iter(f._known.values()))[0].recording((0, 1))
         assert (recording.needed, recording.outputs, len(recording.kept)) == expected
 

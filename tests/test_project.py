@@ -56,6 +56,7 @@ ORDER = {
         "__main__",
         "dynamo",
         "plain",
+        "residuals",
         "pullback",
         "functions",
         "__init__",
