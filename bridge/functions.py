@@ -19,7 +19,8 @@ from .dlpack import x64 as scope
 from .dynamo import not_traced
 from .flags import client_started
 from .masks import path_name
-from .pullback import Place, Program, Recording
+from .plain import is_dense, plain
+from .pullback import Call, Place, Program, Recording
 from .traced import TRACE, Traced, as_array, as_traced
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
@@ -28,6 +29,7 @@ _NARROW = {
     torch.int64: torch.int32,
     torch.complex128: torch.complex64,
 }
+_config: Any = jax.config
 _forked = False
 
 
@@ -64,7 +66,8 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     copied on its device. Outputs are new memory that torch sees without a copy, also where `fn` hands an argument through.
     When the call returns on the CPU, it has read its arguments, so they may change; on a GPU torch's stream waits. Residuals
     are kept by `save_for_backward` (hooks see them; torch's error is raised if a tensor that is needed changed meanwhile),
-    and not under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
+    but for those that a few elementwise operations make of the arguments, 4096 elements in all, which the backward makes anew;
+    nothing is kept under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
     the arguments and is itself such a function.
 
     `torch.func` (grad, vjp, jvp, vmap, and combinations), forward-mode and batched gradients work where jax can transform
@@ -92,6 +95,7 @@ class JaxFunction:
         self._fn, self._x64 = fn, x64
         self._title = f"jax_function({getattr(fn, '__name__', type(fn).__name__)})"
         self._known: dict[Any, tuple[Program, Any]] = {}
+        self._quick: dict[Any, tuple[Call, Recording | None, Any]] = {}
         self._lock = threading.RLock()
 
     def __reduce__(self) -> Any:
@@ -106,6 +110,41 @@ class JaxFunction:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _forked or TRACE.dispatch is not None or _transformed():
+            return self._any(args, kwargs)
+        tree, given = None, None if kwargs else plain(args)
+        if given is None:
+            leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+            given = plain(leaves)
+            if given is None:
+                return self._any(args, kwargs)
+        described, tensors, addresses, others = given
+        config = _config
+        settings = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
+        key = (tree, torch.is_grad_enabled(), settings, *described)
+        known = self._quick.get(key) or self._remember(key, args, kwargs, tensors)
+        if known is None:
+            return self._any(args, kwargs)
+        call, recording, out_tree = known
+        found = call.at(addresses, others)
+        return out_tree.unflatten(found if recording is None else _record(recording, found, others, *tensors))
+
+    def _remember(self, key: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> tuple[Call, Recording | None, Any] | None:
+        """What the plain arguments with this key need; None if they must go the general way each time."""
+        if not all(map(is_dense, tensors)) or (self._x64 is False and any(x.dtype in _NARROW for x in tensors)):
+            return None
+        program, out_tree, _, _ = self._found(args, kwargs, False)
+        recording = _recording(program, tensors)
+        call = program.plain() if recording is None else recording.forward
+        if not call.reads_addresses or not program.outs:
+            return None
+        if len(self._quick) >= _PROGRAMS_KEPT:
+            self._quick.clear()
+        self._quick[key] = call, recording, out_tree
+        return self._quick[key]
+
+    def _any(self, args: Any, kwargs: Any) -> Any:
+        """A call with whatever arguments, under whatever transformation."""
         if _forked:
             raise RuntimeError(
                 f"{self._title}: this process was forked after jax had started, and jax hangs in such a child. "
@@ -113,21 +152,25 @@ class JaxFunction:
             )
         if TRACE.dispatch is not None:
             return self._traced(args, kwargs)
+        transformed = _transformed()
+        program, out_tree, tensors, others = self._found(args, kwargs, transformed)
+        if others:
+            others = [_settled(x, program.place) for x in others]
+        return out_tree.unflatten(_apply(program, others, tensors, transformed))
+
+    def _found(self, args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any, list[torch.Tensor], list[Any]]:
+        """The program for these arguments, the tree of its outputs, and which of the arguments it is given."""
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if self._x64 is False:
             leaves = list(map(_narrow, leaves))
-        transformed = _transformed()
         signature, tensors, others = _described(leaves, transformed)
-        config: Any = jax.config
-        key = (tree, tuple(signature), config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion)
+        settings = _config.jax_enable_x64, _config.jax_default_matmul_precision, _config.jax_numpy_dtype_promotion
+        key = (tree, tuple(signature), *settings)
         try:
             known = self._known.get(key)
         except TypeError:  # a static leaf without a hash, which is named below
             known = None
-        program, out_tree = known or self._program(key, leaves, args, kwargs, transformed)
-        if others:
-            others = [_settled(x, program.place) for x in others]
-        return out_tree.unflatten(_apply(program, others, tensors, transformed))
+        return *(known or self._program(key, leaves, args, kwargs, transformed)), tensors, others
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """Within torch code that jax traces (`module_function`, `JaxTrainStep`): `fn` of the arrays is a part of that program."""
@@ -154,6 +197,7 @@ class JaxFunction:
                 program = Program(flat, tensors, others, place, orders)
                 while len(self._known) >= _PROGRAMS_KEPT:
                     del self._known[next(iter(self._known))]
+                    self._quick.clear()
                 self._known[key] = program, flat.out_tree
             return self._known[key]
 
@@ -223,20 +267,28 @@ class _Recorded(torch.autograd.Function):
     """The call in torch's graph, with residuals."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
-        outs, kept, rest = recording.run(tensors, others)
+    def forward(ctx: Any, recording: Recording, found: list[Any] | None, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
+        if found is None:
+            found = recording.forward(tensors, others)
+        first, second = recording.ends
+        outs, kept, rest = found[:first], found[first:second], found[second:]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*_integers(recording.program, outs))
-        ctx.save_for_backward(*[tensors[i] for i in recording.needed], *[outs[i] for i in recording.outputs], *kept)
-        ctx.recording, ctx.others, ctx.rest = recording, others, rest
+        if recording.without_gradient:
+            ctx.mark_non_differentiable(*[outs[i] for i in recording.without_gradient])
+        if not recording.saves_all_tensors:
+            tensors = tuple([tensors[i] for i in recording.needed])
+        if recording.outputs:
+            kept = [outs[i] for i in recording.outputs] + kept
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.call = recording, others, rest
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        recording = ctx.recording
+        recording, others, rest = ctx.call
         program, wanted, needed = recording.program, recording.wanted, recording.needed
         given = tuple(i for i, grad in enumerate(grads) if grad is not None and program.outs_differ[i])
-        out: list[Any] = [None] * (2 + len(program.tensors))
+        out: list[Any] = [None] * (3 + len(program.tensors))
         if not given:
             return tuple(out)
         saved, chosen = ctx.saved_tensors, [grads[i] for i in given]
@@ -247,11 +299,11 @@ class _Recorded(torch.autograd.Function):
             )
         if torch.is_grad_enabled() or _transformed():
             pull = program.pullback(wanted, given, needed)
-            found = _apply(pull, ctx.others, [*saved[: len(needed)], *chosen], _transformed())
+            found = _apply(pull, others, [*saved[: len(needed)], *chosen], _transformed())
         else:
-            found = recording.backward(given, [*saved, *chosen], [*ctx.rest, *ctx.others])
+            found = recording.backward(given, [*saved, *chosen], [*rest, *others])
         for i, grad in zip(wanted, found, strict=True):
-            out[2 + i] = grad
+            out[3 + i] = grad
         return tuple(out)
 
 
@@ -302,13 +354,22 @@ def _apply(program: Program, others: Sequence[Any], tensors: Sequence[torch.Tens
     """Call a program by the cheapest way that keeps what torch must know."""
     if transformed:
         return _Transformed.apply(program, others, *tensors)
-    if program.differentiable and torch.is_grad_enabled():
-        wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
-        if wanted:
-            return _Recorded.apply(program.recording(wanted), others, *tensors)
+    recording = _recording(program, tensors)
+    if recording is not None:
+        return _Recorded.apply(recording, None, others, *tensors)
     return program.run(tensors, others)
 
 
+def _recording(program: Program, tensors: Sequence[torch.Tensor]) -> Recording | None:
+    """What keeps residuals, if torch would ask for gradients of a call with these tensors."""
+    if not program.differentiable or not torch.is_grad_enabled():
+        return None
+    wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+    return program.recording(wanted) if wanted else None
+
+
+# `Function.apply` asks again whether torch transforms, and looks for what transformations left over: 2 us, known by now.
+_record: Callable[..., Any] = getattr(super(torch.autograd.Function, _Recorded), "apply", _Recorded.apply)
 _is_legacy_batch: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
 )

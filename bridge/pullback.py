@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from .dlpack import X64, numpy_dtype, operands, results, wait_for, x64
+from .dlpack import X64, Views, operands, results, wait_for, x64
 from .flags import as_without_request
+from .plain import addresses_of
+from .residuals import IN_TORCH, crosses, reached, sources
 
-# What crosses as it is; an array of another type, such as a random key, stays jax's.
-_IN_TORCH = {str(numpy_dtype(t)) for t in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)} | {
-    str(numpy_dtype(t)) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-}
 _config: Any = jax.config
 Order = tuple[int, ...] | None
 Function = Callable[..., Any]
@@ -35,11 +32,6 @@ class Place(NamedTuple):
 
     device: Any
     wide: bool
-
-
-def crosses(aval: Any) -> bool:
-    """Whether torch has its type."""
-    return str(aval.dtype) in _IN_TORCH
 
 
 class Call:
@@ -65,14 +57,28 @@ class Call:
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
         self._all_cross = all(self._cross)
         self._token = self._cross.index(True) if any(self._cross) else None
+        self._views = Views(tensors)
+        self._specs = [(IN_TORCH[str(aval.dtype)], math.prod(aval.shape)) for aval in tensors]
+        self.reads_addresses = self._on_cpu and all(math.prod(aval.shape) for aval in tensors)
+        self._looks_for_addresses = self.reads_addresses and not any(orders)
 
-    def __call__(self, tensors: Iterable[torch.Tensor], others: Sequence[Any]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Any]:
         """Run to the end: on the CPU the tensors may be overwritten afterwards, elsewhere by what torch's stream does next.
 
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
         """
-        flat, config = operands([x.detach() for x in tensors], self._orders), _config
-        if config.jax_transfer_guard_host_to_device not in (None, "allow") or config.jax_disable_jit:
+        addresses = addresses_of(tensors, self._specs) if self._looks_for_addresses else None
+        if addresses is not None:
+            return self.at(addresses, others)
+        return self._run(operands([x.detach() for x in tensors], self._orders), others)
+
+    def at(self, addresses: Iterable[int], others: Sequence[Any]) -> list[Any]:
+        """The same of tensors that lie at these addresses, dense and in the order of dimensions given (`reads_addresses`)."""
+        return self._run(self._views(addresses), others)
+
+    def _run(self, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        config = _config
+        if config.jax_disable_jit or config.jax_transfer_guard_host_to_device not in (None, "allow"):
             with X64(self._place.wide), jax.transfer_guard("allow"), jax.disable_jit(False):
                 found = self._compiled(*flat, *others)
         elif config.jax_enable_x64 != self._place.wide:
@@ -87,8 +93,8 @@ class Call:
         else:
             wait_for((found[self._token],))
         if self._all_cross:
-            return results(found)
-        return [results((x,))[0] if yes else x for x, yes in zip(found, self._cross, strict=True)]
+            return results(found, self._on_cpu)
+        return [results((x,), self._on_cpu)[0] if yes else x for x, yes in zip(found, self._cross, strict=True)]
 
 
 def _unflattened(flat: Any, aval: Any, order: Order) -> Any:
@@ -127,8 +133,11 @@ class Program:
 
     def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs alone; nothing is kept."""
-        call = self._made.get("run") or self._once("run", self._plain)
-        return tuple(call(tensors, others)[: len(self.outs)])
+        return tuple(self.plain()(tensors, others)[: len(self.outs)])
+
+    def plain(self) -> Call:
+        """The call that gives the outputs alone."""
+        return self._made.get("run") or self._once("run", self._plain)
 
     def recording(self, wanted: tuple[int, ...]) -> Recording:
         """The call that also keeps what the gradients of the wanted tensors need."""
@@ -215,10 +224,12 @@ class Program:
 class Recording:
     """A program that keeps residuals: what its outputs and their pullback have in common.
 
-    A residual that is an input or an output is not kept a second time, and torch watches for changes of those.
+    A residual that is an input or an output is not kept a second time, and torch watches for changes of those; nor is
+    what the backward makes anew of the inputs (`residuals`).
 
     needed: the tensors on which the residuals depend; `outputs`: the outputs that are residuals; `kept`: residuals that are
-    neither; `rest`: those of them that torch has no type for.
+    neither; `rest`: those of them that torch has no type for. `forward` gives outputs, kept and rest in one list, which
+    `ends` cuts. `saves_all_tensors`: all are needed. `without_gradient`: which outputs are tensors that have none.
     """
 
     def __init__(self, program: Program, wanted: tuple[int, ...]) -> None:
@@ -236,19 +247,18 @@ class Recording:
 
         with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
             closed = jax.make_jaxpr(record)(*program.avals)
-        self._sources, kept = _sources(closed, width)
-        self.needed = tuple(i for i in _reached(closed.jaxpr, closed.jaxpr.outvars[width:]) if i < count)
-        self.outputs = tuple(sorted({i for kind, i in self._sources if kind == "output"}))
-        self.kept, self.rest = [list(map(_struct, kept[kind])) for kind in ("kept", "rest")]
+        self._closed, found = closed, sources(closed, width)
+        self._sources = found.of
+        self.needed = tuple(i for i in reached(closed.jaxpr, closed.jaxpr.outvars[width:]) if i < count)
+        self.outputs = tuple(sorted({i for kind, i in found.of if kind == "output"}))
+        self.kept, self.rest = list(map(_struct, found.kept)), list(map(_struct, found.rest))
         at = {id(v): i for i, v in enumerate(closed.jaxpr.outvars)}
-        function = fresh(closed, range(width), [at[id(v)] for v in (*kept["kept"], *kept["rest"])])
-        self._forward = Call(function, program.tensors, program.others, place, program.orders)
-
-    def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
-        """Outputs, kept, rest."""
-        first, second = len(self.program.outs), len(self.program.outs) + len(self.kept)
-        found = self._forward(tensors, others)
-        return found[:first], found[first:second], found[second:]
+        self._anew = [at[id(v)] for v in found.anew]
+        function = fresh(closed, range(width), [at[id(v)] for v in (*found.kept, *found.rest)])
+        self.forward = Call(function, program.tensors, program.others, place, program.orders)
+        self.ends = width, width + len(self.kept)
+        self.saves_all_tensors = len(self.needed) == count
+        self.without_gradient = [i for i, yes in enumerate(program.outs_differ) if not yes and crosses(program.outs[i])]
 
     def backward(self, given: tuple[int, ...], tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> list[Any]:
         """The gradients of the wanted tensors.
@@ -270,6 +280,10 @@ class Recording:
 
         def back(*arrays: Any) -> list[Any]:
             place = dict(zip(named, arrays, strict=True))
+            if self._anew:
+                full = [place.get(("input", i), jnp.zeros(aval.shape, aval.dtype)) for i, aval in enumerate(program.tensors)]
+                values = evaluated(self._closed)(*full, *(place["input", count + i] for i in range(width)))
+                place |= {("anew", i): values[which] for i, which in enumerate(self._anew)}
             leaves = [which if kind == "constant" else place[kind, which] for kind, which in self._sources]
             return program.pulled(jax.tree_util.tree_unflatten(self._tree, leaves), given, [place["grad", i] for i in given])
 
@@ -321,33 +335,3 @@ def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = 
         return own + [found[i] for i in kept]
 
     return function
-
-
-def _sources(closed: Any, width: int) -> tuple[list[tuple[str, Any]], dict[str, list[Any]]]:
-    """Where each residual comes from, as (kind, which), and by kind the variables that must be kept because they are nowhere else."""
-    outvars: Any = closed.jaxpr.outvars
-    outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(v.aval)])
-    known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
-    known |= {id(v): ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
-    known |= {id(v): ("constant", value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
-    sources: list[tuple[str, Any]] = []
-    kept: dict[str, list[Any]] = {"kept": [], "rest": []}
-    for v in outvars[width:]:
-        if isinstance(v, Literal):
-            sources.append(("constant", np.asarray(v.val, v.aval.dtype)))  # pyright: ignore[reportAttributeAccessIssue]
-            continue
-        if id(v) not in known:
-            kind = "kept" if crosses(v.aval) else "rest"
-            known[id(v)] = (kind, len(kept[kind]))
-            kept[kind].append(v)
-        sources.append(known[id(v)])
-    return sources, kept
-
-
-def _reached(jaxpr: Any, targets: Iterable[Any]) -> list[int]:
-    """Which inputs the targets depend on."""
-    live = {id(v) for v in targets}
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(v) in live for v in eqn.outvars):
-            live.update(map(id, eqn.invars))
-    return [i for i, v in enumerate(jaxpr.invars) if id(v) in live]

@@ -55,6 +55,8 @@ ORDER = {
         "doctor",
         "__main__",
         "dynamo",
+        "plain",
+        "residuals",
         "pullback",
         "functions",
         "__init__",
