@@ -3,6 +3,9 @@ import os
 # Before jax starts: tests run on the CPU unless they are told otherwise, and every implicit promotion is an error.
 os.environ.setdefault("JAX_PLATFORMS", "" if os.environ.get("MASKBRIDGE_TEST_GPU") else "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+# Before torch starts, for the processes that tests start too: workers and scripts share few cores, and torch's threads would spin
+# at every barrier until the others come to theirs. They are as many as ever, but sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
 import pytest
