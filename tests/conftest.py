@@ -11,6 +11,18 @@ import jax
 import pytest
 import torch
 
+# Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
+LONG = ["examples", "distributed", "benchmarks", "packs", "precision", "optim_db", "train_step", "zoo", "transforms", "tiles", "optimizer"]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of xdist, which would begin with the files of most tests
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
 
 @pytest.fixture(autouse=True)
 def _seed():
