@@ -65,7 +65,7 @@ def same(ours, theirs):
     return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1, 6), (33,)]  # the first four have every number of dimensions; each leaf is compiled
+SHAPES = [(7, 5), (5,), (), (3, 4, 2, 2), (1, 6), (33,)]
 
 
 def random_params(dtype=torch.float32, shapes=SHAPES, scale=0.1):

@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 import pytest
 import torch
-from oracles import CLOSE, FUSES, SHAPES, clones, movement_error, random_grads, random_params, run_pair, same, set_grads
+from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
 from bridge.precision import nearest, shares, stochastic_round
@@ -227,7 +227,7 @@ TORCHS = (MAKERS["adam"], MAKERS["sgd"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_the_master_is_trained_as_a_float32_parameter_is_and_the_parameter_is_its_rounding(make, dtype):
-    params = random_params(dtype, SHAPES[:4], scale=1.0)
+    params = random_params(dtype, scale=1.0)
     wide = [torch.nn.Parameter(p.detach().float()) for p in params]
     start = clones(wide)
     ours, theirs = make(params, master_weights=True, state_dtype=torch.float32), make(wide)
@@ -248,7 +248,7 @@ def test_the_master_is_trained_as_a_float32_parameter_is_and_the_parameter_is_it
 @pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=lambda o: next(iter(o)))
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_saved_and_resumed_it_goes_on_bit_for_bit(make, options):
-    params = random_params(torch.bfloat16, SHAPES[:4])
+    params = random_params(torch.bfloat16)
     grads = [random_grads(params) for _ in range(8)]
     optimizer = make(params, **options)
     for given in grads[:4]:
@@ -331,7 +331,7 @@ def test_what_is_frozen_or_of_a_mask_keeps_nothing_beside():
 @pytest.mark.parametrize("make", [MAKERS["adam"], MAKERS["factory"], MAKERS["together"]], ids=["adam", "factory", "together"])
 @pytest.mark.parametrize(("dtype", "state"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_moments_are_kept_in_the_type_asked_for(make, dtype, state):
-    params = random_params(dtype, SHAPES[:4])
+    params = random_params(dtype)
     optimizer = make(params, state_dtype=state)
     for _ in range(3):
         set_grads(params, random_grads(params))
