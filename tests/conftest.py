@@ -3,10 +3,25 @@ import os
 # Before jax starts: tests run on the CPU unless they are told otherwise, and every implicit promotion is an error.
 os.environ.setdefault("JAX_PLATFORMS", "" if os.environ.get("MASKBRIDGE_TEST_GPU") else "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+# Before torch starts, for the processes that tests start too: workers and scripts share few cores, and torch's threads would spin
+# at every barrier until the others come to theirs. They are as many as ever, but sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
 import pytest
 import torch
+
+# Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
+LONG = ["examples", "distributed", "benchmarks", "packs", "precision", "optim_db", "train_step", "zoo", "transforms", "tiles", "optimizer"]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of xdist, which would begin with the files of most tests
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture(autouse=True)

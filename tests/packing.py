@@ -1,5 +1,6 @@
 """What tests of packs share: small parameters, optimizers with and without packs, runs of several with equal gradients."""
 
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -46,6 +47,17 @@ def by_themselves(make, params):
 def some(params, share=0.7):
     """Gradients of a random part of the parameters."""
     return [torch.randn_like(p) if torch.rand(()) < share else None for p in params]
+
+
+def two_sets():
+    """Gradients of two thirds of the parameters and of all, in turn: each set is a program where leaves are by themselves."""
+    turn = itertools.count()
+
+    def grads(params):
+        every = next(turn) % 2
+        return [torch.randn_like(p) if every or i % 3 != 1 else None for i, p in enumerate(params)]
+
+    return grads
 
 
 def feed(pairs, grads):

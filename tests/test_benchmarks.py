@@ -131,9 +131,15 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
 # ------------------------------------------------------------------ the rest
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """The sections that are tables of one step, in one process: they share programs."""
+    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "tail", "loop", "unfused")
+
+
 @pytest.mark.slow
-def test_tables_have_all_candidates(tmp_path):
-    found, printed = measured(tmp_path / "tables.json", "large", "small")
+def test_tables_have_all_candidates(tables):
+    found, printed = tables
     everyone = SIDES | {"torch default", "torch foreach", "optax in pure JAX", "maskbridge, copying"}
     for table in (*found["large"]["tables"], *found["small"]["tables"]):
         check_rows(table["rows"], everyone)
@@ -148,8 +154,8 @@ def test_tables_have_all_candidates(tmp_path):
 
 
 @pytest.mark.slow
-def test_tails_and_loops(tmp_path):
-    found, _ = measured(tmp_path / "tails.json", "tail", "loop")
+def test_tails_and_loops(tables):
+    found, _ = tables
     for table in (*found["tail"]["tables"], *found["loop"]["tables"]):
         check_rows(table["rows"], {"maskbridge", table["baseline"]})
     assert len(found["tail"]["tables"]) == 3
@@ -168,8 +174,8 @@ def test_pipelines(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_torch_has_no_kernel_for(tmp_path):
-    found, printed = measured(tmp_path / "unfused.json", "unfused")
+def test_what_torch_has_no_kernel_for(tables):
+    found, printed = tables
     names = [table["title"].split(",")[0] for table in found["unfused"]["tables"]]
     assert names == ["NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax", "Lion", "LAMB", "Adafactor", "Muon"]
     for table in found["unfused"]["tables"]:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ def native_threads():
     return set(os.listdir("/proc/self/task"))
 
 
+def end(threads):
+    """Whether they end: one that sleeps must wake up for it, after it was told."""
+    deadline = time.monotonic() + 10
+    while threads & native_threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not threads & native_threads()
+
+
 def parallel():
     torch.ones(1 << 22).add_(1.0)
 
@@ -40,7 +49,7 @@ def test_the_threads_end_and_start_again():
     own = native_threads() - before
     assert own
     assert pause_now(openmp.SOFT) == 0
-    assert not own & native_threads()
+    assert end(own)
     x = torch.rand(1 << 22)
     assert float((x + x).sum()) == pytest.approx(2 * float(x.sum(dtype=torch.float64)), rel=1e-5)
 
@@ -59,7 +68,11 @@ def test_other_threads_of_python_keep_theirs():
     thread.start()
     ready.wait()
     theirs = native_threads() - before
+    parallel()
+    own = native_threads() - before - theirs
+    assert own
     assert pause_now(openmp.SOFT) == 0
+    assert end(own)
     assert theirs <= native_threads()
     done.set()
     thread.join()

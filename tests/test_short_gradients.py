@@ -32,9 +32,13 @@ def pooled_by_torch(x, kernel, stride, padding, ceil_mode, weights=None):
 
 
 def pooled_by_jax(x, kernel, stride, padding, ceil_mode, rule, weights=None):
+    @jax.jit  # one program, not one for each operation
+    def both(x):
+        out, back = jax.vjp(lambda x: rule(2, x, kernel, stride, padding, 1, ceil_mode), x)
+        return out, back(jnp.ones_like(out) if weights is None else jnp.asarray(weights(out)))[0]
+
     with x64():
-        out, back = jax.vjp(lambda x: rule(2, x, kernel, stride, padding, 1, ceil_mode), jnp.asarray(x))
-        return np.asarray(out), np.asarray(back(jnp.ones_like(out) if weights is None else jnp.asarray(weights(out)))[0])
+        return tuple(map(np.asarray, both(jnp.asarray(x))))
 
 
 def cosines(out):
@@ -106,11 +110,13 @@ def test_second_derivatives_are_torchs(name):
             out = module({}, x)
             return weigh(out, jnp.cos(jnp.arange(out.size, dtype=jnp.float64)), out.shape)
 
-        a, v = jnp.asarray(x.numpy()), jnp.asarray(direction.numpy())
-        backward = jax.vjp(jax.grad(traced), a)[1](v)[0]
-        forward = jax.jvp(jax.grad(traced), (a,), (v,))[1]
-        each = jax.vmap(lambda a: jax.grad(traced)(a))(jnp.stack([a, v]))
-        np.testing.assert_allclose(each[0], jax.grad(traced)(a), rtol=1e-10, atol=1e-10)
+        @jax.jit  # one program, not one for each operation
+        def derivatives(a, v):
+            first, forward = jax.jvp(jax.grad(traced), (a,), (v,))
+            return first, jax.vjp(jax.grad(traced), a)[1](v)[0], forward, jax.vmap(jax.grad(traced))(jnp.stack([a, v]))
+
+        first, backward, forward, each = derivatives(jnp.asarray(x.numpy()), jnp.asarray(direction.numpy()))
+        np.testing.assert_allclose(each[0], first, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(backward, expected, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(forward, expected, rtol=1e-9, atol=1e-9)
 

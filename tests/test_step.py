@@ -1,5 +1,6 @@
 """What a step costs: traces, compilations, bytes, addresses, frames. Nothing here asserts a time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -192,23 +193,38 @@ def run(code, **environment):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True).stdout.strip()
 
 
-PRINT_FLAGS = "import os, bridge; print(os.environ.get('XLA_FLAGS', ''))"
+OURS = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
+REQUESTS = {
+    "set": ("", {}, OURS),
+    "appended": ("", {"XLA_FLAGS": "--xla_dump_to="}, f"--xla_dump_to= {OURS}"),
+    "the user's own stays": ("", {"XLA_FLAGS": "--xla_backend_extra_options=other"}, "--xla_backend_extra_options=other"),
+    "opted out": ("", {"MASKBRIDGE_XLA_FLAGS": "0"}, ""),
+    "too late": ("jax.devices()", {}, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """XLA_FLAGS after the import of bridge in a process of each of `REQUESTS`, all forked where torch and jax are imported but idle."""
+    code = f"""
+import json, os, jax, optax, torch
+for name, (before, environment, _) in {REQUESTS!r}.items():
+    child = os.fork()
+    if not child:
+        os.environ.update(environment)
+        exec(before)
+        import bridge
+        print(json.dumps([name, os.environ.get("XLA_FLAGS", "")]), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+    return dict(map(json.loads, run(code).splitlines()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "environment", "expected"),
-    [
-        (PRINT_FLAGS, {}, "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"),
-        (PRINT_FLAGS, {"XLA_FLAGS": "--xla_dump_to="}, "--xla_dump_to= --xla_backend_extra_options=xla_cpu_use_multi_output_fusion"),
-        (PRINT_FLAGS, {"XLA_FLAGS": "--xla_backend_extra_options=other"}, "--xla_backend_extra_options=other"),
-        (PRINT_FLAGS, {"MASKBRIDGE_XLA_FLAGS": "0"}, ""),
-        ("import jax; jax.devices(); " + PRINT_FLAGS, {}, ""),
-    ],
-    ids=["set", "appended", "the user's own stays", "opted out", "too late"],
-)
-def test_the_fusion_flag_is_requested_only_where_it_can_be_heard_and_is_wanted(code, environment, expected):
-    assert run(code, **environment) == expected
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_fusion_flag_is_requested_only_where_it_can_be_heard_and_is_wanted(requests, name):
+    assert requests[name] == REQUESTS[name][2]
 
 
 @fused_loops

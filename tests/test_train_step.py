@@ -279,13 +279,15 @@ def test_changes_between_calls_are_followed():
         compare(model, twin, start, 3e-4)
 
     both(lambda m, o: None)
+    both(lambda m, o: m.inner.requires_grad_(False))
+    both(lambda m, o: m.inner.requires_grad_(True))
     both(lambda m, o: o.set_trainable("body.*", False))
     both(lambda m, o: setattr(m.head.weight, "data", m.head.weight.detach() * 0.5))
     both(lambda m, o: o.state[m.head.weight].update(exp_avg=torch.zeros(3, 8)))
-    both(lambda m, o: m.norm.eval())
-    both(lambda m, o: m.inner.requires_grad_(False))
+    programs = train_step.cache_info().programs
     both(lambda m, o: o.set_trainable("body.*", True))
-    both(lambda m, o: m.inner.requires_grad_(True))
+    assert train_step.cache_info().programs == programs == 3, "what was before is there"
+    both(lambda m, o: m.norm.eval())
     both(lambda m, o: setattr(m, "body", nn.Sequential(m.body[0], nn.ReLU(), *m.body[2:])))
     both(lambda m, o: setattr(m.norm, "running_mean", torch.ones(4)))
     both(lambda m, o: setattr(m.norm, "momentum", 0.5))
