@@ -65,16 +65,12 @@ PRINTED = {
 }
 
 
-# Less training than a user's by default; what it must reach, which the example itself asserts, is the same.
-SHORTER = {"character_model": ("--steps", "300"), "digits_train_step": ("--epochs", "4")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     if name in ("equinox_filter_mask", "two_worlds", "backbone_and_head"):
         pytest.importorskip("equinox")
-    printed = run(name, tmp_path, *SHORTER.get(name, ()))
+    printed = run(name, tmp_path)
     for text in PRINTED[name]:
         assert text in printed
     assert not list(tmp_path.iterdir()), "the example left files behind"
