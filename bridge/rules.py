@@ -63,7 +63,7 @@ def adam(
         m = lerp(exp_avg, g, 1 - betas[0])
         v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
         v_max = v if max_exp_avg_sq is None else jnp.maximum(max_exp_avg_sq, v)
-        denominator = jnp.sqrt(v_max) / cast(jnp.sqrt(bias_correction(betas[1], step))) + cast(eps)
+        denominator = jnp.sqrt(v_max) * cast(1 / jnp.sqrt(bias_correction(betas[1], step))) + cast(eps)
         update = -cast(wide(lr) / bias_correction(betas[0], step)) * m / denominator
         if decoupled_weight_decay:
             update = shrunk(p, 1 - wide(lr) * wide(weight_decay), update)
@@ -252,7 +252,7 @@ def nadam(
         product = mu_product * mu.astype(mu_product.dtype)
         m = lerp(exp_avg, g, 1 - betas[0])
         v = exp_avg_sq * cast(betas[1]) + g * g * cast(1 - betas[1])
-        denominator = jnp.sqrt(v / cast(bias_correction(betas[1], step))) + cast(eps)
+        denominator = jnp.sqrt(v * cast(1 / bias_correction(betas[1], step))) + cast(eps)
         share_g = wide(lr) * (1 - mu) / (1 - wide(product))
         share_m = wide(lr) * mu_next / (1 - wide(product) * mu_next)
         factor = 1 - wide(lr) * wide(weight_decay) if decoupled_weight_decay else 1.0

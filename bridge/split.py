@@ -8,7 +8,7 @@ vectors over all leaves for which it is the same arithmetic, whatever their shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -44,19 +44,24 @@ def for_each(kinds: Sequence[Alike], common: Any) -> list[list[Any]]:
         alike.setdefault(cut.key, []).append(position)
     results: list[list[Any]] = [[] for _ in kinds]
     for positions in alike.values():
-        known = _known(cuts[positions[0]].of_scalars, [kinds[i] for i in positions], shared)
+        known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared)
         for i in positions:
             kind, cut = kinds[i], cuts[i]
             function = jaxpr_as_fun(cut.of_arrays)
             if kind.rows is not None:
                 axes = [0] * (len(cut.of_arrays.in_avals) - len(shared))
                 function = jax.vmap(function, in_axes=(*axes, *(None for _ in shared)))
-            results[i] = [cut.structure.unflatten(function(*next(known), *jax.tree.leaves(each), *shared)) for each in kind.arrays]
+            for arrays in kind.arrays:
+                handed, done = next(known)
+                results[i].append(cut.results(done, function(*handed, *jax.tree.leaves(arrays), *shared)))
     return results
 
 
 class _Cut:
-    """A traced function of (arrays, scalars, common) as two: of (scalars, common), and of (what that gives, arrays, common)."""
+    """A traced function of (arrays, scalars, common) as two: of (scalars, common), and of (what that gives, arrays, common).
+
+    The first gives what is handed to the second, then the results that need no array.
+    """
 
     def __init__(self, kind: Alike, common: Any) -> None:
         one = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[kind.rows is not None :], x.dtype), x[0]) for x in kind[1:3]]
@@ -75,42 +80,53 @@ class _Cut:
             else:
                 second.append(eqn)
         made = {*each, *(v for eqn in first for v in eqn.outvars)}
-        used = (v for v in (*(v for eqn in second for v in eqn.invars), *jaxpr.outvars) if not isinstance(v, Literal))
-        handed = [v for v in dict.fromkeys(used) if v in made]
-        self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=handed, eqns=first), closed.consts)
-        self.of_arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=jaxpr.outvars, eqns=second), closed.consts)
+        of_scalars = lambda v: not isinstance(v, Literal) and v in made  # noqa: E731
+        handed = [v for v in dict.fromkeys(v for eqn in second for v in eqn.invars if not isinstance(v, Literal)) if v in made]
+        self.handed, self.is_scalar = len(handed), [of_scalars(v) for v in jaxpr.outvars]
+        done, others = ([v for v in jaxpr.outvars if of_scalars(v) is scalar] for scalar in (True, False))
+        self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=[*handed, *done], eqns=first), closed.consts)
+        self.of_arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
 
     @property
     def key(self) -> Any:
         """Equal for the same arithmetic of scalars."""
-        return str(self.of_scalars), tuple(map(id, self.of_scalars.consts))
+        return self.handed, str(self.of_scalars), tuple(map(id, self.of_scalars.consts))
+
+    def results(self, done: Sequence[Any], others: Sequence[Any]) -> Any:
+        """What the function gives, from the results that scalars gave and those that arrays did."""
+        parts = {True: iter(done), False: iter(others)}
+        return self.structure.unflatten([next(parts[scalar]) for scalar in self.is_scalar])
 
 
 def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _known(of_scalars: ClosedJaxpr, kinds: Sequence[Alike], shared: Sequence[Any]) -> Any:
-    """What the scalars give, for one leaf of these kinds after the other.
-
-    Values of one dtype stand side by side in one matrix, a row for each leaf: each loop over a leaf then reads one more array.
-    """
+def _known(of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+    """For one leaf of these kinds after the other what the scalars give: so many values to be handed on, and the results."""
     function = jaxpr_as_fun(of_scalars)
     leaves = [(kind.rows, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
     if len(leaves) == 1 and leaves[0][0] is None:
-        yield function(*leaves[0][1], *shared)
+        found = function(*leaves[0][1], *shared)
+        yield found[:handed], found[handed:]
         return
     columns = zip(*(x if rows is not None else [jnp.expand_dims(v, 0) for v in x] for rows, x in leaves), strict=True)
     stacked = [jnp.concatenate(column) for column in columns]
     found = jax.vmap(function, in_axes=(*(0 for _ in stacked), *(None for _ in shared)))(*stacked, *shared)
     tables: dict[Any, list[Any]] = {}
-    for x in found:
+    for x in found[:handed]:
         tables.setdefault(x.dtype, []).append(x.reshape(len(x), -1))
-    joined = jax.lax.optimization_barrier({dtype: jnp.concatenate(columns, 1) for dtype, columns in tables.items()})
+    joined = {dtype: jnp.concatenate(columns, 1) for dtype, columns in tables.items()}
     ends = {dtype: [0, *accumulate(x.shape[1] for x in columns)] for dtype, columns in tables.items()}
-    counts = [rows or 1 for rows, _ in leaves]
-    for start, (rows, _) in zip(accumulate(counts, initial=0), leaves, strict=False):
+    start = 0
+    for rows, _ in leaves:
+        stop = start + (rows or 1)
+        cut = lambda x, start=start, stop=stop: jax.lax.slice_in_dim(x, start, stop)  # noqa: E731
+        # The rows of a leaf are one value of their own: else XLA reads each number in a loop of its own, or joins the loops over
+        # leaves that read one matrix, which are then slower by a fifth.
+        own = jax.lax.optimization_barrier(jax.tree.map(cut, joined))
         left = {dtype: pairwise(at) for dtype, at in ends.items()}
+        cells = [(jax.lax.slice_in_dim(own[x.dtype], *next(left[x.dtype]), axis=1), x.shape[1:]) for x in found[:handed]]
         height = () if rows is None else (rows,)
-        cells = [(joined[x.dtype], next(left[x.dtype]), (*height, *x.shape[1:])) for x in found]
-        yield [jax.lax.slice(x, (start, a), (start + (rows or 1), z)).reshape(shape) for x, (a, z), shape in cells]
+        yield [x.reshape(*height, *shape) for x, shape in cells], [cut(x).reshape(*height, *x.shape[1:]) for x in found[handed:]]
+        start = stop
