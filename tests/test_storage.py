@@ -336,7 +336,8 @@ p.grad = torch.ones_like(p)
 o.step()
 start = time.perf_counter(); o.step(); took = time.perf_counter() - start
 hits = 0
-for _ in range(10):
+for i in range(100):
+    if i > 9 and hits: break  # on a busy machine the timer may be late
     try:
         threading.Timer(took / 2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         for _ in range(30): o.step()
