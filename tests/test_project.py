@@ -15,6 +15,7 @@ ORDER = {
     "bridge": [
         "masks",
         "dlpack",
+        "calm",
         "tree",
         "handover",
         "storage",
