@@ -38,6 +38,8 @@ ORDER = {
         "split",
         "stages",
         "traced",
+        "stored",
+        "attention",
         "torch_calls",
         "torch_ops",
         "torch_create",
