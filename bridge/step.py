@@ -23,6 +23,7 @@ import torch
 
 from . import openmp
 from .analysis import calls_back
+from .calm import calmed, settings, undisturbed
 from .dlpack import X64, operands, wait_for, x64
 from .flags import client_started, request_fusion
 from .storage import Memory
@@ -32,6 +33,12 @@ __all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "program
 
 _MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
+try:  # beneath the public ones, which make enums of numbers and back
+    from _signal import getsignal as _handler_of  # pyright: ignore[reportMissingImports]
+    from _signal import signal as _handle  # pyright: ignore[reportMissingImports]
+except ImportError:
+    from signal import getsignal as _handler_of
+    from signal import signal as _handle
 _rows, _elements = attrgetter("rows"), attrgetter("program.elements")
 _array, _memory, _address, _pointer = (
     attrgetter("array"),
@@ -171,8 +178,7 @@ def run(
     waves = (launches,) if launches[0].program.measure is not None else zip(launches)
     further = list(extra), list(scaling)
     device = launches[0].program.plan.device
-    quiet = jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow")
-    with flight, X64(True), quiet[0], quiet[1], quiet[2], quiet[3], torch.no_grad():
+    with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = jax.device_put(hyperparams, device) if len(launches) > 1 and device.platform != "cpu" else hyperparams
         measure: Any = _NOTHING_MEASURED
         for launch in launches:
@@ -237,10 +243,10 @@ class _Flight:
         if self.packed:
             _packs_lock.acquire()
         for number in _HELD_SIGNALS if threading.current_thread() is threading.main_thread() else ():
-            handler = signal.getsignal(number)
+            handler = _handler_of(number)
             if callable(handler):
                 self.handlers[number] = handler
-                signal.signal(number, lambda n, frame, handler=handler: self.arrived.append((handler, n, frame)))
+                _handle(number, lambda n, frame, handler=handler: self.arrived.append((handler, n, frame)))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -251,15 +257,17 @@ class _Flight:
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
             for tokens, memories, arrays in landing:
-                wait_for(tokens)
-                self.moved |= elsewhere(memories, arrays)
+                try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
+                    self.moved |= elsewhere(memories, arrays)
+                finally:
+                    wait_for(tokens)
         finally:
             try:
                 for _, memories, arrays in landing:  # those behind one that failed
                     self.moved |= elsewhere(memories, arrays)
             finally:
                 for number, handler in self.handlers.items():
-                    signal.signal(number, handler)
+                    _handle(number, handler)
                 if self.packed:
                     _packs_lock.release()
 
@@ -274,7 +282,7 @@ def flight(packed: bool) -> _Flight:
 
 
 def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
-    """Whether a result of a donated call lies elsewhere than the memory that it was computed in; waits for it on the CPU.
+    """Whether a result of a donated call lies elsewhere than the memory that it was computed in.
 
     So it is where something outside held a buffer (a numpy view of one of `jax.live_arrays()`, say) and XLA copied it.
     Tensors over that memory must then look again: see `storage.renewed`.

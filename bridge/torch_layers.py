@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
+from .attention import attended
+from .stored import gradient_once
 from .torch_calls import BODIES, OPS, Op, op
 from .torch_ops import cast, clamp, places
 from .traced import as_array, next_key, promoted
@@ -169,7 +171,7 @@ def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: b
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """x @ W.T + b."""
     out = jnp.matmul(input, weight.T)
-    return out if bias is None else out + bias
+    return gradient_once(out if bias is None else out + bias)
 
 
 @op("bilinear")
@@ -211,7 +213,7 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
     """Mean zero and variance one over the last dims; half types in float32 inside, as torch."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     out = _normalised(input, axes, eps)
-    return _affine(out, weight, bias).astype(input.dtype)
+    return gradient_once(_affine(out, weight, bias).astype(input.dtype))
 
 
 def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
@@ -345,21 +347,19 @@ def scaled_dot_product_attention(
     """softmax(q k^T * scale + mask) v; the softmax of half types in float32."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
-    scores = jnp.matmul(query, jnp.swapaxes(key, -1, -2)) * jnp.asarray(
-        1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype
-    )
+    query = query * jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype)
+    scores, dead = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2))), None
     scores = scores.astype(jnp.float32) if scores.dtype.itemsize < 4 else scores
     if is_causal:  # each query may look at the first key
-        weights = jax.nn.softmax(jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf), axis=-1)
+        scores = jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
     elif attn_mask is not None and attn_mask.dtype == bool:
-        scores = jnp.where(attn_mask, scores, -jnp.inf)
         # A query that may look at nothing gets zeros, as in torch, not NaN.
         dead = ~jnp.any(attn_mask, axis=-1, keepdims=True)
-        weights = jnp.where(dead, 0.0, jax.nn.softmax(jnp.where(dead, 0.0, scores), axis=-1))
-    else:
-        weights = jax.nn.softmax(scores if attn_mask is None else scores + attn_mask.astype(scores.dtype), axis=-1)
-    weights = weights.astype(query.dtype)
-    return jnp.matmul(dropout(weights, dropout_p), value)
+        scores = jnp.where(dead, 0.0, jnp.where(attn_mask, scores, -jnp.inf))
+    elif attn_mask is not None:
+        scores = scores + attn_mask.astype(scores.dtype)
+    kept = _kept(scores.shape, dropout_p, "dropout", scores) if dropout_p > 0 else None
+    return gradient_once(attended(scores, dead, kept, value))
 
 
 @op("_weight_norm")

@@ -136,7 +136,7 @@ def select(input: Any, dim: int, index: int) -> Any:
 @op("unbind", views=True)
 def unbind(input: Any, dim: int = 0) -> Any:
     """Each place of one dim."""
-    return tuple(jnp.take(input, i, axis=dim) for i in range(input.shape[dim]))
+    return tuple(jnp.squeeze(part, dim) for part in split(input, 1, dim))  # a gradient is one concatenation
 
 
 @op("split", "split_with_sizes", "unsafe_split", views=True)
@@ -146,8 +146,7 @@ def split(input: Any, split_size: Any, dim: int = 0, **_: Any) -> Any:
     sizes = [min(split_size, n - i) for i in range(0, max(n, 1), split_size)] if isinstance(split_size, int) else list(split_size)
     if sum(sizes) != n:
         raise ValueError(f"split: the sizes {sizes} do not add up to {n}, the size of dim {dim}.")
-    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return tuple(jax.lax.slice_in_dim(input, stop - size, stop, axis=dim) for size, stop in zip(sizes, stops, strict=True))
+    return tuple(jax.lax.split(input, sizes, axis=dim % input.ndim))
 
 
 @op("chunk", views=True)

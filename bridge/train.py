@@ -23,7 +23,8 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from . import openmp, step
 from .analysis import calls_back, convolves_in_groups
-from .dlpack import X64, operands, x64
+from .calm import calm
+from .dlpack import operands, x64
 from .flags import of_training
 from .masks import path_name
 from .problem import Spec, flatten, unflatten
@@ -291,6 +292,7 @@ class Arrays(NamedTuple):
     """What one call of a program is given beside its launch.
 
     buffers: the memories of those that are donated. copied, read: as of `Given`, arrays or memories. sums: memories.
+    written: the tensors over memories that the program changes.
     """
 
     buffers: Sequence[Memory]
@@ -303,6 +305,7 @@ class Arrays(NamedTuple):
     numbers: np.ndarray
     further: Sequence[Any]
     first: bool
+    written: Sequence[torch.Tensor]
 
 
 class Outcome(NamedTuple):
@@ -319,8 +322,7 @@ class Outcome(NamedTuple):
 def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
     """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
     flight, new_kept = step.flight(bool(launch.rows)), []
-    quiet = jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow")
-    with flight, X64(True), quiet[0], quiet[1], quiet[2], quiet[3], torch.no_grad():
+    with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
         kept = operands(launch.kept, launch.kept_order) if launch.kept else []
         copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
@@ -347,4 +349,5 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         for memory, array in zip(memories, results, strict=True):
             memory.array = array
         flight.landing.append(([token], memories, results))
+        torch.autograd.graph.increment_version(arrays.written)
     return Outcome(new_kept, new_copied, loss, aux, flight.moved, flight.arrived)

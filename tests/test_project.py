@@ -15,6 +15,7 @@ ORDER = {
     "bridge": [
         "masks",
         "dlpack",
+        "calm",
         "tree",
         "handover",
         "storage",
@@ -37,6 +38,8 @@ ORDER = {
         "split",
         "stages",
         "traced",
+        "stored",
+        "attention",
         "torch_calls",
         "torch_ops",
         "torch_create",

@@ -177,12 +177,15 @@ def _asked_afresh():
 def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
     base = flags.as_without_request()
     assert flags.of_training(OnGPU, False) == base
+    barriers = {**(base or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
     monkeypatch.setattr(flags, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert flags.of_training(OnCPU, False) == base  # as a jaxlib that does not know it
+    assert flags.of_training(OnCPU, False) == barriers  # as a jaxlib that does not know it
     monkeypatch.undo()
     flags._known.cache_clear()
-    assert flags.of_training(OnCPU, True) == base
+    assert flags.of_training(OnCPU, True) == barriers
     known = flags.of_training(OnCPU, False)
+    assert known in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
+    assert flags.of_training(OnCPU, False) == {**(flags.as_without_request() or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
+    monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{flags._PASSES_OPTION}=dce")
     assert flags.of_training(OnCPU, False) == flags.as_without_request()
-    assert known in (base, {**(base or {}), flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})

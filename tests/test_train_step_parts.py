@@ -12,6 +12,7 @@ import torch
 from oracles import movement_error
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import bridge
 import torch_api
@@ -224,6 +225,43 @@ def test_hooks_of_the_optimizer_run_around_each_update():
     for batch in batches(4):
         train_step(*batch)
     assert seen == ["before", "after"] * 2
+
+
+def test_hooks_of_all_optimizers_run_and_a_profile_has_the_step_by_its_name():
+    model, seen = mlp(), []
+    train_step = JaxTrainStep(model, mse, adamw(model))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    (first, second, third) = batches(3)
+    try:
+        train_step(*first)
+    finally:
+        for handle in handles:
+            handle.remove()
+    with torch.profiler.profile() as profile:
+        train_step(*second)
+    train_step(*third)
+    assert seen == ["before", "after"]
+    assert [event.count for event in profile.key_averages() if event.key == "Optimizer.step#MaskedAdamW.step"] == [1]
+
+
+SETTINGS = {"jax_debug_nans": True, "jax_debug_infs": True, "jax_disable_jit": True, "jax_transfer_guard": "disallow"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_jax_settings_for_debugging_do_not_reach_into_the_step(name):
+    model = mlp()
+    train_step = JaxTrainStep(model, mse, adamw(model))
+    before = getattr(jax.config, name)
+    jax.config.update(name, SETTINGS[name])
+    try:
+        losses = [float(train_step(x, y * scale)) for scale in (1.0, float("inf")) for x, y in batches(2)]
+    finally:
+        jax.config.update(name, before)
+    assert np.isfinite(losses[:2]).all()
+    assert not np.isfinite(losses[2:]).any()
 
 
 def test_a_loss_that_raises_leaves_all_as_it_was():

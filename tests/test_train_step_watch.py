@@ -50,6 +50,7 @@ CHANGES = {
     "tuple": ((1.0, 2), (0.1, 2)),
     "to an array": (1.0, np.ones(3)),
     "to a tensor": (1.0, torch.ones(8)),
+    "from an array": (np.ones(3), 0.1),
 }
 
 
@@ -65,6 +66,18 @@ def test_an_attribute_that_changes_is_followed(first, then):
         x = torch.randn(16, 8)
         torch.testing.assert_close(train_step(x), eager(twin, other, x))
     assert_moved_alike(model, twin, start, 1e-4)
+    assert train_step.cache_info().compilations == 2
+
+
+def test_one_attribute_that_goes_as_another_comes_is_followed():
+    model = Scaled()
+    model.other = object()
+    train_step = JaxTrainStep(model, square, adamw(model))
+    x = torch.randn(16, 8)
+    before = train_step(x)
+    del model.other
+    model.k = 0.1
+    assert before > 20 * train_step(x)
     assert train_step.cache_info().compilations == 2
 
 

@@ -79,7 +79,10 @@ def _operand(x: torch.Tensor, device: torch.device, position: int) -> Any:
     if x.dtype in EXTENSION_DTYPES:
         bits, dtype = EXTENSION_DTYPES[x.dtype]
         return x.contiguous().view(bits).numpy().view(dtype)
-    return x.numpy(force=x.is_conj() or x.is_neg())
+    try:
+        return x.numpy()
+    except RuntimeError:  # lazily conjugate or negative
+        return x.numpy(force=True)
 
 
 def _unfit(x: torch.Tensor, device: torch.device) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Watch:
 
     def look(self) -> None:
         """Take note of how everything is now; the parts are as they were."""
+        self._names, self._getters = self._keys(), list(map(_getter, self._own))
         self._values, self._plain = self._attributes(), self._described()
         self._seen = self._places()
 
@@ -59,17 +60,34 @@ class Watch:
         return list(map(_address, self._tensors)), list(map(_strides, self._tensors)), list(map(_kind, self._tensors))
 
     def _same_attributes(self) -> bool:
+        if self._keys() != self._names:
+            return False
         now = self._attributes()
-        if len(now) == len(self._values) and all(map(is_, now, self._values)):
+        if all(map(is_, now, self._values)):
             return True
         self._values = now  # perhaps equal values in other objects
         return self._plain == self._described()
 
+    def _keys(self) -> tuple[list[int], list[str]]:
+        """How many attributes each module has and the latest: others than before would be more, or a later one."""
+        return list(map(len, self._own)), list(map(next, map(reversed, self._own)))
+
     def _attributes(self) -> list[Any]:
-        return list(chain.from_iterable(chain.from_iterable(map(dict.items, self._own))))
+        return list(chain.from_iterable([get(own) for get, own in zip(self._getters, self._own, strict=True)]))
 
     def _described(self) -> list[Any]:
         return [(name, _description(value)) for own in self._own for name, value in own.items()]
+
+
+# What torch itself keeps of a module: dicts of tensors, modules and hooks, which nobody replaces by something plain. To look at
+# these too would take twice as long, for the memory that it touches.
+_TORCHS = frozenset(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict | set))
+
+
+def _getter(own: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    """What gets the values of a module's attributes, but for torch's own, as a tuple."""
+    names = [name for name in own if name not in _TORCHS]
+    return itemgetter(*names) if len(names) > 1 else lambda own: tuple(map(own.__getitem__, names))
 
 
 def _description(value: Any) -> Any:
