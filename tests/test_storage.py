@@ -336,8 +336,8 @@ p.grad = torch.ones_like(p)
 o.step()
 start = time.perf_counter(); o.step(); took = time.perf_counter() - start
 hits = 0
-for i in range(100):
-    if i > 9 and hits: break  # on a busy machine the timer may be late
+for i in range(100):  # on a busy machine the timer may be late
+    if i > 9 and hits: break
     try:
         threading.Timer(took / 2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         for _ in range(30): o.step()
@@ -444,8 +444,7 @@ def test_zeros_of_any_shape_need_no_program():
 
 
 def test_buffers_asked_for_together_are_apart():
-    device = jax.devices("cpu")[0]
-    arrays = [storage.full((n,), jnp.float32, 0, device, wait=False) for n in (1000, 500_000, 2_000_000, 500_000)]
+    arrays = [storage.full((n,), jnp.float32, 0, jax.devices("cpu")[0], wait=False) for n in (1000, 500_000, 2_000_000, 500_000)]
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == 4
     for x in jax.block_until_ready(arrays):
         assert not np.any(np.asarray(x))

@@ -177,7 +177,7 @@ class JaxTrainStep:
             optimizer._take_back(asked)
         for handler, number, frame in outcome.arrived:
             handler(number, frame)
-        (loss,) = results([outcome.loss])
+        (loss,) = results([outcome.loss], launch.device.type == "cpu")
         return (loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else loss
 
     def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
