@@ -148,12 +148,11 @@ def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
 def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
     """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself.
 
-    One sum and one product, which contract to one multiply-add alike in every loop: start * (1 - w) + end * w would round in
-    a pack otherwise than alone.
+    Written so that each side is one multiply-add: in other forms a pack and a parameter alone, or a run and its resumption,
+    were seen to round otherwise.
     """
     weight = caster(start)(weight)
-    from_start = weight < 0.5
-    return jnp.where(from_start, start, end) + (end - start) * jnp.where(from_start, weight, weight - 1)
+    return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
 
 
 def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
