@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import torch
 
-from . import openmp
+from . import lanes, openmp
 from .analysis import calls_back
 from .calm import calmed, settings, undisturbed
 from .dlpack import X64, operands, wait_for, x64
@@ -82,7 +82,7 @@ class Program:
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self._lowered = [traced.lower()]
             if plan.measured:
-                _, _, _, grads, masks, _, _, live, _, scaling, measure = arguments
+                _, _, _, _, grads, masks, _, _, live, _, scaling, measure = arguments
                 self._lowered.append(jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure))
 
     def compile(self) -> None:
@@ -105,6 +105,8 @@ class Launch(ABC):
     inplace: what has the `memory` of each in-place leaf; its array is donated and replaced.
     params: the tensors over those, whose version changes.
     state: the memories of the state of every leaf, then of the shared state; likewise.
+    scalars: what lies in a vector by dtype for the program, and in tensors of torch's for everyone else: the scalars of leaves by
+      themselves, of which a jax array each would cost more than their arithmetic.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
     positions: which of the step's gradients belong to leaves by themselves, and then, in `order`, the order of their dimensions.
     rows: the packs of gradients. joined: of each pack that all its rows' gradients fill, one behind the other, which those are,
@@ -118,7 +120,7 @@ class Launch(ABC):
 
     __slots__ = (
         "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "order", "params", "positions", "program",
-        "ready", "rows", "state", "targets",
+        "ready", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
     program: Program
@@ -126,6 +128,7 @@ class Launch(ABC):
     inplace: Sequence[Any]
     params: Sequence[torch.Tensor]
     state: Sequence[Memory]
+    scalars: Sequence[list[torch.Tensor]]
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
     positions: Sequence[int]
@@ -172,14 +175,18 @@ def run(
     """
     if _forked:
         _refuse_fork()
-    flight, kept, skipped = _Flight(), [], []
+    flight, kept, skipped, side_by_side = _Flight(), [], [], []
     flight.programs, flight.packed = len(launches), any(map(_rows, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
     waves = (launches,) if launches[0].program.measure is not None else zip(launches)
     further = list(extra), list(scaling)
     device = launches[0].program.plan.device
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
-        numbers: Any = jax.device_put(hyperparams, device) if len(launches) > 1 and device.platform != "cpu" else hyperparams
+        numbers: Any = hyperparams
+        if len(launches) > 1 and device.platform != "cpu":
+            numbers = jax.device_put(hyperparams, device)
+        elif len(launches) > 1:
+            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams)
         measure: Any = _NOTHING_MEASURED
         for launch in launches:
             for positions, rows in launch.joined:  # in half the time of a copy of each
@@ -197,21 +204,26 @@ def run(
             for launch in wave:
                 if not launch.ready:
                     launch.prepare()
-                given.append(operands([*map(grads.__getitem__, launch.positions), *launch.rows], launch.order))
+                tensors = *map(torch.stack, launch.scalars), *map(grads.__getitem__, launch.positions), *launch.rows
+                arrays = operands(tensors, launch.order)
+                count = len(launch.scalars)
+                given.append((arrays[:count], arrays[count:]))
                 if launch.program.measure is not None:
-                    measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure)
-            for launch, gradients in zip(wave, given, strict=True):
+                    measure = launch.program.measure(given[-1][1], launch.masks, launch.live, further[1], measure)
+            for launch, (scalars, gradients) in zip(wave, given, strict=True):
                 memories = [*map(_memory, launch.inplace), *launch.state]
                 split = len(launch.inplace)
                 read = operands(launch.kept, launch.kept_order) if launch.kept else []
-                own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), read, gradients, launch.masks
-                new_params, new_state, new_kept, skipped, token = launch.program.update(
+                if side_by_side:
+                    lanes.choose(side_by_side[len(kept) % len(side_by_side)])
+                own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
+                new_params, new_state, new_scalars, new_kept, skipped, token = launch.program.update(
                     *own, numbers, launch.offsets, launch.live, *further, measure
                 )
                 arrays = [*new_params, *new_state]
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
-                flight.landing.append(([token], memories, arrays))
+                flight.landing.append(([token], memories, arrays, (launch.scalars, new_scalars)))
                 if device.platform != "cpu" and len(flight.landing) > 1:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
@@ -231,15 +243,17 @@ class _Flight:
     threads take turns.
     """
 
-    __slots__ = ("arrived", "handlers", "landing", "moved", "packed", "programs")
+    __slots__ = ("arrived", "handlers", "landing", "moved", "order", "packed", "programs")
     programs: int  # how many are to be called
     packed: bool  # whether some work on packs
 
     def __enter__(self) -> _Flight:
         self.arrived: list[tuple[Any, Any, Any]] = []
         self.handlers: dict[int, Any] = {}
-        self.landing: list[tuple[list[Any], list[Memory], list[Any]]] = []  # of each call what to wait for, and where its results belong
+        # Of each call what to wait for, and where its results belong: those in memories, and those of scalars.
+        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[list[torch.Tensor]], list[Any]]]] = []
         self.moved = False
+        self.order: int | None = None  # of this thread's executions, to go back to
         if self.packed:
             _packs_lock.acquire()
         for number in _HELD_SIGNALS if threading.current_thread() is threading.main_thread() else ():
@@ -253,17 +267,19 @@ class _Flight:
         if error is not None and self.landing:
             error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
         landing = iter(self.landing)
+        if self.order is not None:
+            lanes.choose(self.order)
         try:
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
-            for tokens, memories, arrays in landing:
+            for tokens, memories, arrays, scalars in landing:
                 try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
-                    wait_for(tokens)
+                    wait_for(tokens, *scalars)
         finally:
             try:
-                for _, memories, arrays in landing:  # those behind one that failed
+                for _, memories, arrays, _ in landing:  # those behind one that failed
                     self.moved |= elsewhere(memories, arrays)
             finally:
                 for number, handler in self.handlers.items():

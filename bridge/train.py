@@ -203,7 +203,7 @@ VALUE_FN = jax.tree_util.Partial(_value)
 def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     """New parameters, state and buffers, then what has no memory of its own: kept leaves, copied buffers, loss, aux, a token."""
     params, state, buffers = donated
-    kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, _ = arguments
+    scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, _ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
     loss, aux, after, grads = task.differentiated(columns, batch, seed)
     for (name, _), others in zip(task.sums, sums, strict=True):
@@ -214,9 +214,9 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
         further = [loss.astype(x.dtype) if i == task.loss_at else x for i, x in enumerate(further)]
     grads = task.gathered(grads)
     with _searching(task, columns, batch, seed):
-        new = update(task.plan, params, state, kept, grads, masks, numbers, offsets, live, further, [], _NOTHING_MEASURED)
-    new_params, new_state, new_kept, _, token = new
-    return new_params, new_state, _flat(task, after, "buffers"), new_kept, _flat(task, after, "copied"), loss, aux, token
+        new = update(task.plan, params, state, scalars, kept, grads, masks, numbers, offsets, live, further, [], _NOTHING_MEASURED)
+    new_params, new_state, new_scalars, new_kept, _, token = new
+    return new_params, new_state, _flat(task, after, "buffers"), new_scalars, new_kept, _flat(task, after, "copied"), loss, aux, token
 
 
 def _accumulate(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
@@ -272,7 +272,7 @@ def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
     plan = task.plan
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
-    params, state, kept, _, masks, numbers, offsets, live, further, _, _ = abstract(plan)
+    params, state, scalars, kept, _, masks, numbers, offsets, live, further, _, _ = abstract(plan)
     columns = {name: [array((math.prod(s.shape),), s.dtype) for s in _specs(task, name)] for name in ("buffers", "copied")}
     read = [array(*signature) for signature in task.read]
     sums = [array((math.prod(task.tensors[name].spec.shape),), dtype) for name, dtype in task.sums]
@@ -280,7 +280,7 @@ def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
     batch = task.forward.batch
     if not updates:
         return (sums, columns["buffers"]), (params, kept, columns["copied"], read, batch, seed, first)
-    arguments = kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first
+    arguments = scalars, kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first
     return (params, state, columns["buffers"]), arguments
 
 
@@ -321,7 +321,7 @@ class Outcome(NamedTuple):
 
 def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
     """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
-    flight, new_kept = step.flight(bool(launch.rows)), []
+    flight, new_kept, new_scalars = step.flight(bool(launch.rows)), [], []
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
         kept = operands(launch.kept, launch.kept_order) if launch.kept else []
@@ -338,8 +338,9 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         if program.updates:
             state = [memory.array for memory in launch.state]
             rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first
-            arguments = kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
-            *donated, new_kept, new_copied, loss, aux, token = program.call((own, state, buffers), arguments)
+            scalars = operands(list(map(torch.stack, launch.scalars)), [None] * len(launch.scalars))
+            arguments = scalars, kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
+            *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call((own, state, buffers), arguments)
             memories = [*params, *launch.state, *arrays.buffers]
         else:
             arguments = own, kept, copied, read, list(arrays.batch), arrays.seed, first
@@ -348,6 +349,6 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         results = [array for part in donated for array in part]
         for memory, array in zip(memories, results, strict=True):
             memory.array = array
-        flight.landing.append(([token], memories, results))
+        flight.landing.append(([token], memories, results, (launch.scalars if program.updates else (), new_scalars)))
         torch.autograd.graph.increment_version(arrays.written)
     return Outcome(new_kept, new_copied, loss, aux, flight.moved, flight.arrived)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,6 +49,11 @@ class Leaf:
         size = math.prod(self.spec.shape)
         return (size,) if self.count is None else (self.count, size), self.spec.dtype
 
+    @property
+    def together(self) -> tuple[bool, ...]:
+        """Of each of its state whether it lies in a vector with those of other leaves: the scalars of a leaf by itself."""
+        return tuple(shape == () and self.count is None for shape, _ in self.state)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -87,6 +92,12 @@ class Plan:
         return list(zip(problems, [at for _, at in sorted(positions.items())], strict=True))
 
     @property
+    def scalars(self) -> dict[str, int]:
+        """Dtype -> how many scalars of state there are that lie in one vector, in the order of the leaves."""
+        kinds = [dtype for leaf in self.leaves for (_, dtype), among in zip(leaf.state, leaf.together, strict=True) if among]
+        return {dtype: kinds.count(dtype) for dtype in dict.fromkeys(kinds)}
+
+    @property
     def offsets(self) -> int:
         """How many leaves there are, those of packs one by one."""
         return sum(leaf.count or 1 for leaf in self.leaves)
@@ -101,6 +112,7 @@ def update(
     plan: Plan,
     params: list[Any],
     state: list[Any],
+    vectors: list[Any],
     kept: list[Any],
     grads: list[Any],
     masks: list[Any],
@@ -110,8 +122,8 @@ def update(
     extra: list[Any],
     scaling: list[Any],
     measure: Any,
-) -> tuple[list[Any], list[Any], list[Any], list[Any], Any]:
-    """New parameters, state, kept leaves and count of skipped updates, and a result that nobody donates.
+) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], Any]:
+    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and a result that nobody donates.
 
     The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have.
     """
@@ -123,7 +135,7 @@ def update(
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
     leaf_lives = _lives([leaf.count for leaf in plan.leaves], live)
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
-    own = [[next(states) for _ in leaf.state] for leaf in plan.leaves]
+    own = _distributed(plan, states, vectors)
     if (plan.clip or plan.scaled) and not plan.measured:
         measure = found_in(plan.clip, grads, leaf_masks, leaf_lives, scaling, measure)
     scale, skip, skipped = consequences(plan.clip, hyperparams[ONES], scaling, measure)
@@ -157,7 +169,27 @@ def update(
     # the order of their arguments, and those without a buffer of their own last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
-    return new_params, [x for _, fields in results for x in fields] + new_shared, new_kept, skipped, ones[0].astype(jnp.float32)
+    new_state, new_vectors = _collected(plan, [fields for _, fields in results])
+    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, ones[0].astype(jnp.float32)
+
+
+def _distributed(plan: Plan, state: Iterator[Any], vectors: Sequence[Any]) -> list[list[Any]]:
+    """The state of each leaf, from its arrays and from the vectors of scalars."""
+    cells = {dtype: iter(jax.lax.split(x, [1] * len(x))) for dtype, x in zip(plan.scalars, vectors, strict=True)}
+    return [
+        [next(cells[dtype]).reshape(()) if among else next(state) for (_, dtype), among in zip(leaf.state, leaf.together, strict=True)]
+        for leaf in plan.leaves
+    ]
+
+
+def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+    """The arrays of the state of each leaf, and the vectors of scalars: what `_distributed` takes."""
+    arrays: list[Any] = []
+    scalars: dict[str, list[Any]] = {dtype: [] for dtype in plan.scalars}
+    for leaf, fields in zip(plan.leaves, own, strict=True):
+        for x, (_, dtype), among in zip(fields, leaf.state, leaf.together, strict=True):
+            (scalars[dtype] if among else arrays).append(x.reshape(1) if among else x)
+    return arrays, [jnp.concatenate(column) for column in scalars.values()]
 
 
 def _values(plan: Plan, hyperparams: Any, offsets: Any) -> list[Any]:
@@ -318,7 +350,9 @@ def abstract(plan: Plan) -> tuple[Any, ...]:
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
     params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
     kept = [array(*leaf.buffer) for leaf in plan.leaves if not leaf.inplace]
-    state = [array(*s) for signatures in (*(leaf.state for leaf in plan.leaves), *plan.shared) for s in signatures]
+    own = [s for leaf in plan.leaves for s, among in zip(leaf.state, leaf.together, strict=True) if not among]
+    state = [array(*s) for s in (*own, *(s for signatures in plan.shared for s in signatures))]
+    scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
     grads = [array((math.prod(leaf.buffer[0]),), leaf.buffer[1]) for leaf in plan.leaves]
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
     hyperparams, offsets = jax.ShapeDtypeStruct((plan.width,), np.float64), jax.ShapeDtypeStruct((plan.offsets,), np.int32)
@@ -326,7 +360,7 @@ def abstract(plan: Plan) -> tuple[Any, ...]:
     extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, Same)]
     scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
-    return params, state, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure
+    return params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure
 
 
 _chosen_passes: dict[Any, Passes] = {}

@@ -93,3 +93,13 @@ def test_what_is_kept_beside_the_state_lies_on_the_device(options):
         optimizer.step()
     assert all(t.is_cuda for state in optimizer.state.values() for t in state.values())
     assert all(torch.isfinite(p).all() for p in params)
+
+
+def test_scalars_of_state_stay_on_the_device():
+    params = [torch.nn.Parameter(torch.randn(300, 300, device="cuda")) for _ in range(4)]
+    optimizer = torch_api.MaskedAdamW(params, lr=1e-3)
+    for _ in range(3):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    counts = [optimizer.state[p]["step"] for p in params]
+    assert all(count.is_cuda and int(count) == 3 for count in counts)

@@ -35,6 +35,7 @@ ORDER = {
         "analysis",
         "flags",
         "openmp",
+        "lanes",
         "split",
         "stages",
         "traced",

@@ -125,7 +125,10 @@ def test_deleting_parameter_and_optimizer_frees_the_buffers():
     optimizer = torch_api.MaskedAdam([param])
     param.grad = torch.ones_like(param)
     optimizer.step()
-    memories = [weakref.ref(storage.memory_of(t)) for t in (param.detach(), *optimizer.state[param].values())]
+    state = optimizer.state[param]
+    memories = [weakref.ref(storage.memory_of(t)) for t in (param.detach(), state["exp_avg"], state["exp_avg_sq"])]
+    memories.append(weakref.ref(state.pop("step")))
+    del state
     del optimizer, param
     gc.collect()
     assert [memory() for memory in memories] == [None] * 4
@@ -330,6 +333,7 @@ def test_construction_and_steps_under_inference_mode_leave_parameters_trainable(
 # A real signal in the middle of a large step: before, the results were dropped and torch looked at freed memory.
 INTERRUPTED = """
 import os, signal, threading, time, torch, torch_api
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
 p = torch.nn.Parameter(torch.zeros(3000, 3000))
 o = torch_api.MaskedAdam([p], lr=1.0)
 p.grad = torch.ones_like(p)

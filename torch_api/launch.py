@@ -65,9 +65,13 @@ class Launch(step.Launch):
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
         self.params = [leaf.param for leaf in self.leaves if leaf.memory is not None or leaf.layout is not None]
+        scalars: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in (x for leaf in alone for x in leaf.scalars.values()):
+            scalars.setdefault(tensor.dtype, []).append(tensor)
+        self.scalars = list(scalars.values())
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
         self.positions = positions[: len(alone)]
-        self.order = [*(leaf.order for leaf in alone), *(None for _ in self.rows)]
+        self.order = [*(None for _ in scalars), *(leaf.order for leaf in alone), *(None for _ in self.rows)]
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from . import tiles
 from .cache import Cache, Situation
 from .launch import Block, Launch, Shared, restore
 from .packs import Pack
-from .plan import Leaf, allocate, check_saved, has_state, lost_like, param_array, state_signature
+from .plan import Leaf, allocate, check_saved, has_state, lost_like, param_array, scalars, state_signature
 from .rows import Rows
 
 _address = torch.Tensor.data_ptr
@@ -328,7 +328,7 @@ class Launches:
             leaf.state, views = pack.state, pack.give(leaf, hidden, fresh, saved, self._begin)
         else:
             fresh = self._begun(leaf, values, in_memory=True) if begins else fresh
-            leaf.state, views = allocate(leaf, fields, hidden, fresh, leaf.held(saved), taken, self._begin)
+            leaf.state, views = self._apart(leaf, fields, hidden, fresh, leaf.held(saved), taken)
         unit = self._unit(leaf)
         views |= {} if unit is None else self._shared[unit].views
         leaf.fields, leaf.shown = tuple(views), tuple(views.values())
@@ -336,6 +336,23 @@ class Launches:
         leaf.seen = list(map(_address, leaf.views))
         if views:
             self.state.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
+
+    def _apart(
+        self,
+        leaf: Leaf,
+        fields: Sequence[Field],
+        hidden: Mapping[str, float],
+        fresh: Sequence[Any] | None,
+        saved: Mapping[str, Any],
+        taken: set[storage.Memory],
+    ) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
+        """As `allocate`, for a leaf that is updated by itself: its scalars are in no memory."""
+        numbers, arrays = ([field for field in fields if (field.shape == ()) is scalar] for scalar in (True, False))
+        begun = None if fresh is None else {f.name: x for f, x in zip(fields, fresh, strict=False) if f.position is not None}
+        leaf.scalars = scalars(leaf, numbers, hidden, begun, saved)
+        memories, views = allocate(leaf, arrays, hidden, begun, saved, taken, self._begin)
+        views |= {name: x.detach() for name, x in leaf.scalars.items() if name not in hidden}
+        return memories, {field.name: views[field.name] for field in fields if field.name in views}
 
     def _begun(self, leaf: Leaf, values: Sequence[float], in_memory: bool = False) -> list[Any]:
         """What the state of a leaf that is updated by itself begins with, None for what is kept beside it.
@@ -351,7 +368,10 @@ class Launches:
             return list(known)
         device = device_of(leaf.param)
         begun = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
-        return [storage.full(buffer_shape(field, leaf.spec), jnp.dtype(field.dtype), value, device, wait=False) for field, value in begun]
+        return [
+            value if field.shape == () else storage.full(buffer_shape(field, leaf.spec), jnp.dtype(field.dtype), value, device, wait=False)
+            for field, value in begun
+        ]
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
@@ -381,7 +401,8 @@ class Launches:
                     f"{self._owner}: state {field.name!r}, which all parameters share, has shape {shape}, expected {field.shape}. It was "
                     "saved with other parameters, or others have a gradient now."
                 )
-        self._shared[unit] = Shared(*allocate(leaves[0], fields, {}, None if source else fresh, source, taken, self._begin))
+        begun = None if source else {field.name: x for field, x in zip(fields, fresh, strict=True)}
+        self._shared[unit] = Shared(*allocate(leaves[0], fields, {}, begun, source, taken, self._begin))
         for leaf in saved:
             self.state[leaf.param].update(self._shared[unit].views)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
 from bridge import masks, storage
-from bridge.dlpack import numpy_dtype
+from bridge.dlpack import numpy_dtype, to_torch
 from bridge.problem import Field, buffer_shape
 from bridge.rules import Rule
 
@@ -22,7 +23,7 @@ class Leaf:
 
     __slots__ = (
         "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "layout", "local", "lr_scale", "memory", "name",
-        "order", "param", "row", "rule", "seen", "shape", "shown", "slot", "spec", "state", "strides", "trained", "views", "why",
+        "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spec", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -40,6 +41,7 @@ class Leaf:
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "from the first step on"
         self.state: tuple[storage.Memory, ...] | None = None
+        self.scalars: dict[str, torch.Tensor] = {}  # of its state, where it is updated by itself: in no memory, but in torch's own tensors
         self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
         self.shown: tuple[torch.Tensor, ...] = ()
         self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
@@ -106,9 +108,8 @@ class Leaf:
                 self.param.data = memory.tensor(self.device, like=self.param)
             self.address = self.param.data_ptr()
         self.state = None if self.state is None else tuple(map(storage.renewed, self.state))
-        for memory, view in zip(self.state or (), self.views, strict=False):  # hidden and shared state come last
-            if self.slot is None:
-                view.data = memory.tensor(self.device, like=view)
+        for memory, view in self._looking() if self.slot is None else ():
+            view.data = memory.tensor(self.device, like=view)
         self.seen = [view.data_ptr() for view in self.views]
 
     def forget(self) -> None:
@@ -120,11 +121,16 @@ class Leaf:
         lost = self.memory is not None and self.memory.array.is_deleted()
         if lost:
             self.param.data = torch.full_like(self.param, torch.nan)
-        for memory, view in zip(self.state or (), self.views, strict=False):
+        for memory, view in self._looking():
             if memory.array.is_deleted():
                 view.data = lost_like(view)
                 lost = True
         return lost
+
+    def _looking(self) -> Iterator[tuple[storage.Memory, torch.Tensor]]:
+        """The memories of its own state, each with the tensor that looks there; of what is hidden there is none."""
+        views = [view for name, view in zip(self.fields, self.views, strict=True) if name not in self.scalars]
+        return zip(self.state or (), views, strict=False)  # shared state comes last
 
     @property
     def signature(self) -> tuple[Any, ...] | None:
@@ -223,7 +229,9 @@ def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, fl
       ValueError: the saved state has another shape than the parameter, or lacks a field.
     """
     if leaf.state is not None:
-        return tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in leaf.state)
+        memories = iter(leaf.state)
+        arrays = [None if field.shape == () else next(memories).array for field in fields]
+        return tuple(((), f.dtype) if x is None else (tuple(x.shape), str(x.dtype)) for f, x in zip(fields, arrays, strict=True))
     given = has_state(fields, saved)
     if given:
         check_saved(leaf, fields, hidden, saved)
@@ -249,12 +257,12 @@ def allocate(
     leaf: Leaf,
     fields: Sequence[Field],
     hidden: Mapping[str, float],
-    fresh: Sequence[Any] | None,
+    fresh: Mapping[str, Any] | None,
     saved: Mapping[str, Any],
     taken: set[storage.Memory],
     begin: Callable[[Leaf, Field], torch.Tensor],
 ) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
-    """Memories for fields of state, begun from `fresh` buffers or from saved tensors, and the torch view of each.
+    """Memories for fields of state, begun from `fresh` buffers by name or from saved tensors, and the torch view of each.
 
     `taken` are the memories that others have: nothing may be donated twice. `begin` has what `fresh` has not: the fields
     that are kept beside the transformation's state.
@@ -263,10 +271,10 @@ def allocate(
       The memories, and field name to tensor over its memory, with the parameter's shape and strides where the field has its shape.
     """
     memories, views = [], {}
-    for position, field in enumerate(fields):
+    for field in fields:
         like = leaf.local.detach() if field.shape is None else None
-        if fresh is not None and field.position is not None:
-            memory = storage.register(fresh[position])
+        if fresh is not None and field.name in fresh:
+            memory = storage.register(fresh[field.name])
         elif field.name in hidden:
             memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
@@ -283,6 +291,24 @@ def allocate(
             view = view if like is None or leaf.layout is None else leaf.layout.distributed(view)
             views[field.name] = view.view(field.shape) if field.shape else view
     return tuple(memories), views
+
+
+def scalars(
+    leaf: Leaf, fields: Iterable[Field], hidden: Mapping[str, float], fresh: Mapping[str, Any] | None, saved: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The 0-d fields of a leaf that is updated by itself, by name: `fresh` numbers or arrays, or as they were saved.
+
+    A tensor that was the leaf's own before goes on being it, by whatever views others see it.
+    """
+    found = {}
+    for field in fields:
+        dtype = getattr(torch, field.dtype)
+        value = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
+        value = to_torch(value) if isinstance(value, jax.Array) else value
+        known = leaf.scalars.get(field.name)
+        own = known is not None and isinstance(value, torch.Tensor) and (value.data_ptr(), value.dtype) == (known.data_ptr(), dtype)
+        found[field.name] = known if own else torch.as_tensor(value).detach().to(leaf.device, dtype, copy=True).reshape(())
+    return found
 
 
 def param_array(leaf: Leaf) -> Any:

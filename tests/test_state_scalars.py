@@ -1,0 +1,160 @@
+"""Scalars of state: torch's own tensors outside, one vector by dtype inside the program."""
+
+import copy
+import gc
+import io
+
+import jax
+import optax
+import pytest
+import torch
+
+import torch_api
+from bridge import storage
+
+SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for a pack
+
+
+def params(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def give(ps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in ps:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def stepped(optimizer, ps, steps=3):
+    for seed in range(steps):
+        give(ps, seed)
+        optimizer.step()
+    return optimizer
+
+
+def test_a_scalar_of_state_is_no_array_of_jax():
+    ps = params()
+    gc.collect()
+    before = len(jax.live_arrays())
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
+    assert len(jax.live_arrays()) - before in (3 * len(SHAPES), 3 * len(SHAPES) + 1)  # jax lets go of the last vector with its next call
+    for state in optimizer.state.values():
+        assert storage.located(state["step"]) == (None, None)
+        assert not storage.shares_memory(state["step"])
+        assert state["step"].shape == ()
+        assert state["step"].untyped_storage().nbytes() == 4
+        assert state["step"] == 3
+
+
+def test_one_vector_goes_in_and_one_comes_out():
+    ps = params()
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
+    (launch,) = optimizer._launches.latest
+    donated, arguments = launch.program.update.in_avals[0][:2], launch.program.update.in_avals[0][2:]
+    assert [len(column) for column in donated] == [len(SHAPES), 2 * len(SHAPES)]
+    assert [aval.shape for aval in arguments[0]] == [(len(SHAPES),)]
+    results = jax.tree.leaves(launch.program.update.out_info)
+    assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # and the result to wait for
+
+
+def test_its_address_stays_and_whoever_holds_it_sees_each_step():
+    ps = params()
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps, 1)
+    held = [optimizer.state[p]["step"] for p in ps]
+    addresses, versions = [x.data_ptr() for x in held], [x._version for x in held]
+    stepped(optimizer, ps, 2)
+    assert [x.data_ptr() for x in held] == addresses
+    assert [int(x) for x in held] == [3] * len(ps)
+    assert all(x._version > version for x, version in zip(held, versions, strict=True))
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(8))]})  # everything is arranged anew
+    optimizer.param_groups[1]["params"][0].grad = torch.ones(8)
+    with pytest.warns(torch_api.CompilationWarning):
+        stepped(optimizer, ps, 1)
+    assert [int(x) for x in held] == [4] * len(ps)
+    assert [optimizer.state[p]["step"].data_ptr() for p in ps] == addresses
+
+
+@pytest.mark.parametrize("way", ["in place", "another tensor", "another type", "a number", "data"])
+def test_a_count_changed_by_hand_is_the_one_that_the_next_step_goes_on_from(way):
+    ps = params()
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
+    mine = torch.tensor(9.0)
+    state = optimizer.state[ps[1]]
+    old = state["step"]
+    if way == "in place":
+        state["step"].fill_(9)
+    elif way == "data":
+        state["step"].data = mine
+    else:
+        state["step"] = {"another tensor": mine, "another type": torch.tensor(9), "a number": 9}[way]
+    stepped(optimizer, ps, 1)
+    assert [int(optimizer.state[p]["step"]) for p in ps] == [4, 10, 4, 4]
+    assert optimizer.state[ps[1]]["step"].dtype is torch.float32
+    assert mine == 9  # what the user has given is not written to
+    assert int(old) == {"in place": 10, "data": 9}.get(way, 3)
+
+
+def test_one_tensor_in_two_states_counts_for_each():
+    ps = params()
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
+    optimizer.state[ps[0]]["step"] = optimizer.state[ps[1]]["step"]
+    give(ps)
+    ps[1].grad = None
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in ps] == [4, 3, 4, 4]
+
+
+def test_subsets_advance_only_their_own_counts():
+    ps = params()
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps, 1)
+    for frozen in range(len(ps)):
+        give(ps, frozen)
+        ps[frozen].grad = None
+        optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in ps] == [len(ps)] * len(ps)
+
+
+def test_a_checkpoint_of_one_state_has_its_bytes_alone_and_is_not_written_to():
+    ps = params()
+    optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
+    file = io.BytesIO()
+    torch.save(optimizer.state[ps[0]]["step"], file)
+    assert file.tell() < 2000
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = params()
+    resumed = torch_api.MaskedAdamW(others, lr=1e-3)
+    resumed.load_state_dict(saved)
+    stepped(resumed, others, 2)
+    assert [int(x["step"]) for x in saved["state"].values()] == [3] * len(ps)
+    assert [int(resumed.state[p]["step"]) for p in others] == [5] * len(ps)
+
+
+def test_what_no_state_dict_shows_is_kept_as_well():
+    """SGD with dampening remembers whether it has seen a gradient, which torch tells by the buffer's being there."""
+    ours, theirs = params(), params()
+    a = torch_api.MaskedSGD(ours, lr=0.1, momentum=0.9, dampening=0.5)
+    b = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, dampening=0.5)
+    for seed in range(4):
+        give(ours, seed), give(theirs, seed)
+        if seed == 2:
+            a.load_state_dict(copy.deepcopy(a.state_dict()))
+        a.step(), b.step()
+    assert set(a.state[ours[0]]) == {"momentum_buffer"}
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_counts_of_several_types_are_vectors_of_their_own():
+    named = {f"p{i}": p for i, p in enumerate(params())}
+    transforms = {"norms": (optax.novograd, {"lr": 1e-3}), "adam": (optax.adam, {"lr": 1e-3})}
+    labels = {"p0": "norms", "p1": "norms", "p2": "adam", "p3": "adam"}
+    optimizer = torch_api.PartitionedOptimizer(named.items(), transforms, labels)
+    stepped(optimizer, list(named.values()))
+    (launch,) = optimizer._launches.latest
+    kinds = {tuple({x.dtype for x in column}): [float(x) for x in column] for column in launch.scalars}
+    assert kinds.keys() == {(torch.float32,), (torch.int32,)}
+    assert kinds[torch.int32,] == [3, 3]
+    assert [float(optimizer.state[named[name]]["nu"]) for name in ("p0", "p1")] == kinds[torch.float32,]
+    assert min(kinds[torch.float32,]) > 1000  # squared norms
