@@ -1,0 +1,55 @@
+"""Programs of one step side by side on the CPU.
+
+XLA runs the executions that one thread asks for one after the other, and each begins and ends on one core: its arithmetic
+of scalars, waking the other cores, waiting for them. With two orders of execution, lanes, another program has them meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+_LANES = 2  # more make nothing faster, and each may need memory for what it computes
+
+
+def _found() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """jaxlib's calls that read and set the order that this thread's executions are in.
+
+    Their names are private; None where jaxlib has them not: its executions then follow each other.
+    """
+    try:
+        from jaxlib import _jax  # pyright: ignore
+
+        current, choose = _jax.get_execution_stream_id, _jax.set_execution_stream_id
+        before = current()
+        choose(before + 1)
+        found = current() == before + 1
+        choose(before)
+    except (ImportError, AttributeError, TypeError):
+        return None
+    return (current, choose) if found else None
+
+
+def _stay(_: int) -> None:
+    """There is one order only."""
+
+
+_calls = _found()
+choose = _stay if _calls is None else _calls[1]
+_ordered: Any = jax.jit(lambda numbers: numbers * np.float64(1))
+
+
+def opened(numbers: np.ndarray) -> tuple[Any, list[int]]:
+    """What each program of a step is given as `numbers`, and the orders to choose from: the thread's own first, then the lanes.
+
+    The numbers come from an execution in the thread's own order: whatever it was asked for before, such as reading a
+    parameter that the programs are about to change, has ended when they begin.
+    """
+    if _calls is None:
+        return numbers, [0, 0]
+    first = threading.get_ident() + 1  # no thread waits for the lanes of another
+    return _ordered(numbers), [_calls[0](), *range(first, first + _LANES)]

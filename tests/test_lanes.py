@@ -1,0 +1,95 @@
+"""Programs of one step side by side: same numbers, after what the thread was asked for before, and the thread's order given back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import bridge
+import torch_api
+from bridge import lanes, step
+
+COUNT = 40  # equal leaves too large for a pack, so several programs
+needs_calls = pytest.mark.skipif(lanes._calls is None, reason="this jaxlib has one order only")
+
+
+def built(seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(200, 200, generator=generator)) for _ in range(COUNT)]
+    return params, torch_api.MaskedAdamW(params, lr=1e-2, **options)
+
+
+def steps(params, optimizer, count=5):
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.fixture
+def one_order(monkeypatch):
+    def without():
+        monkeypatch.setattr(lanes, "_calls", None)
+        monkeypatch.setattr(lanes, "choose", lanes._stay)
+
+    return without
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)
+def test_the_numbers_are_those_of_one_order(one_order, options):
+    side_by_side = steps(*built(**options))
+    one_order()
+    assert all(map(torch.equal, side_by_side, steps(*built(**options))))
+
+
+@needs_calls
+def test_each_program_takes_the_other_lane_and_the_thread_gets_its_order_back(monkeypatch):
+    params, optimizer = built()
+    steps(params, optimizer, 1)
+    own, chosen, choose = lanes._calls[0](), [], lanes.choose
+    monkeypatch.setattr(lanes, "choose", lambda order: (chosen.append(order), choose(order)))
+    steps(params, optimizer, 1)
+    launches = len(optimizer._launches.latest)
+    assert launches >= 3
+    assert len(chosen) == launches + 1
+    assert chosen[:-1] == [chosen[0], chosen[1]] * (launches // 2) + [chosen[0]] * (launches % 2)
+    assert len({own, *chosen[:2]}) == 3
+    assert chosen[-1] == own == lanes._calls[0]()
+
+
+@needs_calls
+def test_a_step_that_fails_gives_the_order_back(monkeypatch):
+    params, optimizer = built()
+    steps(params, optimizer, 1)
+    own = lanes._calls[0]()
+
+    def broken(*_):
+        raise RuntimeError("lost the device")
+
+    monkeypatch.setattr(step, "wait_for", broken)
+    with pytest.raises(RuntimeError, match="lost the device"):
+        steps(params, optimizer, 1)
+    assert lanes._calls[0]() == own
+
+
+def test_a_step_of_one_program_stays_in_the_order(monkeypatch):
+    params = [torch.nn.Parameter(torch.randn(200, 200)) for _ in range(3)]
+    optimizer = torch_api.MaskedAdamW(params, lr=1e-2)
+    monkeypatch.setattr(lanes, "choose", lambda _: pytest.fail("asked for another order"))
+    steps(params, optimizer)
+
+
+def test_what_was_asked_for_before_a_step_reads_the_parameters_before_it():
+    params, optimizer = built()
+    steps(params, optimizer, 1)
+    slow = jax.jit(lambda x, y: (y * (1 + 0 * jnp.linalg.matrix_power(x, 6)[0, 0])).sum())  # looks at y last
+    x, last = jnp.full((600, 600), 1e-3), bridge.to_jax(params[-1].detach())
+    slow(x, last).block_until_ready()
+    for seed in range(20):
+        expected = params[-1].detach().sum()
+        result = slow(x, bridge.to_jax(params[-1].detach()))  # runs while the step begins
+        steps(params, optimizer, 1 + seed % 2)
+        np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
