@@ -45,13 +45,13 @@ def as_without_request() -> Any:
 
 # XLA's own name for what its CPU compiler hands to the YNN library, and of that all but convolutions.
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
-_NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+_NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 
 # What XLA's compilers are to leave out, and its name for the pass that takes barriers out; a name that it has not does nothing.
 _PASSES_OPTION, _BARRIERS_END = "xla_disable_hlo_passes", "cse_barrier_expander"
 
 
-def of_training(device: Any, in_groups: bool) -> Any:
+def of_training(device: Any, in_groups: bool, small: bool = False) -> Any:
     """The compiler options of a whole training step: `as_without_request`; on a CPU, barriers stay, and convolutions run on all cores.
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for.
@@ -59,9 +59,12 @@ def of_training(device: Any, in_groups: bool) -> Any:
     jaxlib 0.10.2 gives them to a library that runs those of a small network on one core, where XLA's own use all: 9 ms
     instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, a user who sets it in
     XLA_FLAGS, and a program with convolutions of several groups (`in_groups`: the library takes half the time) keep what they have.
+
+    Matrix products are the library's as well, unless all are `small`: then XLA's own take less, and of larger ones up to twice as long.
     """
     options, set_by_user = as_without_request() or {}, os.environ.get("XLA_FLAGS", "")
-    for option, value, useful in ((_PASSES_OPTION, _BARRIERS_END, True), (LIBRARY_OPTION, _NO_CONVOLUTIONS, not in_groups)):
+    library = _SUMS_ALONE if small else _NO_CONVOLUTIONS
+    for option, value, useful in ((_PASSES_OPTION, _BARRIERS_END, True), (LIBRARY_OPTION, library, not in_groups)):
         if device.platform == "cpu" and useful and option not in set_by_user and _known(option, value):
             options = options | {option: value}
     return options or None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .torch_calls import op
 from .torch_ops import places
@@ -17,12 +19,25 @@ def reduced(loss: Any, reduction: str) -> Any:
     return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) if reduction == "sum" else loss
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _picked(axis: int, x: Any, index: Any) -> Any:
+    """One element of each row along an axis. Its gradient is a comparison, which needs no zeros that it is scattered into."""
+    return jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis=axis), axis)
+
+
+@_picked.defjvp
+def _(axis: int, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (x, index), (change, _) = primals, tangents
+    own = jnp.expand_dims(index, axis) == lax.broadcasted_iota(index.dtype, x.shape, axis)
+    return _picked(axis, x, index), jnp.sum(jnp.where(own, change, jnp.zeros((), change.dtype)), axis)
+
+
 def _classes(log_p: Any, target: Any, weight: Any, ignore_index: int, reduction: str, smoothing: float) -> Any:
     """Of log-probabilities (N, C, ...) and classes (N, ...), what `nll_loss` and `cross_entropy` share."""
     axis = 1 if log_p.ndim > 1 else 0
     valid = target != ignore_index
     safe = places(jnp.where(valid, target, 0), log_p.shape[axis])
-    picked = -jnp.squeeze(jnp.take_along_axis(log_p, jnp.expand_dims(safe, axis), axis=axis), axis)
+    picked = -_picked(axis, log_p, safe)
     share = jnp.ones(picked.shape, log_p.dtype) if weight is None else jnp.take(weight, safe).astype(log_p.dtype)
     share = jnp.where(valid, share, jnp.zeros((), log_p.dtype))
     loss = jnp.where(valid, picked * share, jnp.zeros((), log_p.dtype))

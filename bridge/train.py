@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import openmp, step
 from .analysis import calls_back, convolves_in_groups
@@ -28,7 +28,9 @@ from .dlpack import operands, x64
 from .flags import of_training
 from .masks import path_name
 from .problem import Spec, flatten, unflatten
+from .products import arranged, small
 from .storage import Memory
+from .stored import together
 from .update import Plan, abstract, bytes_accessed, update
 
 _ALL_TO_ALL = ("scan", "while", "cond")  # what goes round in these may reach any result
@@ -213,8 +215,11 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     if task.loss_at is not None:
         further = [loss.astype(x.dtype) if i == task.loss_at else x for i, x in enumerate(further)]
     grads = task.gathered(grads)
+    if task.plan.device.platform == "cpu":
+        grads = together(grads)  # else a donated parameter is copied that the gradient of its layer's input reads
     with _searching(task, columns, batch, seed):
-        new = update(task.plan, params, state, scalars, kept, grads, masks, numbers, offsets, live, further, [], _NOTHING_MEASURED)
+        plain = params, state, scalars, kept, grads, masks, numbers, offsets, live, further
+        new = update(task.plan, *plain, [], _NOTHING_MEASURED, fused=False)
     new_params, new_state, new_scalars, new_kept, _, token = new
     return new_params, new_state, _flat(task, after, "buffers"), new_scalars, new_kept, _flat(task, after, "copied"), loss, aux, token
 
@@ -250,10 +255,15 @@ class Program:
         with x64(), jax.disable_jit(False):
             function = functools.partial(_train if updates else _accumulate, task)
             # An argument that is not used would be dropped, and what replaces it (a buffer that is only written) lie elsewhere.
-            traced = jax.jit(function, donate_argnums=0, keep_unused=True).trace(donated, arguments)
+            jitted = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+            traced = jitted(function).trace(donated, arguments)
+            better = arranged(traced.jaxpr.jaxpr) if self.plan.device.platform == "cpu" else traced.jaxpr.jaxpr
+            if better is not traced.jaxpr.jaxpr:
+                traced = jitted(_as(better, traced)).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
-            self.call: Any = traced.lower().compile(compiler_options=of_training(self.plan.device, convolves_in_groups(traced.jaxpr.jaxpr)))
+            options = of_training(self.plan.device, convolves_in_groups(self.jaxpr.jaxpr), small(self.jaxpr.jaxpr))
+            self.call: Any = traced.lower().compile(compiler_options=options)
         self.elements = bytes_accessed(self.call) / _ELEMENT
         step.count_compilation()
 
@@ -266,6 +276,16 @@ class Program:
         """Bytes that it needs while it runs, on a CPU taken from the C library."""
         analysis = self.call.memory_analysis() if self.plan.device.platform == "cpu" else None
         return 0 if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def _as(jaxpr: Any, traced: Any) -> Callable[..., Any]:
+    """Another program of the same arguments and results as a function."""
+    evaluate, results = jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.jaxpr.consts)), jax.tree.structure(traced.out_info)
+
+    def train_step(*arguments: Any) -> Any:
+        return results.unflatten(evaluate(*jax.tree.leaves(arguments)))
+
+    return train_step
 
 
 def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
@@ -335,8 +355,8 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
             and program.elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads()
         ):
             openmp.pause(openmp.SOFT)
+        state = [memory.array for memory in launch.state] if program.updates else []
         if program.updates:
-            state = [memory.array for memory in launch.state]
             rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first
             scalars = operands(list(map(torch.stack, launch.scalars)), [None] * len(launch.scalars))
             arguments = scalars, kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
@@ -349,6 +369,7 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         results = [array for part in donated for array in part]
         for memory, array in zip(memories, results, strict=True):
             memory.array = array
+        own = state = sums = buffers = None  # to let go of what was donated takes a while, in which the program runs
         flight.landing.append(([token], memories, results, (launch.scalars if program.updates else (), new_scalars)))
         torch.autograd.graph.increment_version(arrays.written)
     return Outcome(new_kept, new_copied, loss, aux, flight.moved, flight.arrived)

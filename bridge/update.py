@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .evaluate import Arrays, evaluate_buffers
+from .flags import as_without_request
 from .gradients import along, consequences, found_in
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout
@@ -122,10 +123,12 @@ def update(
     extra: list[Any],
     scaling: list[Any],
     measure: Any,
+    fused: bool = True,
 ) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], Any]:
     """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and a result that nobody donates.
 
-    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have.
+    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have. `fused`: whether the program
+    is compiled with what `flags.request_fusion` asks for.
     """
     global _traces
     _traces += 1
@@ -147,7 +150,7 @@ def update(
     kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        passes = _passes(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device)
+        passes = _passes(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
         parts = [_parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(Alike(_leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count))
@@ -367,7 +370,7 @@ _chosen_passes: dict[Any, Passes] = {}
 _ONCE = Passes(1, beside=False)
 
 
-def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any) -> Passes:
+def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any, fused: bool = True) -> Passes:
     """How many evaluations of the rule move the fewest bytes; `scalars`: whether gradients are multiplied, and updates may be skipped.
 
     Asked of the compiler, on one small flat leaf, once for each rule and dtype: of torch's equations with nothing kept beside
@@ -380,7 +383,7 @@ def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra:
     own_type = problem.row.scaled or kept or spec.dtype.startswith("complex")
     dtype = spec.dtype if own_type else "float32"
     small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
-    key = (small, elements, scalars, device.platform)
+    key = (small, elements, scalars, device.platform, fused)
     if key not in _chosen_passes:
         try:
             fields = layout(small).own[0]
@@ -396,7 +399,7 @@ def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra:
             order = sorted(ways)
             apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
             for way in dict.fromkeys([apart, *order]):
-                counts[way] = bytes_accessed(probe(way).lower().compile())
+                counts[way] = bytes_accessed(probe(way).lower().compile(compiler_options=None if fused else as_without_request()))
                 if counts[way] < 1.01 * least:  # the scalars
                     break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element

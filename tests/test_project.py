@@ -40,6 +40,7 @@ ORDER = {
         "stages",
         "traced",
         "stored",
+        "products",
         "attention",
         "torch_calls",
         "torch_ops",

@@ -13,7 +13,7 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge import flags, torch_layers, torch_windows
+from bridge import flags, torch_layers, torch_losses, torch_windows
 from bridge.analysis import convolves_in_groups
 from bridge.dlpack import x64
 
@@ -185,7 +185,22 @@ def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(m
     assert flags.of_training(OnCPU, True) == barriers
     known = flags.of_training(OnCPU, False)
     assert known in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})
+    assert flags.of_training(OnCPU, False, True) in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._SUMS_ALONE})
+    assert flags.of_training(OnCPU, True, True) == barriers
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
     assert flags.of_training(OnCPU, False) == {**(flags.as_without_request() or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{flags._PASSES_OPTION}=dce")
     assert flags.of_training(OnCPU, False) == flags.as_without_request()
+
+
+def test_gelu_and_picked_classes_have_the_derivatives_of_the_plain_expressions():
+    with x64():
+        x, index = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4), jnp.asarray([3, 0, 9])
+        pairs = [
+            (lambda x: torch_layers._gelu(True, x), lambda x: 0.5 * x * (1 + jax.lax.erf(x / np.sqrt(2.0)))),
+            (lambda x: torch_losses._picked(1, x**2, index)[:2], lambda x: jnp.stack([x[0, 3], x[1, 0]]) ** 2),
+        ]
+        for ours, plain in pairs:
+            losses = [lambda x, f=f: jnp.sum(jnp.sin(f(x))) for f in (ours, plain)]
+            for derivative in (jax.grad, jax.jacfwd, jax.hessian):
+                np.testing.assert_allclose(*(derivative(loss)(x) for loss in losses), rtol=1e-9, atol=1e-12)

@@ -1,0 +1,106 @@
+"""A traced program with matrix products and transpositions in the order that costs XLA's CPU compiler least.
+
+The gradient of a weight is a product over the first dimension of both sides, of which XLA stores the left one transposed,
+the larger one or not. The gradient of parts of a tensor is a concatenation, and XLA's loop over a transposed
+concatenation asks at each element which part it is in. All results are the same, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from .stored import together
+
+SMALL = 2**16  # elements of the smallest of the three sides of a product
+_BODIES = ("jaxpr", "call_jaxpr")
+_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "scan", "remat2", "checkpoint"})
+
+
+def arranged(jaxpr: Any) -> Any:
+    """The program with its products and transpositions arranged; itself where there is nothing to arrange."""
+    uses: dict[Any, int] = {}
+    for v in (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars):
+        if not isinstance(v, Literal):
+            uses[v] = uses.get(v, 0) + 1
+    joined = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1}
+    eqns = [_arranged(eqn, joined) for eqn in jaxpr.eqns]
+    return jaxpr if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
+
+
+def small(jaxpr: Any) -> bool:
+    """Whether no matrix product has more than `SMALL` elements in each of its sides and its result; batches count one by one."""
+    bodies = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_body) if _is_body(x)]
+    dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    return all(map(_is_small, dots)) and all(small(getattr(body, "jaxpr", body)) for body in bodies)
+
+
+def _is_body(x: Any) -> bool:
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+def _is_small(eqn: Any) -> bool:
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    each = math.prod(eqn.invars[0].aval.shape[i] for i in batch) or 1
+    return min(v.aval.size for v in (*eqn.invars, *eqn.outvars)) <= SMALL * each
+
+
+def _arranged(eqn: Any, joined: Any) -> Any:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general" and _across(eqn):
+        return _instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
+    if name == "transpose" and eqn.invars[0] in joined:
+        parts, order = joined[eqn.invars[0]], params["permutation"]
+        return _instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
+    for key in _BODIES if name in _CALLS else ():
+        if key in params:
+            body = params[key]
+            new = arranged(getattr(body, "jaxpr", body))
+            if new is not getattr(body, "jaxpr", body):
+                eqn = eqn.replace(params=params | {key: ClosedJaxpr(new, body.consts) if hasattr(body, "consts") else new})
+    return eqn
+
+
+def _instead(eqn: Any, invars: Any, function: Any) -> Any:
+    """A call of another function in the place of an operation."""
+    like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    (call,) = jax.make_jaxpr(jax.jit(function))(*like).jaxpr.eqns
+    return call.replace(invars=list(invars), outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _across(eqn: Any) -> bool:
+    """Whether a product sums over the first dimensions of both of its sides, of which none is a vector."""
+    (contracting, batch), sides = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
+    if eqn.params.get("out_sharding") is not None or any(isinstance(v, Literal) for v in eqn.invars):
+        return False
+    for over, kept, side in zip(contracting, batch, sides, strict=True):
+        lead = len(kept) + len(over)
+        if tuple(kept) != tuple(range(len(kept))) or set(over) != set(range(len(kept), lead)) or math.prod(side.shape[lead:]) < 2:
+            return False
+    return math.prod(sides[0].shape[i] for i in contracting[0]) > 1
+
+
+def _turned(left: Any, right: Any, params: Any) -> Any:
+    """The product with the smaller side transposed, and then its result."""
+    (over, over_right), (batch, _) = params["dimension_numbers"]
+    lead = len(batch) + len(over)
+    size = math.prod(left.shape[: len(batch)]) * math.prod(left.shape[lead:]) * math.prod(right.shape[lead:])
+    swapped = right.size + size < left.size
+    pairs = sorted(zip(over_right, over, strict=True)) if not swapped else sorted(zip(over, over_right, strict=True))
+    small, large = (right, left) if swapped else (left, right)
+    lot, rows = tuple(range(len(batch))), small.ndim - lead
+    small = together(lax.transpose(small, (*lot, *range(lead, small.ndim), *(mine for _, mine in pairs))))
+    dims = (tuple(range(len(lot) + rows, small.ndim)), tuple(its for its, _ in pairs)), (lot, lot)
+    precision = params["precision"]
+    precision = precision[::-1] if swapped and isinstance(precision, tuple) else precision
+    out = together(lax.dot_general(small, large, dims, precision=precision, preferred_element_type=params["preferred_element_type"]))
+    free = range(len(lot), out.ndim)
+    return lax.transpose(out, (*lot, *free[rows:], *free[:rows])) if swapped else out
+
+
+def _joined(parts: Any, dimension: int, order: tuple[int, ...]) -> Any:
+    return lax.concatenate([lax.transpose(x, order) for x in parts], order.index(dimension))

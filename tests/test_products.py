@@ -1,0 +1,149 @@
+"""Programs of train steps have their products and transpositions in an order of their own, and the same results."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from torch import nn
+
+import torch_api
+from bridge import products, train, update
+from bridge.dlpack import x64
+
+# Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two
+# dimensions in another order, in a batch.
+ACROSS = [
+    ((64, 3), (64, 9), ((0,), (0,)), ((), ())),
+    ((64, 9), (64, 3), ((0,), (0,)), ((), ())),
+    ((64, 4), (64, 4), ((0,), (0,)), ((), ())),
+    ((8, 6, 9), (6, 8, 3), ((0, 1), (1, 0)), ((), ())),
+    ((6, 8, 3), (8, 6, 9), ((1, 0), (0, 1)), ((), ())),
+    ((2, 5, 40, 7), (2, 5, 40, 4), ((2,), (2,)), ((0, 1), (0, 1))),
+    ((64, 3, 3), (64, 2, 2), ((0,), (0,)), ((), ())),
+]
+
+
+def with_arranged(f, *arguments):
+    """What the arranged program of f gives, and that program."""
+    closed = jax.make_jaxpr(f)(*arguments)
+    jaxpr = products.arranged(closed.jaxpr)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arguments), jaxpr
+
+
+def equations(jaxpr, name):
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
+    for eqn in jaxpr.eqns:
+        for body in filter(products._is_body, jax.tree.leaves(list(eqn.params.values()), is_leaf=products._is_body)):
+            found += equations(getattr(body, "jaxpr", body), name)
+    return found
+
+
+@pytest.mark.parametrize("case", ACROSS, ids=str)
+def test_a_product_over_the_first_dimensions_turns_its_smaller_side(case):
+    left, right, over, batch = case
+    random = np.random.default_rng(0)
+    with x64():
+        a, b = (jnp.asarray(random.normal(size=shape)) for shape in (left, right))
+        product = lambda a, b: lax.dot_general(a, b, (over, batch))  # noqa: E731
+        (ours,), jaxpr = with_arranged(product, a, b)
+        np.testing.assert_allclose(ours, product(a, b), rtol=1e-12, atol=1e-12)
+    (dot,) = equations(jaxpr, "dot_general")
+    assert not products._across(dot)
+    turned = equations(jaxpr, "transpose")[0].invars[0].aval.size
+    result = np.prod([a.shape[i] for i in batch[0]], dtype=int) * ours.size
+    assert turned == min(a.size, b.size) or turned + result >= max(a.size, b.size)
+
+
+def test_what_is_not_across_stays():
+    a, b = jnp.ones((4, 6)), jnp.ones((6, 5))
+    for f in (lambda a, b: a @ b, lambda a, b: jnp.concatenate([a, b.T[:4]]), lambda a, b: a.T[:5] @ jnp.ones(4), lambda a, b: b.T):
+        closed = jax.make_jaxpr(f)(a, b)
+        assert products.arranged(closed.jaxpr) is closed.jaxpr
+
+
+def test_precision_goes_with_its_side():
+    a, b = jnp.ones((64, 9)), jnp.ones((64, 3))
+    precision = (lax.Precision.HIGHEST, lax.Precision.DEFAULT)
+    _, jaxpr = with_arranged(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision=precision), a, b)
+    (dot,) = equations(jaxpr, "dot_general")
+    assert dot.params["precision"] == precision[::-1]
+
+
+def test_a_transposed_concatenation_is_one_of_transposed_parts():
+    a, b = jnp.arange(24.0).reshape(2, 3, 4), jnp.arange(12.0).reshape(1, 3, 4)
+    f = lambda a, b: jnp.transpose(lax.concatenate([a, b], 0), (1, 0, 2))  # noqa: E731
+    (ours,), jaxpr = with_arranged(f, a, b)
+    np.testing.assert_array_equal(ours, f(a, b))
+    assert sorted(eqn.outvars[0].aval.shape for eqn in equations(jaxpr, "transpose")) == [(3, 1, 4), (3, 2, 4)]
+
+
+def test_a_concatenation_that_something_else_reads_stays():
+    a = jnp.ones((2, 3))
+    closed = jax.make_jaxpr(lambda a: (lambda c: (c.T, c + 1))(lax.concatenate([a, a], 0)))(a)
+    assert products.arranged(closed.jaxpr) is closed.jaxpr
+
+
+def test_bodies_are_arranged_as_well():
+    a, b = jnp.ones((64, 9)), jnp.ones((64, 3))
+
+    def f(a, b):
+        inner = jax.jit(lambda a, b: a.T @ b)(a, b)
+        return lax.scan(lambda c, x: (c + x.T @ b, None), inner, jnp.stack([a, 2 * a]))[0]
+
+    ours, jaxpr = with_arranged(lambda a, b: lax.scan(lambda c, x: (c + lax.dot_general(x, b, (((0,), (0,)), ((), ()))), None),
+                                jnp.zeros((9, 3)), jnp.stack([a, 2 * a]))[0], a, b)  # fmt: skip
+    np.testing.assert_allclose(ours[0], 3 * a.T @ b)
+    assert [products._across(eqn) for eqn in equations(jaxpr, "dot_general")] == [False]
+    np.testing.assert_allclose(with_arranged(f, a, b)[0][0], f(a, b))
+
+
+@pytest.mark.parametrize("sides", [(300, 200, 4000), (4000, 300, 200), (300, 4000, 200), (300, 300, 300)])
+def test_products_are_small_by_the_smallest_of_their_sides(sides):
+    m, k, n = sides
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((m, k), (k, n), (7, m, k), (7, k, n))]
+    expected = sides != (300, 300, 300)
+    for f, of in ((jnp.matmul, shapes[:2]), (jnp.matmul, shapes[2:]), (jax.jit(jnp.matmul), shapes[:2])):
+        assert products.small(jax.make_jaxpr(f)(*of).jaxpr) == expected
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def copies_of_donated():
+    """How many large arguments the program of a train step copies."""
+    torch.manual_seed(0)
+    model = Net()
+    train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3))
+    train_step(torch.randn(64, 256))
+    (program,) = train_step._programs.values()
+    text = program.call.as_text()
+    return len(re.findall(r"f32\[65536\]\S* copy\((?:f32\[65536\]\S* )?%?(?:donated|[aA]rg|param)", text[text.index("\nENTRY") :]))
+
+
+def test_no_donated_leaf_is_copied(monkeypatch):
+    assert copies_of_donated() == 0
+    monkeypatch.setattr(train, "together", lambda x: x)
+    assert copies_of_donated() > 0
+
+
+@pytest.mark.skipif("xla_cpu_use_multi_output_fusion" not in __import__("os").environ.get("XLA_FLAGS", ""), reason="no fusion to leave out")
+def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
+    asked = []
+    passes = update._passes
+    monkeypatch.setattr(update, "_passes", lambda *given: asked.append((given[-1], passes(*given))) or asked[-1][1])
+    assert copies_of_donated() == 0
+    assert {fused for fused, _ in asked} == {False}
+    assert {way.evaluations for _, way in asked} == {1}
