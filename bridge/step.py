@@ -26,8 +26,9 @@ from .analysis import calls_back
 from .calm import calmed, settings, undisturbed
 from .dlpack import X64, operands, wait_for, x64
 from .flags import client_started, request_fusion
+from .passes import bytes_accessed
 from .storage import Memory
-from .update import Plan, abstract, bytes_accessed, measured, traces, update
+from .update import Plan, abstract, measured, traces, update
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "programs", "run", "traces"]
 

@@ -27,11 +27,12 @@ from .calm import calm
 from .dlpack import operands, x64
 from .flags import of_training
 from .masks import path_name
+from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
 from .products import arranged, small
 from .storage import Memory
 from .stored import together
-from .update import Plan, abstract, bytes_accessed, update
+from .update import Plan, abstract, update
 
 _ALL_TO_ALL = ("scan", "while", "cond")  # what goes round in these may reach any result
 _NOTHING_MEASURED = np.zeros(2)

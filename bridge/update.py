@@ -5,27 +5,21 @@ Every number that a user may change between steps is an element of one float64 v
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from .evaluate import Arrays, evaluate_buffers
-from .flags import as_without_request
 from .gradients import along, consequences, found_in
-from .precision import NOTHING
-from .problem import NO_EXTRA, Extra, Field, Path, Problem, Row, Same, Signature, Spec, buffer_shape, layout
+from .leaf_update import ONES, joined, kept_in, leaf_update, masked, parted, unless
+from .passes import chosen
+from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec, layout
 from .split import Alike, for_each
-from .stages import Stages
-
-# Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
-ONES = 4
 
 _traces = 0
 
@@ -150,14 +144,14 @@ def update(
     kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        passes = _passes(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
-        parts = [_parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
+        passes = chosen(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
+        parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
-        kinds.append(Alike(_leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count))
+        kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count))
     for kind, ((leaf, _), at), new in zip(kinds, alike.items(), for_each(kinds, (ones, scale, skip, extra)), strict=True):
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
             new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
-            results[i] = new_p, _joined(plan.problem(leaf), *columns)
+            results[i] = new_p, joined(plan.problem(leaf), *columns)
     new_shared: list[Any] = []
     for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
         shared = [next(states) for _ in signatures]
@@ -165,9 +159,9 @@ def update(
         p, state_of, g, m = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks))
         restored = plan.extra.restored(extra)
         new = _unit_update(problem, p, state_of, g, m, shared, values[at[0]], multipliers, scale, restored)
-        new_shared += _unless(skip, new.shared, shared)
+        new_shared += unless(skip, new.shared, shared)
         for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
-            results[i] = _unless(skip, result, (old_params[i], own[i]))
+            results[i] = unless(skip, result, (old_params[i], own[i]))
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
@@ -221,78 +215,10 @@ def _lives(counts: Sequence[int | None], live: Any) -> list[Any]:
     return out
 
 
-def _parted(problem: Problem, p: Any, state: Sequence[Any], g: Any, mask: Any, values: Any) -> tuple[Any, Any]:
-    """What an update reads of one leaf: its arrays, and the scalars of its state with the numbers of its row."""
-    fields = layout(problem).own[0]
-    columns = [[x for field, x in zip(fields, state, strict=True) if (field.shape == ()) is scalar] for scalar in (False, True)]
-    return (p, columns[0], g, mask), (columns[1], values)
-
-
-def _joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-    """The state of a leaf in the order of its fields."""
-    columns = {False: iter(arrays), True: iter(scalars)}
-    return [next(columns[field.shape == ()]) for field in layout(problem).own[0]]
-
-
 def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
     """The new rows of a pack; those that are not `live` keep their bits."""
     before = arrays[0], arrays[1], scalars[0]
     return jax.tree.map(lambda after, before: jnp.where(along(live, before), after, before), new, before)
-
-
-class Passes(NamedTuple):
-    """How often a rule is evaluated: once, once more for the parameter, and once more for each field of state from the second on.
-
-    `beside`: what is kept beside the state comes with the parameter. `stored`: as of `bridge.stages`, for one with sums.
-    """
-
-    evaluations: int
-    beside: bool
-    stored: int = 0
-
-
-@functools.lru_cache(1024)
-def _leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[..., Any]:
-    """The update of one leaf: (arrays, scalars) as of `_parted`, and what all leaves have in common, to (p, arrays, scalars)."""
-    fields = layout(problem).own[0]
-
-    def leaf(arrays: Any, scalars: Any, common: Any) -> tuple[Any, list[Any], list[Any]]:
-        (p, _, g, mask), (_, values), (ones, scale, skip, further) = arrays, scalars, common
-        state = _joined(problem, arrays[1], scalars[0])
-
-        def evaluated(inputs: Any, factor: Any = None) -> tuple[Any, list[Any]]:
-            p, g, state, values, scale, further = inputs
-            new = evaluate_buffers(problem, Arrays([p], [g], [state], []), values, [values[-1]], scale, factor, extra.restored(further))
-            return new.params[0], list(new.own[0])
-
-        inputs = _kept_in(mask, p, problem), _kept_in(mask, g, problem), state, values, scale, further
-        if problem.specs[0].whole:
-            result = Stages(evaluated, inputs, p.size).begin(inputs, passes.stored, ones[ONES - 1])
-        else:
-            result = functools.partial(evaluated, inputs)
-
-        # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
-        # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
-        # nothing can fold together; the arithmetic that this repeats is free beside the memory traffic.
-        new_p, new_state = result(None)
-        if passes.evaluations > 1:
-            new_p, other = result(ones[0])
-            if passes.beside:
-                new_state = [b if field.position is None else a for field, a, b in zip(fields, new_state, other, strict=True)]
-        for nth, position in enumerate(_evaluated(fields, passes.beside)):
-            if 1 <= nth <= passes.evaluations - 2:
-                new_state[position] = result(ones[nth])[1][position]
-        new = (new_p, new_state) if mask is None else _masked(mask, fields, (p, state), (new_p, new_state))
-        new_p, new_state = _unless(skip, new, (p, state))
-        (_, new_arrays, _, _), (new_scalars, _) = _parted(problem, new_p, new_state, g, mask, values)
-        return new_p, new_arrays, new_scalars
-
-    return leaf
-
-
-def _evaluated(fields: Sequence[Field], beside: bool) -> list[int]:
-    """The fields of the leaf's shape that may have evaluations of their own."""
-    return [i for i, field in enumerate(fields) if field.shape is None and not (beside and field.position is None)]
 
 
 def _unit_update(
@@ -308,35 +234,15 @@ def _unit_update(
     extra: dict[str, Any],
 ) -> Arrays:
     """The update of leaves that one transformation must see together."""
-    seen = [[_kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (params, grads)]
+    seen = [[kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (params, grads)]
     new = evaluate_buffers(problem, Arrays(seen[0], seen[1], own, shared), values, multipliers, scale, None, extra)
     kept = [
-        after if mask is None else _masked(mask, fields, before, after)
+        after if mask is None else masked(mask, fields, before, after)
         for mask, fields, before, after in zip(
             masks, layout(problem).own, zip(params, own, strict=True), zip(new.params, new.own, strict=True), strict=True
         )
     ]
     return new._replace(params=[p for p, _ in kept], own=[state for _, state in kept])
-
-
-def _kept_in(mask: Any, x: Any, problem: Problem) -> Any:
-    """The array with 0 where the mask is False, if the transformation may look from one element to another."""
-    spec = problem.specs[0]
-    return x if mask is None or (spec.path is None and not spec.whole and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
-
-
-def _masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
-    """The new values where the mask is True, the old where it is False."""
-    state = [
-        jnp.where(mask, after, before) if field.shape is None else after
-        for field, before, after in zip(fields, old[1], new[1], strict=True)
-    ]
-    return jnp.where(mask, new[0], old[0]), state
-
-
-def _unless(skip: Any, new: Any, old: Any) -> Any:
-    """The new values, or all old ones where the update is skipped."""
-    return new if skip is None else jax.tree.map(lambda after, before: jnp.where(skip, before, after), new, old)
 
 
 def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any) -> Any:
@@ -364,95 +270,3 @@ def abstract(plan: Plan) -> tuple[Any, ...]:
     scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
     return params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure
-
-
-_chosen_passes: dict[Any, Passes] = {}
-_ONCE = Passes(1, beside=False)
-
-
-def _passes(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any, fused: bool = True) -> Passes:
-    """How many evaluations of the rule move the fewest bytes; `scalars`: whether gradients are multiplied, and updates may be skipped.
-
-    Asked of the compiler, on one small flat leaf, once for each rule and dtype: of torch's equations with nothing kept beside
-    them in float32, and in complex, because what is fused is the same in all real types. A leaf that must keep its shape is
-    evaluated once, because operations across its elements store their results anyway.
-    """
-    spec, kept = problem.specs[0], problem.row.kept != NOTHING
-    if not spec.flat or extra.leaves:
-        return _ONCE
-    own_type = problem.row.scaled or kept or spec.dtype.startswith("complex")
-    dtype = spec.dtype if own_type else "float32"
-    small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
-    key = (small, elements, scalars, device.platform, fused)
-    if key not in _chosen_passes:
-        try:
-            fields = layout(small).own[0]
-            ways = {Passes(n, False) for n in (1, 2, 1 + len(_evaluated(fields, False)))}
-            ways |= {Passes(n, True) for n in (2, 1 + len(_evaluated(fields, True)))} if kept else set()
-            if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
-                ways = {way for way in ways if way.beside or way.evaluations == 1}
-            ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < 3}
-            ways = {way for way in ways if way.evaluations <= min(1 + len(_evaluated(fields, way.beside)), ONES) or way.evaluations == 1}
-            least = _fewest_bytes(small)
-            counts: dict[Passes, float] = {}
-            probe = functools.cache(functools.partial(_probe, small, elements, scalars, device))
-            order = sorted(ways)
-            apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
-            for way in dict.fromkeys([apart, *order]):
-                counts[way] = bytes_accessed(probe(way).lower().compile(compiler_options=None if fused else as_without_request()))
-                if counts[way] < 1.01 * least:  # the scalars
-                    break
-        except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
-            counts = {_ONCE: 0.0}
-        _chosen_passes[key] = min(counts, key=lambda way: (counts[way], way))
-    return _chosen_passes[key]
-
-
-def _shares(jaxpr: Any) -> bool:
-    """Whether two of the results need one array that is neither an argument nor made of scalars."""
-    size = max(v.aval.size for v in jaxpr.invars)
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars if any(u.aval.size == size for u in eqn.invars)}
-    seen: set[Any] = set()
-    for result in dict.fromkeys(v for v in jaxpr.outvars if v.aval.size == size):
-        own: set[Any] = set()
-        todo = [result]
-        while todo:
-            v = todo.pop()
-            if not isinstance(v, Literal) and v in made and v not in own:
-                own.add(v)
-                todo += made[v].invars
-        if own & seen:
-            return True
-        seen |= own
-    return False
-
-
-def _fewest_bytes(problem: Problem) -> float:
-    """The parameter and its arrays of state read and written once, the gradient read once."""
-    spec = problem.specs[0]
-    kinds = [spec.dtype, *(field.dtype for field in layout(problem).own[0] if field.shape is None)]
-    sizes = [jnp.dtype(kind).itemsize for kind in kinds]
-    return math.prod(spec.shape) * (2.0 * sum(sizes) + sizes[0])
-
-
-def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device: Any, passes: Passes) -> Any:
-    """The traced update of one small leaf, donated as in a program."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    array = lambda shape, kind: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)  # noqa: E731
-    spec = problem.specs[0]
-    p = array(spec.shape, spec.dtype)
-    state = [array(buffer_shape(field, spec), field.dtype) for field in layout(problem).own[0]]
-    mask = array(p.shape, np.bool_) if elements else None
-    values, ones = (jax.ShapeDtypeStruct((n,), np.float64) for n in (problem.row.width, ONES))
-    scale, skip = (jax.ShapeDtypeStruct((), kind) if given else None for given, kind in zip(scalars, (np.float64, np.bool_), strict=True))
-    update = _leaf_update(problem, passes, NO_EXTRA)
-
-    def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any, skip: Any) -> Any:
-        return update(*_parted(problem, p, state, g, mask, values), (ones, scale, skip, []))
-
-    return jax.jit(donated, donate_argnums=(0, 1)).trace(p, state, p, mask, values, ones, scale, skip)
-
-
-def bytes_accessed(compiled: Any) -> float:
-    """Bytes that one call of a compiled program moves, by the compiler's count."""
-    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # absent where nothing is computed

@@ -142,8 +142,8 @@ def test_no_donated_leaf_is_copied(monkeypatch):
 @pytest.mark.skipif("xla_cpu_use_multi_output_fusion" not in __import__("os").environ.get("XLA_FLAGS", ""), reason="no fusion to leave out")
 def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
     asked = []
-    passes = update._passes
-    monkeypatch.setattr(update, "_passes", lambda *given: asked.append((given[-1], passes(*given))) or asked[-1][1])
+    chosen = update.chosen
+    monkeypatch.setattr(update, "chosen", lambda *given: asked.append((given[-1], chosen(*given))) or asked[-1][1])
     assert copies_of_donated() == 0
     assert {fused for fused, _ in asked} == {False}
     assert {way.evaluations for _, way in asked} == {1}

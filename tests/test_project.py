@@ -53,6 +53,8 @@ ORDER = {
         "stand_in",
         "modules",
         "gradients",
+        "leaf_update",
+        "passes",
         "update",
         "step",
         "train",

@@ -13,7 +13,7 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, update
+from bridge import flags, passes
 
 ROOT = Path(__file__).parent.parent
 fused_loops = pytest.mark.skipif(
@@ -268,17 +268,17 @@ def test_leaves_of_many_shapes_are_one_loop_each_and_few_for_all_their_scalars()
 )
 def test_the_way_that_moves_the_fewest_bytes_is_found_at_once(make, compiled, monkeypatch):
     probes = []
-    monkeypatch.setattr(update, "_chosen_passes", {})
-    monkeypatch.setattr(update, "bytes_accessed", lambda program, asked=update.bytes_accessed: probes.append(program) or asked(program))
+    monkeypatch.setattr(passes, "_chosen", {})
+    monkeypatch.setattr(passes, "bytes_accessed", lambda program, asked=passes.bytes_accessed: probes.append(program) or asked(program))
     params = random_params(shapes=[(7001, 1)])
     optimizer = make(params, lr=1e-3)
     stepped(optimizer, params)
     assert len(probes) == compiled
-    monkeypatch.setattr(update, "_shares", lambda jaxpr: not jaxpr.eqns)  # of no use: then all are tried
-    monkeypatch.setattr(update, "_chosen_passes", {})
-    chosen = update._passes(*_asked(optimizer))
+    monkeypatch.setattr(passes, "_shares", lambda jaxpr: not jaxpr.eqns)  # of no use: then all are tried
+    monkeypatch.setattr(passes, "_chosen", {})
+    chosen = passes.chosen(*_asked(optimizer))
     monkeypatch.undo()
-    assert chosen == update._passes(*_asked(optimizer))
+    assert chosen == passes.chosen(*_asked(optimizer))
 
 
 def _asked(optimizer):

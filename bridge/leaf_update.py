@@ -1,0 +1,105 @@
+"""The update of one leaf by itself as a function that jax traces, evaluated as often as XLA needs to write all results in one loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .evaluate import Arrays, evaluate_buffers
+from .problem import Extra, Field, Problem, layout
+from .stages import Stages
+
+# Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
+ONES = 4
+
+
+def parted(problem: Problem, p: Any, state: Sequence[Any], g: Any, mask: Any, values: Any) -> tuple[Any, Any]:
+    """What an update reads of one leaf: its arrays, and the scalars of its state with the numbers of its row."""
+    fields = layout(problem).own[0]
+    columns = [[x for field, x in zip(fields, state, strict=True) if (field.shape == ()) is scalar] for scalar in (False, True)]
+    return (p, columns[0], g, mask), (columns[1], values)
+
+
+def joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+    """The state of a leaf in the order of its fields."""
+    columns = {False: iter(arrays), True: iter(scalars)}
+    return [next(columns[field.shape == ()]) for field in layout(problem).own[0]]
+
+
+class Passes(NamedTuple):
+    """How often a rule is evaluated: once, once more for the parameter, and once more for each field of state from the second on.
+
+    `beside`: what is kept beside the state comes with the parameter. `stored`: as of `bridge.stages`, for one with sums.
+    """
+
+    evaluations: int
+    beside: bool
+    stored: int = 0
+
+
+@functools.lru_cache(1024)
+def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[..., Any]:
+    """The update of one leaf: (arrays, scalars) as of `parted`, and what all leaves have in common, to (p, arrays, scalars)."""
+    fields = layout(problem).own[0]
+
+    def leaf(arrays: Any, scalars: Any, common: Any) -> tuple[Any, list[Any], list[Any]]:
+        (p, _, g, mask), (_, values), (ones, scale, skip, further) = arrays, scalars, common
+        state = joined(problem, arrays[1], scalars[0])
+
+        def evaluated(inputs: Any, factor: Any = None) -> tuple[Any, list[Any]]:
+            p, g, state, values, scale, further = inputs
+            new = evaluate_buffers(problem, Arrays([p], [g], [state], []), values, [values[-1]], scale, factor, extra.restored(further))
+            return new.params[0], list(new.own[0])
+
+        inputs = kept_in(mask, p, problem), kept_in(mask, g, problem), state, values, scale, further
+        if problem.specs[0].whole:
+            result = Stages(evaluated, inputs, p.size).begin(inputs, passes.stored, ones[ONES - 1])
+        else:
+            result = functools.partial(evaluated, inputs)
+
+        # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
+        # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
+        # nothing can fold together; the arithmetic that this repeats is free beside the memory traffic.
+        new_p, new_state = result(None)
+        if passes.evaluations > 1:
+            new_p, other = result(ones[0])
+            if passes.beside:
+                new_state = [b if field.position is None else a for field, a, b in zip(fields, new_state, other, strict=True)]
+        for nth, position in enumerate(repeatable(fields, passes.beside)):
+            if 1 <= nth <= passes.evaluations - 2:
+                new_state[position] = result(ones[nth])[1][position]
+        new = (new_p, new_state) if mask is None else masked(mask, fields, (p, state), (new_p, new_state))
+        new_p, new_state = unless(skip, new, (p, state))
+        (_, new_arrays, _, _), (new_scalars, _) = parted(problem, new_p, new_state, g, mask, values)
+        return new_p, new_arrays, new_scalars
+
+    return leaf
+
+
+def repeatable(fields: Sequence[Field], beside: bool) -> list[int]:
+    """The fields of the leaf's shape that may have evaluations of their own."""
+    return [i for i, field in enumerate(fields) if field.shape is None and not (beside and field.position is None)]
+
+
+def kept_in(mask: Any, x: Any, problem: Problem) -> Any:
+    """The array with 0 where the mask is False, if the transformation may look from one element to another."""
+    spec = problem.specs[0]
+    return x if mask is None or (spec.path is None and not spec.whole and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
+
+
+def masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+    """The new values where the mask is True, the old where it is False."""
+    state = [
+        jnp.where(mask, after, before) if field.shape is None else after
+        for field, before, after in zip(fields, old[1], new[1], strict=True)
+    ]
+    return jnp.where(mask, new[0], old[0]), state
+
+
+def unless(skip: Any, new: Any, old: Any) -> Any:
+    """The new values, or all old ones where the update is skipped."""
+    return new if skip is None else jax.tree.map(lambda after, before: jnp.where(skip, before, after), new, old)
