@@ -116,25 +116,21 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     return out
 
 
-def wait_for(tokens: Sequence[jax.Array], tensors: Sequence[list[torch.Tensor]] = (), vectors: Sequence[jax.Array] = ()) -> None:
+def wait_for(tokens: Sequence[jax.Array]) -> None:
     """Order what torch does next after the executions that gave `tokens`, in order, results that nobody donates.
-
-    `vectors` are results, too: the elements of each go into the 0-d `tensors` at its position.
 
     On the CPU this waits: jax dispatches asynchronously and may still be reading torch's memory. On a GPU nothing
     waits on the host: the export makes torch's current stream wait for the last execution, which runs after the others.
     """
-    device = next(iter(tokens[-1].devices())) if tokens else None
-    if device is not None and device.platform == "cpu":
+    if not tokens:
+        return
+    device = next(iter(tokens[-1].devices()))
+    if device.platform == "cpu":
         for token in tokens:
             token.block_until_ready()
-    elif device is not None:
+    else:
         export: Any = tokens[-1].__dlpack__  # jax.Array's stub has no `stream`
         export(stream=torch.cuda.current_stream(device.local_hardware_id).cuda_stream)
-    for column, vector in zip(tensors, vectors, strict=True):
-        calls = _cpu_calls() if column[0].is_cpu else None
-        new = torch.from_dlpack(vector) if calls is None else calls[1](calls[0](vector, None))
-        torch._foreach_copy_(column, new.unbind())
 
 
 def device_of(tensor: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ all optimizers of the process: what identifies one is the static `Plan`, never a
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -24,6 +25,7 @@ import torch
 from . import lanes, openmp
 from .analysis import calls_back
 from .calm import calmed, settings, undisturbed
+from .cells import Cells
 from .dlpack import X64, operands, wait_for, x64
 from .flags import client_started, request_fusion
 from .passes import bytes_accessed
@@ -40,7 +42,7 @@ try:  # beneath the public ones, which make enums of numbers and back
 except ImportError:
     from signal import getsignal as _handler_of
     from signal import signal as _handle
-_rows, _elements = attrgetter("rows"), attrgetter("program.elements")
+_rows, _elements, _read = attrgetter("rows"), attrgetter("program.elements"), methodcaller("read")
 _array, _memory, _address, _pointer = (
     attrgetter("array"),
     attrgetter("memory"),
@@ -106,8 +108,7 @@ class Launch(ABC):
     inplace: what has the `memory` of each in-place leaf; its array is donated and replaced.
     params: the tensors over those, whose version changes.
     state: the memories of the state of every leaf, then of the shared state; likewise.
-    scalars: what lies in a vector by dtype for the program, and in tensors of torch's for everyone else: the scalars of leaves by
-      themselves, of which a jax array each would cost more than their arithmetic.
+    scalars: the scalars of leaves by themselves, by dtype.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
     positions: which of the step's gradients belong to leaves by themselves, and then, in `order`, the order of their dimensions.
     rows: the packs of gradients. joined: of each pack that all its rows' gradients fill, one behind the other, which those are,
@@ -129,7 +130,7 @@ class Launch(ABC):
     inplace: Sequence[Any]
     params: Sequence[torch.Tensor]
     state: Sequence[Memory]
-    scalars: Sequence[list[torch.Tensor]]
+    scalars: Sequence[Cells]
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
     positions: Sequence[int]
@@ -205,18 +206,16 @@ def run(
             for launch in wave:
                 if not launch.ready:
                     launch.prepare()
-                tensors = *map(torch.stack, launch.scalars), *map(grads.__getitem__, launch.positions), *launch.rows
-                arrays = operands(tensors, launch.order)
-                count = len(launch.scalars)
-                given.append((arrays[:count], arrays[count:]))
+                given.append(operands([*map(grads.__getitem__, launch.positions), *launch.rows], launch.order))
                 if launch.program.measure is not None:
-                    measure = launch.program.measure(given[-1][1], launch.masks, launch.live, further[1], measure)
-            for launch, (scalars, gradients) in zip(wave, given, strict=True):
+                    measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure)
+            for launch, gradients in zip(wave, given, strict=True):
                 memories = [*map(_memory, launch.inplace), *launch.state]
                 split = len(launch.inplace)
                 read = operands(launch.kept, launch.kept_order) if launch.kept else []
                 if side_by_side:
                     lanes.choose(side_by_side[len(kept) % len(side_by_side)])
+                scalars = list(map(_read, launch.scalars))
                 own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
                 new_params, new_state, new_scalars, new_kept, skipped, token = launch.program.update(
                     *own, numbers, launch.offsets, launch.live, *further, measure
@@ -252,7 +251,7 @@ class _Flight:
         self.arrived: list[tuple[Any, Any, Any]] = []
         self.handlers: dict[int, Any] = {}
         # Of each call what to wait for, and where its results belong: those in memories, and those of scalars.
-        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[list[torch.Tensor]], list[Any]]]] = []
+        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]]]] = []
         self.moved = False
         self.order: int | None = None  # of this thread's executions, to go back to
         if self.packed:
@@ -277,7 +276,12 @@ class _Flight:
                 try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
-                    wait_for(tokens, *scalars)
+                    wait_for(tokens)
+                for cells, vector in zip(*scalars, strict=True):
+                    if cells.length:
+                        ctypes.memmove(cells.address, _pointer(vector), cells.length)
+                    else:
+                        cells.write(vector)
         finally:
             try:
                 for _, memories, arrays, _ in landing:  # those behind one that failed

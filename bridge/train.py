@@ -359,7 +359,7 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         state = [memory.array for memory in launch.state] if program.updates else []
         if program.updates:
             rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first
-            scalars = operands(list(map(torch.stack, launch.scalars)), [None] * len(launch.scalars))
+            scalars = [cells.read() for cells in launch.scalars]
             arguments = scalars, kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
             *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call((own, state, buffers), arguments)
             memories = [*params, *launch.state, *arrays.buffers]

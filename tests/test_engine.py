@@ -59,7 +59,7 @@ def test_a_signal_in_the_middle_of_a_step_is_handled_when_all_is_in_place(monkey
         for optimizer, p in zip(optimizers, (params[0], params[6]), strict=True):
             stepped(optimizer, params)
             start = p.detach().clone()
-            monkeypatch.setattr(step, "wait_for", lambda *given: (os.kill(os.getpid(), number), wait(*given)))
+            monkeypatch.setattr(step, "wait_for", lambda tokens: (os.kill(os.getpid(), number), wait(tokens)))
             with pytest.raises(PreemptedError):
                 optimizer.step()
             monkeypatch.undo()
@@ -78,8 +78,8 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
     handler, wait = signal.getsignal(signal.SIGINT), step.wait_for
     start = [p.detach().clone() for p in params]
 
-    def broken(*given):
-        wait(*given)
+    def broken(tokens):
+        wait(tokens)
         raise RuntimeError("lost the device")
 
     monkeypatch.setattr(step, "wait_for", broken)

@@ -16,6 +16,7 @@ ORDER = {
         "masks",
         "dlpack",
         "calm",
+        "cells",
         "tree",
         "handover",
         "storage",

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bridge import step, storage, update
+from bridge.cells import Cells
 
 from .packs import Pack
 from .plan import Leaf
@@ -68,10 +69,10 @@ class Launch(step.Launch):
         scalars: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in (x for leaf in alone for x in leaf.scalars.values()):
             scalars.setdefault(tensor.dtype, []).append(tensor)
-        self.scalars = list(scalars.values())
+        self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
         self.positions = positions[: len(alone)]
-        self.order = [*(None for _ in scalars), *(leaf.order for leaf in alone), *(None for _ in self.rows)]
+        self.order = [*(leaf.order for leaf in alone), *(None for _ in self.rows)]
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [], []

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bridge import step, storage, update
+from bridge.cells import reserve
 from bridge.dlpack import device_of, to_torch
 from bridge.evaluate import begin_buffers, constants
 from bridge.precision import BESIDE
@@ -59,6 +60,7 @@ class Launches:
         self._owner, self._active, self._rows, self._rules = owner, active, rows, rules
         self.state, self._max_grad_norm, self._begin = state, max_grad_norm, begin
         self._cache = cache
+        self._reserved = False
         self.began = False  # whether the last set of live leaves had some that were given state
         self.known: dict[Any, list[list[Launch]]] = {}
         self._shared: dict[int, Shared] = {}
@@ -312,12 +314,28 @@ class Launches:
             return
         taken = self._taken()
         with torch.inference_mode(False), torch.no_grad():
+            self._reserve()
             for unit, part in self._units(leaves).items():
                 self._give_unit_state(unit, part, values[part[0].row], taken)
             for leaf in leaves:
                 if leaf.state is None:
                     self._give_leaf_state(leaf, values[leaf.row], taken)
             jax.block_until_ready([memory.array for leaf in leaves for memory in leaf.state or ()])
+
+    def _reserve(self) -> None:
+        """Scalars for all leaves that may come to be updated by themselves, side by side in the order of programs."""
+        if self._reserved:
+            return
+        self._reserved = True
+        wanted: dict[Any, list[tuple[Leaf, str]]] = {}
+        for leaf in self._active:
+            if leaf.spec is not None and leaf.slot is None and leaf.state is None:
+                for field in self._fields(leaf):
+                    if field.shape == ():
+                        wanted.setdefault((getattr(torch, field.dtype), leaf.device), []).append((leaf, field.name))
+        for (dtype, device), places in wanted.items():
+            for (leaf, name), tensor in zip(places, reserve(len(places), dtype, device), strict=True):
+                leaf.spare[name] = tensor
 
     def _give_leaf_state(self, leaf: Leaf, values: Sequence[float], taken: set[storage.Memory], fresh: Sequence[Any] | None = None) -> None:
         fields, hidden, saved = self._fields(leaf), self._rules[leaf.group].hidden, self.state.get(leaf.param, {})

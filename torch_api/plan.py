@@ -23,7 +23,8 @@ class Leaf:
 
     __slots__ = (
         "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "layout", "local", "lr_scale", "memory", "name",
-        "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spec", "state", "strides", "trained", "views", "why",
+        "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spare", "spec", "state", "strides", "trained",
+        "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -41,7 +42,8 @@ class Leaf:
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "from the first step on"
         self.state: tuple[storage.Memory, ...] | None = None
-        self.scalars: dict[str, torch.Tensor] = {}  # of its state, where it is updated by itself: in no memory, but in torch's own tensors
+        self.scalars: dict[str, torch.Tensor] = {}  # of its state, where it is updated by itself: in no memory, but as of `bridge.cells`
+        self.spare: dict[str, torch.Tensor] = {}  # tensors for these that nobody has seen yet
         self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
         self.shown: tuple[torch.Tensor, ...] = ()
         self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
@@ -307,7 +309,9 @@ def scalars(
         value = to_torch(value) if isinstance(value, jax.Array) else value
         known = leaf.scalars.get(field.name)
         own = known is not None and isinstance(value, torch.Tensor) and (value.data_ptr(), value.dtype) == (known.data_ptr(), dtype)
-        found[field.name] = known if own else torch.as_tensor(value).detach().to(leaf.device, dtype, copy=True).reshape(())
+        spare = leaf.spare.pop(field.name, None)
+        new = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None or own else spare
+        found[field.name] = known if own else new.copy_(torch.as_tensor(value).detach().reshape(()))
     return found
 
 
