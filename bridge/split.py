@@ -8,13 +8,20 @@ vectors over all leaves for which it is the same arithmetic, whatever their shap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from .whole import apply, inlined, kind_text, literal, params_text, slice_of
 
 _FEW = 64  # elements up to which a value that depends on scalars alone is one of them
 
@@ -24,12 +31,20 @@ class Alike(NamedTuple):
 
     arrays, scalars: for each leaf a pytree; equal structures, shapes and dtypes.
     rows: of a leaf that stands for so many, one in each row of its arrays and scalars, their number; the function is of one row.
+    family: kinds of one family have one function but for the size of their arrays: it is traced for the largest, if those are flat.
+      None for a kind by itself.
     """
 
     function: Callable[..., Any]
     arrays: Sequence[Any]
     scalars: Sequence[Any]
     rows: int | None = None
+    family: Any = None
+
+    @property
+    def size(self) -> int:
+        """The elements of one row of an array."""
+        return math.prod(jax.tree.leaves(self.arrays[0])[0].shape[-1:])
 
 
 def for_each(kinds: Sequence[Alike], common: Any) -> list[list[Any]]:
@@ -38,7 +53,7 @@ def for_each(kinds: Sequence[Alike], common: Any) -> list[list[Any]]:
     `common`: a pytree that all calls get.
     """
     shared = jax.tree.leaves(common)
-    cuts = [_Cut(kind, common) for kind in kinds]
+    cuts = _cuts(kinds, common)
     alike: dict[Any, list[int]] = {}
     for position, cut in enumerate(cuts):
         alike.setdefault(cut.key, []).append(position)
@@ -47,55 +62,154 @@ def for_each(kinds: Sequence[Alike], common: Any) -> list[list[Any]]:
         known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared)
         for i in positions:
             kind, cut = kinds[i], cuts[i]
-            function = jaxpr_as_fun(cut.of_arrays)
+            function = cut.of_arrays
             if kind.rows is not None:
-                axes = [0] * (len(cut.of_arrays.in_avals) - len(shared))
+                axes = [0] * (cut.handed + len(jax.tree.leaves(kind.arrays[0])))
                 function = jax.vmap(function, in_axes=(*axes, *(None for _ in shared)))
+            function = _repeated(function, len(kind.arrays))
             for arrays in kind.arrays:
                 handed, done = next(known)
                 results[i].append(cut.results(done, function(*handed, *jax.tree.leaves(arrays), *shared)))
     return results
 
 
+_families: dict[Any, _Cut] = {}
+_FAMILIES_KEPT = 256
+
+
+def _cuts(kinds: Sequence[Alike], common: Any) -> list[_Cut]:
+    """The function of each kind, cut in two; that of a family is traced once in a process."""
+    found: list[Any] = [None] * len(kinds)
+    like = jax.tree.structure(common), tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(common))
+    for i in sorted(range(len(kinds)), key=lambda i: -kinds[i].size):
+        kind, key = kinds[i], (kinds[i].family, like)
+        known = None if kind.family is None else _families.get(key)
+        found[i] = None if known is None else known.resized(kind.size)
+        if found[i] is None:
+            found[i] = _Cut(kind, common)
+            if kind.family is not None and known is None:
+                while len(_families) >= _FAMILIES_KEPT:
+                    del _families[next(iter(_families))]
+                _families[key] = found[i]
+    return found
+
+
+def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """The function, traced once and copied into the program from then on, if that is called for more than once."""
+    return jax.jit(function, inline=True) if times > 1 else function
+
+
 class _Cut:
     """A traced function of (arrays, scalars, common) as two: of (scalars, common), and of (what that gives, arrays, common).
 
-    The first gives what is handed to the second, then the results that need no array.
+    The first gives what is handed to the second, then the results that need no array. Its `key` is equal for the same arithmetic.
     """
 
     def __init__(self, kind: Alike, common: Any) -> None:
         one = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[kind.rows is not None :], x.dtype), x[0]) for x in kind[1:3]]
         closed, result = jax.make_jaxpr(kind.function, return_shape=True)(*one, jax.tree.map(_shape, common))
-        self.structure = jax.tree.structure(result)
+        self.structure, self._size = jax.tree.structure(result), kind.size
         arrays, scalars = (len(jax.tree.leaves(x)) for x in one)
         jaxpr = closed.jaxpr
         own, each, rest = jaxpr.invars[:arrays], jaxpr.invars[arrays : arrays + scalars], jaxpr.invars[arrays + scalars :]
-        small = {v for v in (*each, *rest, *jaxpr.constvars) if v.aval.size <= _FEW}
-        first, second = [], []
+        given = [*each, *rest, *jaxpr.constvars]
+        small = {v for v in given if v.aval.size <= _FEW}
+        numbers, second = _Numbers(given), []
         for eqn in jaxpr.eqns:
             depends = all(isinstance(v, Literal) or v in small for v in eqn.invars)
             if depends and all(v.aval.size <= _FEW for v in eqn.outvars) and not eqn.effects:
-                first.append(eqn)
+                numbers.add(eqn)
                 small.update(eqn.outvars)
             else:
                 second.append(eqn)
-        made = {*each, *(v for eqn in first for v in eqn.outvars)}
+        made = {*each, *numbers.made}
         of_scalars = lambda v: not isinstance(v, Literal) and v in made  # noqa: E731
-        handed = [v for v in dict.fromkeys(v for eqn in second for v in eqn.invars if not isinstance(v, Literal)) if v in made]
-        self.handed, self.is_scalar = len(handed), [of_scalars(v) for v in jaxpr.outvars]
+        self.is_scalar = list(map(of_scalars, jaxpr.outvars))
         done, others = ([v for v in jaxpr.outvars if of_scalars(v) is scalar] for scalar in (True, False))
-        self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=[*handed, *done], eqns=first), closed.consts)
-        self.of_arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
+        second = second if any(eqn.effects for eqn in second) else slice_of(second, others)
+        # What two evaluations read is handed on to each: a number that is read twice would be cut out of its row in a loop of its own.
+        handed = [v for v in dict.fromkeys(v for eqn in second for v in eqn.invars if not isinstance(v, Literal)) if v in made]
+        self.handed, results = len(handed), [numbers.first(v) for v in (*handed, *done)]
+        first = slice_of(numbers.eqns, results)
+        self.key = self.handed, numbers.text(first, results), tuple(map(id, closed.consts))
+        self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=results, eqns=first), closed.consts)
+        self._arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
+        self.of_arrays = jaxpr_as_fun(self._arrays)
 
-    @property
-    def key(self) -> Any:
-        """Equal for the same arithmetic of scalars."""
-        return self.handed, str(self.of_scalars), tuple(map(id, self.of_scalars.consts))
+    def resized(self, size: int) -> _Cut | None:
+        """The same for arrays of another size; None where not all arrays are flat and of the size that this is for."""
+        if size == self._size:
+            return self
+        if not self._is_flat:
+            return None
+        other = copy.copy(self)
+        other.of_arrays = lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (size,))
+        return other
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        seen = [v.aval for eqn in self._plain.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
+        return self._size > _FEW and all(aval.shape == (self._size,) or aval.size <= _FEW for aval in seen)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The second part, with the bodies of what it calls in place of the calls."""
+        return inlined(self._arrays.jaxpr, self._arrays.consts)
 
     def results(self, done: Sequence[Any], others: Sequence[Any]) -> Any:
         """What the function gives, from the results that scalars gave and those that arrays did."""
         parts = {True: iter(done), False: iter(others)}
         return self.structure.unflatten([next(parts[scalar]) for scalar in self.is_scalar])
+
+
+def _in_shape(closed: Any, inputs: Sequence[Any], old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
+    """The results of a program as of `inlined` for inputs of the shape `new`, where it was traced for `old`."""
+    values: dict[Any, Any] = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *inputs), strict=True))
+    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
+    for eqn in closed.jaxpr.eqns:
+        of_shape = eqn.replace(
+            params={name: new if isinstance(value, tuple) and value == old else value for name, value in eqn.params.items()}
+        )
+        values |= zip(eqn.outvars, apply(closed.jaxpr, of_shape, list(map(read, eqn.invars))), strict=True)
+    return list(map(read, closed.jaxpr.outvars))
+
+
+class _Numbers:
+    """Operations on numbers, each of them once: the evaluations of one rule repeat most of their arithmetic of scalars."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self.eqns: list[Any] = []
+        self._first: dict[Any, Any] = {}
+        self._names = {var: f"a{i}:{kind_text(var.aval)}" for i, var in enumerate(given)}
+        self._lines: dict[str, list[Any]] = {}
+
+    @property
+    def made(self) -> Iterable[Any]:
+        """All results."""
+        return self._first
+
+    def add(self, eqn: Any) -> None:
+        """Take an operation, unless one that was taken does the same."""
+        eqn = eqn.replace(invars=list(map(self.first, eqn.invars)))
+        operands, kinds = [self._name(v) for v in eqn.invars], [kind_text(v.aval) for v in eqn.outvars]
+        line = f"{eqn.primitive.name}[{params_text(eqn.params)}] {operands} -> {kinds}"
+        if line not in self._lines:
+            self._names |= {var: f"%{len(self._lines)}.{i}" for i, var in enumerate(eqn.outvars)}
+            self._lines[line] = eqn.outvars
+            self.eqns.append(eqn)
+        self._first |= zip(eqn.outvars, self._lines[line], strict=True)
+
+    def first(self, var: Any) -> Any:
+        """The same number as it was first computed."""
+        return var if isinstance(var, Literal) else self._first.get(var, var)
+
+    def text(self, eqns: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Equal for the same arithmetic: operations that were taken, and results."""
+        lines = {outvars[0]: line for line, outvars in self._lines.items()}
+        return tuple(lines[eqn.outvars[0]] for eqn in eqns), tuple(map(self._name, results))
+
+    def _name(self, var: Any) -> str:
+        return f"{np.asarray(var.val).tobytes()!r}:{kind_text(var.aval)}" if isinstance(var, Literal) else self._names[var]
 
 
 def _shape(x: Any) -> Any:
@@ -115,18 +229,24 @@ def _known(of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared:
     found = jax.vmap(function, in_axes=(*(0 for _ in stacked), *(None for _ in shared)))(*stacked, *shared)
     tables: dict[Any, list[Any]] = {}
     for x in found[:handed]:
-        tables.setdefault(x.dtype, []).append(x.reshape(len(x), -1))
+        tables.setdefault(x.dtype, []).append(jax.lax.reshape(x, (len(x), math.prod(x.shape[1:]))))
     joined = {dtype: jnp.concatenate(columns, 1) for dtype, columns in tables.items()}
     ends = {dtype: [0, *accumulate(x.shape[1] for x in columns)] for dtype, columns in tables.items()}
+
+    def cells(own: Any, *, height: tuple[int, ...]) -> list[Any]:
+        """One row, or the rows of a pack, as the numbers that are handed on."""
+        left = {dtype: pairwise(at) for dtype, at in ends.items()}
+        columns = [(jax.lax.slice_in_dim(own[x.dtype], *next(left[x.dtype]), axis=1), x.shape[1:]) for x in found[:handed]]
+        return [jax.lax.reshape(x, (*height, *shape)) for x, shape in columns]
+
+    heights = Counter(() if rows is None else (rows,) for rows, _ in leaves)
+    taken_apart = {height: _repeated(partial(cells, height=height), times) for height, times in heights.items()}
     start = 0
     for rows, _ in leaves:
-        stop = start + (rows or 1)
+        stop, height = start + (rows or 1), () if rows is None else (rows,)
         cut = lambda x, start=start, stop=stop: jax.lax.slice_in_dim(x, start, stop)  # noqa: E731
         # The rows of a leaf are one value of their own: else XLA reads each number in a loop of its own, or joins the loops over
         # leaves that read one matrix, which are then slower by a fifth.
         own = jax.lax.optimization_barrier(jax.tree.map(cut, joined))
-        left = {dtype: pairwise(at) for dtype, at in ends.items()}
-        cells = [(jax.lax.slice_in_dim(own[x.dtype], *next(left[x.dtype]), axis=1), x.shape[1:]) for x in found[:handed]]
-        height = () if rows is None else (rows,)
-        yield [x.reshape(*height, *shape) for x, shape in cells], [cut(x).reshape(*height, *x.shape[1:]) for x in found[handed:]]
+        yield taken_apart[height](own), [jax.lax.reshape(cut(x), (*height, *x.shape[1:])) for x in found[handed:]]
         start = stop

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .analysis import in_parts
 from .evaluate import Arrays, evaluate_buffers
 from .gradients import along, consequences, found_in
-from .leaf_update import ONES, joined, kept_in, leaf_update, masked, parted, unless
+from .leaf_update import ONES, Passes, joined, kept_in, leaf_update, masked, parted, unless
 from .passes import chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec, layout
 from .split import Alike, for_each
@@ -147,7 +148,7 @@ def update(
         passes = chosen(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
         parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
-        kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count))
+        kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
     for kind, ((leaf, _), at), new in zip(kinds, alike.items(), for_each(kinds, (ones, scale, skip, extra)), strict=True):
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
             new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
@@ -187,6 +188,21 @@ def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], lis
         for x, (_, dtype), among in zip(fields, leaf.state, leaf.together, strict=True):
             (scalars[dtype] if among else arrays).append(x.reshape(1) if among else x)
     return arrays, [jnp.concatenate(column) for column in scalars.values()]
+
+
+# So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
+_KINDS = 4
+_of_any_size: dict[Any, bool] = {}
+
+
+def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
+    """Equal for leaves whose updates are the same, but for their size where that was found not to matter."""
+    key = plan.problem(leaf)._replace(specs=(leaf.spec._replace(shape=()),)), plan.extra
+    if key not in _of_any_size and kinds >= _KINDS:
+        if len(_of_any_size) >= 256:
+            _of_any_size.clear()
+        _of_any_size[key] = in_parts(leaf.row, plan.skeleton, leaf.spec, plan.extra)
+    return key, () if _of_any_size.get(key) else leaf.spec.shape, tuple(dtype for _, dtype in leaf.state), leaf.elements, passes
 
 
 def _values(plan: Plan, hyperparams: Any, offsets: Any) -> list[Any]:

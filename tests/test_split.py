@@ -123,3 +123,43 @@ def test_other_shapes_and_rows_share_the_arithmetic_of_scalars():
     with pytest.raises(AssertionError):  # the comparison tells whose scalars were used
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), [x for kind in found for x in kind][7], alone[7])
     assert str(jax.make_jaxpr(both)(common)).count(" pow ") == 1
+
+
+def in_pairs(arrays, scalars, common):
+    """Not flat inside: as complex arrays are computed."""
+    p, m, g = (jnp.stack([x, x], axis=-1) for x in arrays)
+    t, lr = scalars
+    return (p - lr * g).sum(-1), [(m * common[0]).sum(-1)], t
+
+
+@pytest.mark.parametrize(("function", "traces"), [(adamlike, 1), (branching, 1), (handed_on, 1), (in_pairs, 4)])
+def test_a_family_is_traced_once_for_all_sizes(function, traces):
+    calls = []
+
+    def counted(*given):
+        calls.append(None)
+        return function(*given)
+
+    sizes = 70, 300, 1, 65
+    arrays, scalars, common = zip(*(inputs(count, (size,)) for count, size in zip((1, 2, 3, 5), sizes, strict=True)), strict=True)
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
+    with x64():
+        kinds = [split.Alike(counted, a, s, None, counted) for a, s in zip(arrays[:3], scalars, strict=False)]
+        kinds.append(split.Alike(counted, [stack(arrays[3])], [stack(scalars[3])], 5, counted))
+        found = jax.jit(lambda common: split.for_each(kinds, common))(common[0])
+        assert len(calls) == traces
+        found[3] = [jax.tree.map(lambda x, i=i: x[i], found[3][0]) for i in range(5)]
+        for kind, a, s in zip(found, arrays, scalars, strict=True):
+            expected = [jax.jit(function)(*each, common[0]) for each in zip(a, s, strict=True)]
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), kind, expected)
+            assert jax.tree.map(lambda x: (x.shape, x.dtype), kind) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+def test_arithmetic_that_evaluations_repeat_is_done_once():
+    def twice(arrays, scalars, common):
+        (first, _, t), (_, m, _) = (adamlike([x * one for x in arrays], scalars, common[:2]) for one in (1, common[2]))
+        return first, m, t
+
+    arrays, scalars, common = inputs(3)
+    program = str(jax.make_jaxpr(lambda *given: alone(twice, *given))(arrays, scalars, (*common, np.float32(1.0))))
+    assert program.count(" pow ") == 1
