@@ -23,7 +23,7 @@ def params(seed=0):
 def give(ps, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for p in ps:
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def stepped(optimizer, ps, steps=3):
@@ -172,3 +172,19 @@ def test_counts_of_several_types_are_vectors_of_their_own():
     assert kinds[torch.int32,] == [3, 3]
     assert [float(optimizer.state[named[name]]["nu"]) for name in ("p0", "p1")] == kinds[torch.float32,]
     assert min(kinds[torch.float32,]) > 1000  # squared norms
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_those_of_a_type_that_numpy_has_not_are_stacked():
+    """A norm that novograd keeps in the parameter's dtype."""
+    halves = [torch.nn.Parameter(p.detach().bfloat16()) for p in params()]
+    optimizer = stepped(torch_api.OptaxOptimizer(halves, optax.novograd, lr=1e-3), halves)
+    (launch,) = optimizer._launches.latest
+    (cells,) = (cells for cells in launch.scalars if cells.tensors[0].dtype is torch.bfloat16)
+    assert cells.length == 0
+    before = [float(optimizer.state[p]["nu"]) for p in halves]
+    assert min(before) > 1000
+    for p in halves:
+        p.grad *= 4
+    optimizer.step()
+    assert all(2 * a < float(optimizer.state[p]["nu"]) for a, p in zip(before, halves, strict=True))

@@ -307,12 +307,21 @@ def scalars(
         dtype = getattr(torch, field.dtype)
         value = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
         value = to_torch(value) if isinstance(value, jax.Array) else value
-        known = leaf.scalars.get(field.name)
-        own = known is not None and isinstance(value, torch.Tensor) and (value.data_ptr(), value.dtype) == (known.data_ptr(), dtype)
-        spare = leaf.spare.pop(field.name, None)
-        new = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None or own else spare
-        found[field.name] = known if own else new.copy_(torch.as_tensor(value).detach().reshape(()))
+        known, spare = leaf.scalars.get(field.name), leaf.spare.pop(field.name, None)
+        if (
+            known is not None
+            and isinstance(value, torch.Tensor)
+            and _place(value) == _place(known) == (known.data_ptr(), dtype, leaf.device)
+        ):
+            found[field.name] = known
+            continue
+        new = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
+        found[field.name] = new.copy_(torch.as_tensor(value).detach().reshape(()))
     return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return tensor.data_ptr(), tensor.dtype, tensor.device
 
 
 def param_array(leaf: Leaf) -> Any:
