@@ -277,8 +277,9 @@ def machine(device: str) -> str:
 
 def file_name(device: str) -> str:
     """The results file of this class of machine."""
-    kind = f"{os.cpu_count()}-cores" if device == "cpu" else re.sub(r"\W+", "-", torch.cuda.get_device_name().lower())
-    return f"{device}-{kind}.json"
+    name = re.sub(r"\(\w+\)| processor", "", _processor().lower()) if device == "cpu" else torch.cuda.get_device_name().lower()
+    count = f"{os.cpu_count()}-cores-" if device == "cpu" else ""
+    return f"{device}-{count}{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}.json"
 
 
 def environment(section: str, settings: Settings) -> dict[str, Any]:
