@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+from functools import partial
 
 import jax
 import optax
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import torch_api
-from bridge import storage
+from bridge import storage, update
+from bridge.dlpack import x64
 
 SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for a pack
 
@@ -36,9 +38,10 @@ def stepped(optimizer, ps, steps=3):
 def test_a_scalar_of_state_is_no_array_of_jax():
     ps = params()
     gc.collect()
-    before = len(jax.live_arrays())
+    small = lambda: sum(x.size <= len(SHAPES) for x in jax.live_arrays())  # noqa: E731
+    before = small()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
-    assert len(jax.live_arrays()) - before == 3 * len(SHAPES)
+    assert small() == before
     for state in optimizer.state.values():
         assert storage.located(state["step"]) == (None, None)
         assert not storage.shares_memory(state["step"])
@@ -54,7 +57,8 @@ def test_one_vector_goes_in_and_one_comes_out():
     donated, arguments = launch.program.update.in_avals[0][:2], launch.program.update.in_avals[0][2:]
     assert [len(column) for column in donated] == [len(SHAPES), 2 * len(SHAPES)]
     assert [aval.shape for aval in arguments[0]] == [(len(SHAPES),)]
-    results = jax.tree.leaves(launch.program.update.out_info)
+    with x64():
+        results = jax.tree.leaves(jax.eval_shape(partial(update.update, launch.program.plan), *update.abstract(launch.program.plan)))
     assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # and the result to wait for
 
 
