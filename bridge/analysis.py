@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .problem import Extra, Field, Path, Problem, Row, Same, Spec, layout
-from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of
+from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of, traced
 
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
@@ -153,15 +153,15 @@ class _Program:
         fields = [[(f, spec.shape) for f in own] for own, spec in zip(plan.own, specs, strict=True)] + [[(f, ()) for f in plan.shared]]
         state = [[jax.ShapeDtypeStruct(like if f.shape is None else f.shape, f.dtype) for f, like in part] for part in fields]
         arrays = Arrays(leaf, leaf, state[:-1], state[-1])
-        traced = [jax.ShapeDtypeStruct(*x) for x in extra.leaves if not isinstance(x, Same)]
+        further = [jax.ShapeDtypeStruct(*x) for x in extra.leaves if not isinstance(x, Same)]
 
-        def run(arrays: Arrays, values: Any, multipliers: Any, traced: list[Any]) -> tuple[Arrays, Arrays]:
-            after = evaluate(problem, arrays, values, multipliers, None, None, extra.restored(traced))
+        def run(arrays: Arrays, values: Any, multipliers: Any, further: list[Any]) -> tuple[Arrays, Arrays]:
+            after = evaluate(problem, arrays, values, multipliers, None, None, extra.restored(further))
             return after, begin(problem, problem.scalars(values), arrays.params)
 
         scalars = jax.ShapeDtypeStruct((problem.row.width,), np.float64), [jax.ShapeDtypeStruct((), np.float64)] * len(specs)
         with x64():
-            closed = jax.make_jaxpr(run)(arrays, *scalars, traced)
+            closed, _ = traced(run, arrays, *scalars, further)
         names = [f.name for own in plan.own for f in own], [f.name for f in plan.shared]
         each = range(len(specs))
         owners = [i for i, own in enumerate(plan.own) for _ in own]
@@ -170,7 +170,7 @@ class _Program:
         self._fields = [{f.name: f.shape for f in (*own, *plan.shared)} for own in plan.own]
         # What each input and output is called in the text, and the leaf that it belongs to (None: to all).
         states = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
-        others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(traced)))]
+        others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
         self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
         outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in states)]
         self._results = sorted(zip(outputs, self.jaxpr.outvars, strict=True), key=lambda pair: pair[0][0])

@@ -8,7 +8,7 @@ buffer, operation by operation; and either serves in the other's place.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,13 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 # fmt: off
 ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "imag", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh",
+    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "one_minus_square", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
 })
 # fmt: on
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
@@ -32,25 +33,39 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def inlined(jaxpr: Any, consts: Sequence[Any]) -> Any:
-    """A traced program with the bodies of the functions that it calls in place of the calls, closed."""
+def inlined(jaxpr: Any, consts: Sequence[Any], wanted: Callable[[Any], bool] = lambda eqn: True) -> Any:
+    """A traced program with the bodies of the functions that it calls in place of the calls, closed; of those calls that are `wanted`."""
     arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
-    return jax.make_jaxpr(lambda *inputs: _run(jaxpr, consts, inputs))(*arguments)
+    return jax.make_jaxpr(lambda *inputs: _run(jaxpr, consts, inputs, wanted))(*arguments)
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """As jax.make_jaxpr(function, return_shape=True)(*arguments), and functions that are jitted to be inlined are, as in older versions.
+
+    jax 0.11 keeps them as calls until it lowers the program: of optax's bias correction, one of all leaves.
+    """
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    late = any(map(_is_late, closed.jaxpr.eqns))
+    return inlined(closed.jaxpr, closed.consts, _is_late) if late else closed, result
+
+
+def _is_late(eqn: Any) -> bool:
+    return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Callable[[Any], bool] = lambda eqn: True) -> list[Any]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     for eqn in jaxpr.eqns:
         operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
+        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands, wanted), strict=True)
     return [literal(v) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of one operation of a program, whatever the shapes there are; of a call, those of its body."""
-    body = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any], bool] = lambda eqn: True) -> list[Any]:
+    """The results of one operation of a program, whatever the shapes there are; of a call that is `wanted`, those of its body."""
+    body = eqn.params.get(_CALLS.get(eqn.primitive.name, "")) if wanted(eqn) else None
     if body is not None:
-        return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands)
+        return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, wanted)
     given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]
     alone = jaxpr.replace(constvars=[], invars=[v for v, _ in given], outvars=eqn.outvars, eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(alone, []))(*(x for _, x in given))

@@ -253,6 +253,7 @@ def test_threads_share_a_function_and_trace_each_signature_once():
     assert sorted(traces) == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch 2.11's own, where it is imported
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks at what crosses a break
 def test_in_a_compiled_caller_the_graph_breaks_and_numbers_and_gradients_are_right():
     torch._dynamo.reset()

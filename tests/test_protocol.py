@@ -411,6 +411,7 @@ def labels(cls):
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("Optimizer.")}
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_profiler_shows_the_step_under_the_name_of_the_class(name):
     ours, theirs = PAIRS[name]

@@ -227,6 +227,7 @@ def test_hooks_of_the_optimizer_run_around_each_update():
     assert seen == ["before", "after"] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 def test_hooks_of_all_optimizers_run_and_a_profile_has_the_step_by_its_name():
     model, seen = mlp(), []
     train_step = JaxTrainStep(model, mse, adamw(model))
