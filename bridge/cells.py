@@ -1,7 +1,7 @@
 """Numbers of state (step counts) as 0-d tensors of torch's own that a program takes as one vector and gives back as one.
 
-On the CPU they lie side by side, each tensor with a storage of its own bytes alone: the vector is their memory, and a jax array for
-each of them, which would cost more than its arithmetic, is not needed.
+They lie side by side, each tensor with a storage of its own bytes alone: the vector is their memory, and a jax array for each of
+them, which would cost more than its arithmetic, is not needed.
 """
 
 from __future__ import annotations
@@ -16,52 +16,72 @@ import jax
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, EXTENSION_DTYPES, numpy_dtype, operands
+from .borrowed import alias
+from .dlpack import ALIGNMENT, ALIGNMENT_GPU, EXTENSION_DTYPES, numpy_dtype, operands
+from .windows import Window
 
 
 def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """So many new 0-d tensors, on the CPU side by side."""
-    if device.type != "cpu" or dtype in EXTENSION_DTYPES:
-        return [torch.zeros((), dtype=dtype, device=device) for _ in range(count)]
-    space = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
-    values = space[-space.ctypes.data % ALIGNMENT :][: count * dtype.itemsize].view(numpy_dtype(dtype))
-    return [torch.from_numpy(values[i : i + 1].reshape(())) for i in range(count)]
+    """So many new 0-d tensors, side by side."""
+    if device.type == "cpu":
+        space = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
+        owner, start = space, space.ctypes.data + -space.ctypes.data % ALIGNMENT
+    else:
+        owner = torch.zeros(count, dtype=dtype, device=device)
+        start = owner.data_ptr()
+    return [Window(owner, start + i * dtype.itemsize, (), numpy_dtype(dtype), device).tensor() for i in range(count)]
 
 
 class Cells:
     """The numbers of one dtype that one program takes.
 
-    read: gives them as one vector, to be read before `write`. `tensors`: where they are.
+    read: gives them as one vector, to be read before `write`; on a GPU after `collect`, by what runs after torch's stream.
+    tensors: where they are.
     address, length: of their bytes, where they lie one behind the other; else `length` is 0.
     """
 
-    __slots__ = ("_at", "_values", "address", "length", "read", "tensors")
+    __slots__ = ("_at", "_copies", "_values", "address", "length", "read", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         self._values: Any = None  # all that lies between the first and the last of them, of which those at `_at` are ours
-        self._at: Any = None
+        self._at: Any = slice(None)
+        self._copies: torch.Tensor | None = None
         self.address = self.length = 0
         first = self.tensors[0]
-        if first.device.type != "cpu" or first.dtype in EXTENSION_DTYPES:
-            self.read: Callable[[], Any] = self._stacked
-            return
         addresses = np.array([tensor.data_ptr() for tensor in self.tensors])
-        self.address = int(addresses.min())
-        places = (addresses - self.address) // first.itemsize
-        space: Any = (ctypes.c_char * ((int(places.max()) + 1) * first.itemsize)).from_address(self.address)
-        self._values = np.frombuffer(space, numpy_dtype(first.dtype))
+        start = int(addresses.min())
+        places = (addresses - start) // first.itemsize
         adjacent = np.array_equal(places, np.arange(len(places)))
-        self._at, self.length = (slice(None), self._values.nbytes) if adjacent else (places, 0)
-        self.read = functools.partial(operator.getitem, self._values, self._at)
+        if first.device.type == "cpu" and first.dtype not in EXTENSION_DTYPES:
+            space: Any = (ctypes.c_char * ((int(places.max()) + 1) * first.itemsize)).from_address(start)
+            self._values = np.frombuffer(space, numpy_dtype(first.dtype))
+            self._at = self._at if adjacent else places
+            self.address, self.length = start, self._values.nbytes if adjacent else 0
+            self.read: Callable[[], Any] = functools.partial(operator.getitem, self._values, self._at)
+        elif first.device.type != "cpu":
+            with torch.inference_mode(False):
+                if adjacent and not start % ALIGNMENT_GPU:
+                    self._values = Window(None, start, (len(places),), numpy_dtype(first.dtype), first.device).tensor()
+                else:
+                    self._copies = torch.empty(len(places), dtype=first.dtype, device=first.device)
+                array = alias(self._values if self._copies is None else self._copies)
+            self.read = lambda: array
+        else:
+            self.read = lambda: operands([torch.stack(self.tensors)], [None])[0]
+
+    def collect(self) -> bool:
+        """Put the numbers side by side where they are read on a GPU; False where they lie so."""
+        if self._copies is None:
+            return False
+        torch.stack(self.tensors, out=self._copies)
+        return True
 
     def write(self, vector: jax.Array) -> None:
-        """Take the elements of a vector that is ready as the numbers."""
+        """Take the elements of a vector as the numbers; on the CPU it is ready, elsewhere torch's stream waits for it."""
         if self._values is None:
             torch._foreach_copy_(self.tensors, torch.from_dlpack(vector).unbind())
+        elif isinstance(self._values, torch.Tensor):
+            self._values.copy_(torch.from_dlpack(vector))
         else:
             self._values[self._at] = np.asarray(vector)
-
-    def _stacked(self) -> Any:
-        with torch.no_grad():
-            return operands([torch.stack(self.tensors)], [None])[0]

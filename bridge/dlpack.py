@@ -24,8 +24,9 @@ from jax.core import Tracer
 
 from .masks import path_name
 
-# jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign).
-ALIGNMENT = 64
+# jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign), and a program on a GPU
+# an argument below the second (xla/service/gpu/buffer_allocations, kEntryParameterAlignBytes).
+ALIGNMENT, ALIGNMENT_GPU = 64, 16
 _flat = methodcaller("reshape", -1)
 
 EXTENSION_DTYPES = {
@@ -116,21 +117,33 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     return out
 
 
-def wait_for(tokens: Sequence[jax.Array]) -> None:
+def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
     """Order what torch does next after the executions that gave `tokens`, in order, results that nobody donates.
 
     On the CPU this waits: jax dispatches asynchronously and may still be reading torch's memory. On a GPU nothing
-    waits on the host: the export makes torch's current stream wait for the last execution, which runs after the others.
+    waits on the host: the export makes torch's current stream wait for the last execution, which runs after the others;
+    but of one that `may_fail` while it runs, the host must wait for the error, because jaxlib 0.11 crashes at such an export.
     """
     if not tokens:
         return
     device = next(iter(tokens[-1].devices()))
-    if device.platform == "cpu":
+    if device.platform == "cpu" or may_fail:
         for token in tokens:
             token.block_until_ready()
     else:
         export: Any = tokens[-1].__dlpack__  # jax.Array's stub has no `stream`
         export(stream=torch.cuda.current_stream(device.local_hardware_id).cuda_stream)
+
+
+def behind_torch(device: Any) -> jax.Array:
+    """A zero on a GPU that is there when all has ended that torch's current stream was asked for: what takes it runs after that."""
+    return _importer("cuda")(_zero(device.local_hardware_id), device)
+
+
+@functools.cache
+def _zero(index: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, device=f"cuda:{index}")
 
 
 def device_of(tensor: torch.Tensor) -> Any:
@@ -248,20 +261,16 @@ def _jax_device(platform: str, index: int) -> Any:
 def _route(device: torch.device) -> tuple[Callable[[torch.Tensor, Any], jax.Array], Any, int]:
     """For tensors on one torch device: the way in, the jax device, and the alignment that the way asks for."""
     platform = device.type
-    return _importer(platform), _jax_device(platform, device.index or 0), ALIGNMENT if platform == "cpu" else 1
+    return _importer(platform), _jax_device(platform, device.index or 0), ALIGNMENT if platform == "cpu" else ALIGNMENT_GPU
 
 
 @functools.cache
 def _importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array]:
     """The way in for one platform: the two C calls beneath the public one where they work, else the public one."""
-    if platform == "cpu":
-        fast = _raw_importer()
-        if fast is not None:
-            return fast
-    return _public_import
+    return _raw_importer(platform) or _public_import
 
 
-def _raw_importer() -> Callable[[torch.Tensor, Any], jax.Array] | None:
+def _raw_importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array] | None:
     """`jax.dlpack.from_dlpack` costs five times the calls beneath it; their names are private and move (lucidrains/jax2torch#6)."""
     try:
         from jax._src.lib import _jax
@@ -273,13 +282,24 @@ def _raw_importer() -> Callable[[torch.Tensor, Any], jax.Array] | None:
     def fast(tensor: torch.Tensor, device: Any) -> jax.Array:
         return from_capsule(capsule(tensor), device, None, False)
 
-    probe = torch.zeros(ALIGNMENT)
+    def ordered(tensor: torch.Tensor, device: Any) -> jax.Array:
+        number = device.get_stream_for_external_ready_events()  # that jax waits for before it reads the array
+        _stream(number, tensor.device).wait_stream(torch.cuda.current_stream(tensor.device.index))
+        return from_capsule(capsule(tensor), device, number, False)
+
+    importer = fast if platform == "cpu" else ordered
+    probe = torch.zeros(ALIGNMENT, device=platform)
     try:
-        if fast(probe, _jax_device("cpu", 0)).unsafe_buffer_pointer() == probe.data_ptr():
-            return fast
-    except (TypeError, RuntimeError, ValueError):
+        if importer(probe, _jax_device(platform, probe.device.index or 0)).unsafe_buffer_pointer() == probe.data_ptr():
+            return importer
+    except (AttributeError, TypeError, RuntimeError, ValueError):
         pass
     return None
+
+
+@functools.cache
+def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(number, device=device)
 
 
 def _public_import(tensor: torch.Tensor, device: Any) -> jax.Array:

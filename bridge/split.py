@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .whole import apply, inlined, kind_text, literal, params_text, slice_of
+from .whole import apply, inlined, kind_text, literal, params_text, slice_of, traced
 
 _FEW = 64  # elements up to which a value that depends on scalars alone is one of them
 
@@ -47,10 +47,10 @@ class Alike(NamedTuple):
         return math.prod(jax.tree.leaves(self.arrays[0])[0].shape[-1:])
 
 
-def for_each(kinds: Sequence[Alike], common: Any) -> list[list[Any]]:
+def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[list[Any]]:
     """For each kind [function(a, s, common) for a, s in zip(arrays, scalars)], traced once, mapped over rows.
 
-    `common`: a pytree that all calls get.
+    common: a pytree that all calls get. apart: whether the numbers of each leaf are cut out before its loop, as is best on a CPU.
     """
     shared = jax.tree.leaves(common)
     cuts = _cuts(kinds, common)
@@ -59,7 +59,7 @@ def for_each(kinds: Sequence[Alike], common: Any) -> list[list[Any]]:
         alike.setdefault(cut.key, []).append(position)
     results: list[list[Any]] = [[] for _ in kinds]
     for positions in alike.values():
-        known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared)
+        known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared, apart)
         for i in positions:
             kind, cut = kinds[i], cuts[i]
             function = cut.of_arrays
@@ -107,7 +107,7 @@ class _Cut:
 
     def __init__(self, kind: Alike, common: Any) -> None:
         one = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[kind.rows is not None :], x.dtype), x[0]) for x in kind[1:3]]
-        closed, result = jax.make_jaxpr(kind.function, return_shape=True)(*one, jax.tree.map(_shape, common))
+        closed, result = traced(kind.function, *one, jax.tree.map(_shape, common))
         self.structure, self._size = jax.tree.structure(result), kind.size
         arrays, scalars = (len(jax.tree.leaves(x)) for x in one)
         jaxpr = closed.jaxpr
@@ -116,6 +116,8 @@ class _Cut:
         small = {v for v in given if v.aval.size <= _FEW}
         numbers, second = _Numbers(given), []
         for eqn in jaxpr.eqns:
+            if not eqn.outvars and not eqn.effects:  # a call of which nothing was left
+                continue
             depends = all(isinstance(v, Literal) or v in small for v in eqn.invars)
             if depends and all(v.aval.size <= _FEW for v in eqn.outvars) and not eqn.effects:
                 numbers.add(eqn)
@@ -216,7 +218,9 @@ def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _known(of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+def _known(
+    of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared: Sequence[Any], apart: bool
+) -> Iterator[tuple[list[Any], list[Any]]]:
     """For one leaf of these kinds after the other what the scalars give: so many values to be handed on, and the results."""
     function = jaxpr_as_fun(of_scalars)
     leaves = [(kind.rows, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
@@ -239,6 +243,8 @@ def _known(of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared:
         columns = [(jax.lax.slice_in_dim(own[x.dtype], *next(left[x.dtype]), axis=1), x.shape[1:]) for x in found[:handed]]
         return [jax.lax.reshape(x, (*height, *shape)) for x, shape in columns]
 
+    if not apart:  # a loop of a GPU reads its numbers where they lie; to cut them out is a kernel for each leaf
+        joined = jax.lax.optimization_barrier(joined)
     heights = Counter(() if rows is None else (rows,) for rows, _ in leaves)
     taken_apart = {height: _repeated(partial(cells, height=height), times) for height, times in heights.items()}
     start = 0
@@ -247,6 +253,7 @@ def _known(of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared:
         cut = lambda x, start=start, stop=stop: jax.lax.slice_in_dim(x, start, stop)  # noqa: E731
         # The rows of a leaf are one value of their own: else XLA reads each number in a loop of its own, or joins the loops over
         # leaves that read one matrix, which are then slower by a fifth.
-        own = jax.lax.optimization_barrier(jax.tree.map(cut, joined))
+        own = jax.tree.map(cut, joined)
+        own = jax.lax.optimization_barrier(own) if apart else own
         yield taken_apart[height](own), [jax.lax.reshape(cut(x), (*height, *x.shape[1:])) for x in found[handed:]]
         start = stop

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, NoReturn
@@ -26,11 +26,11 @@ from . import lanes, openmp
 from .analysis import calls_back
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
-from .dlpack import X64, operands, wait_for, x64
+from .dlpack import X64, behind_torch, operands, wait_for, x64
 from .flags import client_started, request_fusion
 from .passes import bytes_accessed
 from .storage import Memory
-from .update import Plan, abstract, measured, traces, update
+from .update import Plan, abstract, measured, stepped, traces
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "programs", "run", "traces"]
 
@@ -42,7 +42,12 @@ try:  # beneath the public ones, which make enums of numbers and back
 except ImportError:
     from signal import getsignal as _handler_of
     from signal import signal as _handle
-_rows, _elements, _read = attrgetter("rows"), attrgetter("program.elements"), methodcaller("read")
+_packed, _elements, _calls_back, _read = (
+    attrgetter("program.packed"),
+    attrgetter("program.elements"),
+    attrgetter("program.calls_back"),
+    methodcaller("read"),
+)
 _array, _memory, _address, _pointer = (
     attrgetter("array"),
     attrgetter("memory"),
@@ -71,22 +76,23 @@ os.register_at_fork(after_in_child=_after_fork)
 class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
-    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print).
+    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.update: Any = None  # until it is compiled
         self.measure: Any = None
+        self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         arguments = abstract(plan)
         with x64(), jax.disable_jit(False):
-            traced = jax.jit(functools.partial(update, plan), donate_argnums=(0, 1)).trace(*arguments)
+            traced = jax.jit(functools.partial(stepped, plan), donate_argnums=(0, 1)).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self._lowered = [traced.lower()]
             if plan.measured:
-                _, _, _, _, grads, masks, _, _, live, _, scaling, measure = arguments
-                self._lowered.append(jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure))
+                _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
+                self._lowered.append(jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure, after))
 
     def compile(self) -> None:
         """Make it ready; several may be compiled at once, each in a thread."""
@@ -110,9 +116,9 @@ class Launch(ABC):
     state: the memories of the state of every leaf, then of the shared state; likewise.
     scalars: the scalars of leaves by themselves, by dtype.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
-    positions: which of the step's gradients belong to leaves by themselves, and then, in `order`, the order of their dimensions.
-    rows: the packs of gradients. joined: of each pack that all its rows' gradients fill, one behind the other, which those are,
-      and its rows as torch.cat wants them; gathered: which gradients belong into other packs; `targets`: the place of each there.
+    positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments.
+    rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
+      are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
     masks: a boolean array per leaf with `elements`.
     offsets: int32 (leaves, those of packs one by one): where in the hyperparams the numbers of its row begin.
     live: boolean, one for each row of each pack: whether that row is updated.
@@ -121,7 +127,7 @@ class Launch(ABC):
     """
 
     __slots__ = (
-        "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "order", "params", "positions", "program",
+        "flat", "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "params", "positions", "program",
         "ready", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
@@ -134,7 +140,7 @@ class Launch(ABC):
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
     positions: Sequence[int]
-    order: Sequence[Any]
+    flat: Callable[[Sequence[torch.Tensor]], list[Any]]
     joined: Sequence[tuple[Sequence[int], torch.Tensor]]
     gathered: Sequence[int]
     targets: list[torch.Tensor]
@@ -178,37 +184,37 @@ def run(
     if _forked:
         _refuse_fork()
     flight, kept, skipped, side_by_side = _Flight(), [], [], []
-    flight.programs, flight.packed = len(launches), any(map(_rows, launches))
+    flight.programs, flight.packed = len(launches), any(map(_packed, launches))
+    flight.may_fail = any(map(_calls_back, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
     waves = (launches,) if launches[0].program.measure is not None else zip(launches)
-    further = list(extra), list(scaling)
+    further, after = (list(extra), list(scaling)), []
     device = launches[0].program.plan.device
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = hyperparams
-        if len(launches) > 1 and device.platform != "cpu":
-            numbers = jax.device_put(hyperparams, device)
-        elif len(launches) > 1:
+        if device.platform == "cpu" and len(launches) > 1:
             numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams)
         measure: Any = _NOTHING_MEASURED
-        for launch in launches:
-            for positions, rows in launch.joined:  # in half the time of a copy of each
-                torch.cat(list(map(grads.__getitem__, positions)), out=rows)
-            if launch.gathered:
-                torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
-        if (
-            device.platform == "cpu"
-            and openmp.pause
-            and sum(map(_elements, launches)) >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads()
-        ):
-            openmp.pause(openmp.SOFT)
+        if device.platform != "cpu":
+            numbers = _on_device(hyperparams.tobytes(), device)
         for wave in waves:
-            given = []
             for launch in wave:
                 if not launch.ready:
                     launch.prepare()
-                given.append(operands([*map(grads.__getitem__, launch.positions), *launch.rows], launch.order))
+                for positions, rows in launch.joined:  # in half the time of a copy of each
+                    torch.cat(list(map(grads.__getitem__, positions)), out=rows)
+                if launch.gathered:
+                    torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
+            if device.platform != "cpu":
+                if _collected(wave) or not after:
+                    after = [behind_torch(device)]
+            elif not kept and openmp.pause and sum(map(_elements, launches)) >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
+                openmp.pause(openmp.SOFT)
+            given = []
+            for launch in wave:
+                given.append(launch.flat([*map(grads.__getitem__, launch.positions), *launch.rows]))
                 if launch.program.measure is not None:
-                    measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure)
+                    measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure, after)
             for launch, gradients in zip(wave, given, strict=True):
                 memories = [*map(_memory, launch.inplace), *launch.state]
                 split = len(launch.inplace)
@@ -218,17 +224,29 @@ def run(
                 scalars = list(map(_read, launch.scalars))
                 own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
                 new_params, new_state, new_scalars, new_kept, skipped, token = launch.program.update(
-                    *own, numbers, launch.offsets, launch.live, *further, measure
+                    *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
                 arrays = [*new_params, *new_state]
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
                 flight.landing.append(([token], memories, arrays, (launch.scalars, new_scalars)))
-                if device.platform != "cpu" and len(flight.landing) > 1:
+                if device.platform != "cpu" and len(flight.landing) > 1 and not flight.may_fail:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
                 kept.append(new_kept)
     return Outcome(kept, flight.moved, skipped, flight.arrived)
+
+
+@functools.lru_cache(64)
+def _on_device(numbers: bytes, device: Any) -> jax.Array:
+    """float64 numbers on a device: most steps have those of the step before."""
+    return jax.device_put(np.frombuffer(numbers), device)
+
+
+def _collected(launches: Sequence[Launch]) -> bool:
+    """Collect the numbers of these launches; whether the stream of a GPU was then asked for anything that they read."""
+    copies = [cells.collect() for launch in launches for cells in launch.scalars]
+    return any(copies) or any(launch.rows for launch in launches)
 
 
 def _refuse_fork() -> NoReturn:
@@ -243,9 +261,10 @@ class _Flight:
     threads take turns.
     """
 
-    __slots__ = ("arrived", "handlers", "landing", "moved", "order", "packed", "programs")
+    __slots__ = ("arrived", "handlers", "landing", "may_fail", "moved", "order", "packed", "programs")
     programs: int  # how many are to be called
     packed: bool  # whether some work on packs
+    may_fail: bool  # whether some may fail while they run
 
     def __enter__(self) -> _Flight:
         self.arrived: list[tuple[Any, Any, Any]] = []
@@ -266,7 +285,7 @@ class _Flight:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.landing:
             error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
-        landing = iter(self.landing)
+        landing, failed = iter(self.landing), ()
         if self.order is not None:
             lanes.choose(self.order)
         try:
@@ -276,13 +295,17 @@ class _Flight:
                 try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
-                    wait_for(tokens)
+                    failed = arrays
+                    wait_for(tokens, self.may_fail)
+                failed = ()
                 for cells, vector in zip(*scalars, strict=True):
                     if cells.length:
                         ctypes.memmove(cells.address, _pointer(vector), cells.length)
                     else:
                         cells.write(vector)
         finally:
+            for array in failed:  # it holds the error, not values, and would pass it on to whatever takes it
+                array.delete()
             try:
                 for _, memories, arrays, _ in landing:  # those behind one that failed
                     self.moved |= elsewhere(memories, arrays)
@@ -293,12 +316,12 @@ class _Flight:
                     _packs_lock.release()
 
 
-def flight(packed: bool) -> _Flight:
-    """The flight of one program that is no update alone; `packed`: it works on packs."""
+def flight(packed: bool, may_fail: bool) -> _Flight:
+    """The flight of one program that is no update alone; `packed`: it works on packs; `may_fail`: while it runs."""
     if _forked:
         _refuse_fork()
     alone = _Flight()
-    alone.programs, alone.packed = 1, packed
+    alone.programs, alone.packed, alone.may_fail = 1, packed, may_fail
     return alone
 
 

@@ -23,10 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, EXTENSION_DTYPES, dense_order, device_of, numpy_dtype, operands, to_torch, x64
-
-# The array interfaces of numpy and CUDA know no bfloat16 or float8: their bits travel as integers of the same width.
-_BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}
+from .dlpack import ALIGNMENT, dense_order, device_of, numpy_dtype, operands, to_torch, x64
+from .windows import Window
 
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
@@ -46,7 +44,7 @@ class Memory:
     def __init__(self, array: jax.Array, lengths: Sequence[int] | None = None) -> None:
         self.array, self.lengths = array, lengths
         self.address = array.unsafe_buffer_pointer()
-        self.windows: weakref.WeakValueDictionary[int, _Window] = weakref.WeakValueDictionary()
+        self.windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
         self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @property
@@ -74,27 +72,10 @@ class Memory:
         return view.view(like.shape) if dense_order(like) is None else view.as_strided(like.shape, like.stride())
 
     def _view(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
-        bits, dtype = _BITS.get(np.dtype(self.array.dtype), (self.array.dtype, None))
-        if not math.prod(shape):  # no bytes, nothing to look into
-            view = torch.from_numpy(np.zeros(shape, bits)).to(device)
-        else:
-            window = _Window(self, self.address + start, shape, bits)
-            if row is not None:
-                self.windows[row] = window
-            view = torch.from_numpy(np.asarray(window)) if device.type == "cpu" else torch.as_tensor(window, device=device)
-        return view if dtype is None else view.view(dtype)
-
-
-class _Window:
-    """Some bytes of a memory as numpy or CUDA see them: an array or a tensor over it keeps it alive, and it the memory."""
-
-    def __init__(self, memory: Memory, start: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self.memory = memory
-        interface = {"data": (start, False), "shape": shape, "typestr": np.dtype(dtype).str, "version": 3}
-        if next(iter(memory.array.devices())).platform == "cpu":
-            self.__array_interface__ = interface
-        else:
-            self.__cuda_array_interface__ = interface
+        window = Window(self, self.address + start, shape, self.array.dtype, device)
+        if row is not None:
+            self.windows[row] = window
+        return window.tensor()
 
 
 class Placement(NamedTuple):
@@ -289,11 +270,13 @@ def write_back(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array], ord
 
 
 def return_freed() -> None:
-    """Give the pages of freed torch buffers back to the system, where the C library can.
+    """Give the pages of freed torch buffers back to the system, where the C library can, and to the GPU.
 
     Adoption frees each parameter's old buffer, and compiling frees a lot: glibc keeps those pages in its arenas, and the
     state that is allocated next would come on top of them (2140 MiB at the peak for GPT-2 small, 1986 without).
     """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what torch's allocator keeps jax's cannot have
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

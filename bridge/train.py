@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from . import openmp, step
 from .analysis import calls_back, convolves_in_groups
 from .calm import calm
-from .dlpack import operands, x64
+from .dlpack import behind_torch, operands, x64
 from .flags import of_training
 from .masks import path_name
 from .passes import bytes_accessed
@@ -166,7 +166,7 @@ class Task:
         return loss
 
     def gathered(self, grads: Mapping[str, Any]) -> list[Any]:
-        """The gradient of each leaf of the plan: flat, or the rows of a pack, with zeros where nothing is live."""
+        """The gradient of each leaf of the plan, as `update` takes them: flat, or the rows of a pack, with zeros where nothing is live."""
         return [self._rows(*leaf.buffer, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)]
 
     def _rows(self, shape: tuple[int, ...], dtype: str, leaves: Sequence[tuple[str, int | None]], grads: Mapping[str, Any]) -> Any:
@@ -206,7 +206,7 @@ VALUE_FN = jax.tree_util.Partial(_value)
 def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     """New parameters, state and buffers, then what has no memory of its own: kept leaves, copied buffers, loss, aux, a token."""
     params, state, buffers = donated
-    scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, _ = arguments
+    scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, *_ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
     loss, aux, after, grads = task.differentiated(columns, batch, seed)
     for (name, _), others in zip(task.sums, sums, strict=True):
@@ -228,7 +228,7 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
 def _accumulate(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     """New sums of gradients and buffers, then what has no memory of its own: copied buffers, loss, aux, a token."""
     sums, buffers = donated
-    params, kept, copied, read, batch, seed, first = arguments
+    params, kept, copied, read, batch, seed, first, _ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
     loss, aux, after, grads = task.differentiated(columns, batch, seed)
     new = []
@@ -265,6 +265,7 @@ class Program:
             self.jaxpr = traced.jaxpr
             options = of_training(self.plan.device, convolves_in_groups(self.jaxpr.jaxpr), small(self.jaxpr.jaxpr))
             self.call: Any = traced.lower().compile(compiler_options=options)
+        self.packed = any(leaf.count is not None for leaf in self.plan.leaves)
         self.elements = bytes_accessed(self.call) / _ELEMENT
         step.count_compilation()
 
@@ -293,15 +294,15 @@ def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
     plan = task.plan
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
-    params, state, scalars, kept, _, masks, numbers, offsets, live, further, _, _ = abstract(plan)
+    params, state, scalars, kept, _, masks, numbers, offsets, live, further, _, _, after = abstract(plan)
     columns = {name: [array((math.prod(s.shape),), s.dtype) for s in _specs(task, name)] for name in ("buffers", "copied")}
     read = [array(*signature) for signature in task.read]
     sums = [array((math.prod(task.tensors[name].spec.shape),), dtype) for name, dtype in task.sums]
     seed, first = jax.ShapeDtypeStruct((), np.int64), jax.ShapeDtypeStruct((), np.bool_)
     batch = task.forward.batch
     if not updates:
-        return (sums, columns["buffers"]), (params, kept, columns["copied"], read, batch, seed, first)
-    arguments = scalars, kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first
+        return (sums, columns["buffers"]), (params, kept, columns["copied"], read, batch, seed, first, after)
+    arguments = scalars, kept, columns["copied"], read, batch, sums, seed, masks, numbers, offsets, live, further, first, after
     return (params, state, columns["buffers"]), arguments
 
 
@@ -342,12 +343,15 @@ class Outcome(NamedTuple):
 
 def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
     """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
-    flight, new_kept, new_scalars = step.flight(bool(launch.rows)), [], []
+    flight, new_kept, new_scalars = step.flight(program.packed, program.calls_back), [], []
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
         kept = operands(launch.kept, launch.kept_order) if launch.kept else []
         copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
         read = [x.array if isinstance(x, Memory) else x for x in arrays.read]
+        for cells in launch.scalars:
+            cells.collect()
+        after = [] if program.plan.device.platform == "cpu" else [behind_torch(program.plan.device)]
         own, sums, buffers = ([memory.array for memory in part] for part in (params, arrays.sums, arrays.buffers))
         first = np.bool_(arrays.first)
         if (
@@ -358,13 +362,13 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
             openmp.pause(openmp.SOFT)
         state = [memory.array for memory in launch.state] if program.updates else []
         if program.updates:
-            rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first
+            rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first, after
             scalars = [cells.read() for cells in launch.scalars]
             arguments = scalars, kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
             *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call((own, state, buffers), arguments)
             memories = [*params, *launch.state, *arrays.buffers]
         else:
-            arguments = own, kept, copied, read, list(arrays.batch), arrays.seed, first
+            arguments = own, kept, copied, read, list(arrays.batch), arrays.seed, first, after
             *donated, new_copied, loss, aux, token = program.call((sums, buffers), arguments)
             memories = [*arrays.sums, *arrays.buffers]
         results = [array for part in donated for array in part]

@@ -30,7 +30,8 @@ class Leaf:
     """What the program must know of one live leaf: its transformation, its arrays, and which way its result goes.
 
     `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
-    every field of state; `spec` is then that of one row. None for a leaf by itself.
+    every field of state; `spec` is then that of one row. None for a leaf by itself. `singly`: the gradients of the rows are
+    arguments of their own, because reading them in one place would not be worth moving them there.
     """
 
     row: Row
@@ -39,6 +40,7 @@ class Leaf:
     inplace: bool
     elements: bool
     count: int | None = None
+    singly: bool = False
 
     @property
     def buffer(self) -> Signature:
@@ -118,17 +120,17 @@ def update(
     extra: list[Any],
     scaling: list[Any],
     measure: Any,
+    after: Sequence[Any] = (),
     fused: bool = True,
 ) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], Any]:
     """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and a result that nobody donates.
 
-    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have. `fused`: whether the program
-    is compiled with what `flags.request_fusion` asks for.
+    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have; `grads` as of `in_rows`.
+    `after`: zeros that are there when the program may begin. `fused`: whether it is compiled with what `flags.request_fusion` asks for.
     """
     global _traces
     _traces += 1
     ones, values = hyperparams[:ONES], _values(plan, hyperparams, offsets)
-    grads = [_in_rows(g, leaf.count) for g, leaf in zip(grads, plan.leaves, strict=True)]
     donated, read, given, states = iter(params), iter(kept), iter(masks), iter(state)
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
     leaf_lives = _lives([leaf.count for leaf in plan.leaves], live)
@@ -149,7 +151,8 @@ def update(
         parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
-    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), for_each(kinds, (ones, scale, skip, extra)), strict=True):
+    updated = for_each(kinds, (ones, scale, skip, extra), plan.device.platform == "cpu")
+    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
             new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
             results[i] = new_p, joined(plan.problem(leaf), *columns)
@@ -158,8 +161,7 @@ def update(
         shared = [next(states) for _ in signatures]
         multipliers = [values[i][-1] for i in at]
         p, state_of, g, m = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks))
-        restored = plan.extra.restored(extra)
-        new = _unit_update(problem, p, state_of, g, m, shared, values[at[0]], multipliers, scale, restored)
+        new = _unit_update(problem, p, state_of, g, m, shared, values[at[0]], multipliers, scale, plan.extra.restored(extra))
         new_shared += unless(skip, new.shared, shared)
         for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
             results[i] = unless(skip, result, (old_params[i], own[i]))
@@ -168,7 +170,7 @@ def update(
     new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
     new_state, new_vectors = _collected(plan, [fields for _, fields in results])
-    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, ones[0].astype(jnp.float32)
+    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, sum((x[0] for x in after), start=ones[0].astype(jnp.float32))
 
 
 def _distributed(plan: Plan, state: Iterator[Any], vectors: Sequence[Any]) -> list[list[Any]]:
@@ -217,9 +219,22 @@ def _values(plan: Plan, hyperparams: Any, offsets: Any) -> list[Any]:
     return out
 
 
-def _in_rows(grad: Any, count: int | None) -> Any:
-    """A flat gradient in the rows of a pack."""
-    return grad if count is None else grad.reshape(count, -1)
+def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
+    """The gradient of each leaf of the plan, of a pack in rows, from flat ones as of `abstract`."""
+    given = iter(grads)
+    return [
+        next(given)
+        if leaf.count is None
+        else jnp.stack([next(given) for _ in range(leaf.count)])
+        if leaf.singly
+        else next(given).reshape(leaf.count, -1)
+        for leaf in plan.leaves
+    ]
+
+
+def stepped(plan: Plan, params: Any, state: Any, vectors: Any, kept: Any, grads: list[Any], *others: Any) -> tuple[Any, ...]:
+    """As `update`, of flat gradients as of `abstract`: the program of a step."""
+    return update(plan, params, state, vectors, kept, in_rows(plan, grads), *others)
 
 
 def _lives(counts: Sequence[int | None], live: Any) -> list[Any]:
@@ -261,16 +276,16 @@ def _unit_update(
     return new._replace(params=[p for p, _ in kept], own=[state for _, state in kept])
 
 
-def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any) -> Any:
+def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:
     """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
+    measure = sum((x[0].astype(jnp.float64) for x in after), start=measure)
     given = iter(masks)
     leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
-    grads = [_in_rows(g, leaf.count) for g, leaf in zip(grads, plan.leaves, strict=True)]
-    return found_in(plan.clip, grads, leaf_masks, _lives([leaf.count for leaf in plan.leaves], live), scaling, measure)
+    return found_in(plan.clip, in_rows(plan, grads), leaf_masks, _lives([leaf.count for leaf in plan.leaves], live), scaling, measure)
 
 
 def abstract(plan: Plan) -> tuple[Any, ...]:
-    """Shape and dtype of the arguments of `update`, in its order."""
+    """Shape and dtype of the arguments of `stepped`, in its order."""
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
     params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
@@ -278,11 +293,14 @@ def abstract(plan: Plan) -> tuple[Any, ...]:
     own = [s for leaf in plan.leaves for s, among in zip(leaf.state, leaf.together, strict=True) if not among]
     state = [array(*s) for s in (*own, *(s for signatures in plan.shared for s in signatures))]
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
-    grads = [array((math.prod(leaf.buffer[0]),), leaf.buffer[1]) for leaf in plan.leaves]
+    grads = []
+    for (shape, dtype), leaf in ((leaf.buffer, leaf) for leaf in plan.leaves):
+        grads += [array(shape[1:], dtype)] * shape[0] if leaf.singly else [array((math.prod(shape),), dtype)]
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
     hyperparams, offsets = jax.ShapeDtypeStruct((plan.width,), np.float64), jax.ShapeDtypeStruct((plan.offsets,), np.int32)
     live = jax.ShapeDtypeStruct((sum(leaf.count or 0 for leaf in plan.leaves),), np.bool_)
     extra = [array(*s) for s in plan.extra.leaves if not isinstance(s, Same)]
     scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
-    return params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure
+    after = [] if plan.device.platform == "cpu" else [array((1,), np.float32)]
+    return params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
-from torch_api import rows
+from torch_api import packs
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
 SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
@@ -21,7 +21,7 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 def no_packs():
     """Optimizers made here have every leaf by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "LARGEST_IN_PACK", 0)
+        patch.setitem(packs.GATHERED, "cpu", 0)
         yield
 
 

@@ -32,7 +32,7 @@ def route(request, monkeypatch):
     for cache in caches:
         cache.cache_clear()
     if request.param == "public":
-        monkeypatch.setattr(dlpack, "_raw_importer", lambda: None)
+        monkeypatch.setattr(dlpack, "_raw_importer", lambda *_: None)
         monkeypatch.setattr(dlpack, "_raw_exporter", lambda: None)
     yield request.param
     for cache in caches:

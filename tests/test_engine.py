@@ -92,7 +92,7 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
 
 
 def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
-    monkeypatch.setattr(torch_api.rows, "LARGEST_IN_PACK", 0)
+    monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
     params = random_params(shapes=[(20,)] * 17)
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)

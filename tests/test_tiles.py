@@ -13,7 +13,7 @@ from packing import feed, near, run, some, states
 
 import bridge
 import torch_api
-from torch_api import rows, tiles
+from torch_api import packs, tiles
 from torch_api.cache import CompilationWarning
 
 SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
@@ -22,7 +22,7 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 @pytest.fixture(autouse=True)
 def _leaves_by_themselves(monkeypatch):
     """Small leaves stand for large ones: none is packed, and tiles are of 16, 4 and 1."""
-    monkeypatch.setattr(rows, "LARGEST_IN_PACK", 0)
+    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
     monkeypatch.setattr(tiles, "SOME", tiles.FEW)
 
 
@@ -344,7 +344,7 @@ def test_state_bytes_are_torchs():
 
 @pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
 def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, monkeypatch):
-    monkeypatch.setattr(rows, "LARGEST_IN_PACK", limit)
+    monkeypatch.setitem(packs.GATHERED, "cpu", limit)
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     params = parameters()

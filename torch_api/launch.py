@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from bridge import step, storage, update
+from bridge.borrowed import Borrowed
 from bridge.cells import Cells
+from bridge.dlpack import operands
 
 from .packs import Pack
 from .plan import Leaf
@@ -33,6 +36,12 @@ class Block:
     def rows(self) -> Sequence[int | None]:
         return (None,) if self.pack is None else self.pack.memory.rows
 
+    @property
+    def singly(self) -> list[tuple[int, tuple[int, ...] | None]]:
+        """For each row the position of its gradient, and the order of its dimensions; where there is none, those of another's."""
+        given = {leaf.slot: (position, leaf.order) for leaf, position in zip(self.leaves, self.positions, strict=True)}
+        return [given.get(row) or (self.positions[0], self.leaves[0].order) for row in self.rows]
+
 
 class Launch(step.Launch):
     """The launch of some blocks, leaves by themselves before packs."""
@@ -45,11 +54,11 @@ class Launch(step.Launch):
         self.leaves = [leaf for block in blocks for leaf in block.leaves]
         self.device = self.leaves[0].device
         self.packs = [block.pack for block in blocks if block.pack is not None]
-        self.rows = [block.pack.gradients(block.leaves[0]) for block in blocks if block.pack is not None]
-        self.joined, self.gathered, self.targets = [], [], []
+        self.rows, self.joined, self.gathered, self.targets = [], [], [], []
         for block in blocks:
-            if block.pack is None:
+            if block.pack is None or block.pack.singly:
                 continue
+            self.rows.append(block.pack.gradients(block.leaves[0]))
             whole = block.pack.whole(block.leaves)
             if whole is not None:
                 self.joined.append((block.positions, whole))
@@ -62,7 +71,7 @@ class Launch(step.Launch):
         blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
         self._blocks, self.ready = (), True
         alone = [block.leaves[0] for block in blocks if block.pack is None]
-        positions = [position for block in blocks for position in block.positions]
+        singly = [each for block in blocks if block.pack is None or block.pack.singly for each in block.singly]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
         self.params = [leaf.param for leaf in self.leaves if leaf.memory is not None or leaf.layout is not None]
@@ -71,8 +80,13 @@ class Launch(step.Launch):
             scalars.setdefault(tensor.dtype, []).append(tensor)
         self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
-        self.positions = positions[: len(alone)]
-        self.order = [*(leaf.order for leaf in alone), *(None for _ in self.rows)]
+        self.positions = [position for position, _ in singly]
+        order = [*(order for _, order in singly), *(None for _ in self.rows)]
+        self.flat = (
+            functools.partial(operands, order=order)
+            if self.device.type == "cpu"
+            else Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
+        )
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [], []

@@ -71,7 +71,9 @@ class Launches:
         trainable = [leaf for leaf in active if leaf.spec is not None]
         kinds = {leaf: rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if leaf.slot is not None}
-        self._frequent = {leaf for leaf, kind in kinds.items() if alike[kind] >= tiles.equals(len(kinds) + len(packs))}
+        frequent = tiles.equals(len(kinds) + len(packs))
+        # On a GPU calling a program costs the host more than the device has to do in it.
+        self._frequent = {leaf for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
 
     @property
     def latest(self) -> list[Launch]:
@@ -108,7 +110,7 @@ class Launches:
         for position, i in enumerate(live):
             on_device.setdefault(self._active[i].device, []).append((self._active[i], position))
         self._check_devices([[leaf for leaf, _ in part] for part in on_device.values()])
-        divided = [list(self._divided(self._blocks(part, values))) for part in on_device.values()]
+        divided = [list(self._divided(self._blocks(part, values), scaled)) for part in on_device.values()]
         before = self._cache.info.compilations
         programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
         blocks = [block for part in divided for tile in part for block in tile]
@@ -157,7 +159,7 @@ class Launches:
                 block = packed.get(pack) or packed.setdefault(pack, Block(pack))
             block.leaves.append(leaf)
             block.positions.append(position)
-        blocks = [*alone, *packed.values()]
+        blocks = [*alone, *sorted(packed.values(), key=lambda block: not block.pack.singly)]  # as a launch has their gradients
         for block in blocks:
             leaf = block.leaves[0]
             if leaf not in self._described:
@@ -181,10 +183,17 @@ class Launches:
             return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
         count, width = pack.memory.array.shape
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
-        return update.Leaf(row, leaf.spec._replace(shape=(width,)), state, True, False, count)
+        return update.Leaf(row, leaf.spec._replace(shape=(width,)), state, True, False, count, pack.singly)
 
-    def _divided(self, blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    def _divided(self, blocks: list[Block], scaled: bool) -> Iterator[list[Block]]:
         """The blocks of each program."""
+        if blocks[0].leaves[0].device.type != "cpu" and not scaled and self._max_grad_norm is None:
+            alone = [block for block in blocks if block.described.row.unit is None]
+            rows = [len(block.rows) for block in alone]
+            elements = [block.leaves[0].shape.numel() * count for block, count in zip(alone, rows, strict=True)]
+            first = [alone[i] for i in tiles.ahead(elements, rows)]
+            yield from ([block] for block in first)
+            blocks = [block for block in blocks if block not in first]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         sizes = [block.leaves[0].shape.numel() if block.pack is None else 0 for block in blocks]
         frequent = [block.leaves[0] in self._frequent for block in blocks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,7 @@ class OptaxOptimizer(GroupedOptimizer):
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         kept = self._options.kept(self.ema_decay is not None)
         self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, kept)
+        self._listed = [list(group["params"]) for group in self.param_groups]
         self._signature = self._group_signature()
         self._sight.forget()
         self._active = list(filter(self._is_active, self._leaves))
@@ -180,9 +182,10 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
-        signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None]
-        for group in self.param_groups:
-            signature += (id(group), group.get("trainable", True), *map(id, group["params"]))
+        signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
+        for group, listed in zip(self.param_groups, self._listed, strict=False):
+            params = group["params"]
+            signature += (id(group), group.get("trainable", True), len(params) == len(listed) and all(map(is_, params, listed)))
         for group, name, decisive in self.arrangement.watched:
             signature.append(group[name] if decisive is None else decisive(group[name]))
         return signature

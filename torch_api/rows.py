@@ -19,14 +19,12 @@ from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 from bridge.storage import pack_width
 
+from . import packs
 from .groups import check_group, check_parameter_fits, group_reader
 from .plan import Leaf
 from .shards import described
 
 _is_none = partial(is_, None)
-# Bytes of the largest parameter that is packed. Packing costs one more reading and writing of its gradient, and saves some
-# microseconds for its own arguments, its own loop and its own views.
-LARGEST_IN_PACK = 131072
 
 
 class Rows:
@@ -152,15 +150,16 @@ class Rows:
     def pack_key(self, leaf: Leaf) -> Any:
         """What leaves must have in common to be updated side by side; None for one that must be by itself.
 
-        Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length.
+        Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length, and so does one whose
+        gradient is not gathered.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
-        if not 0 < size * leaf.dtype.itemsize <= LARGEST_IN_PACK:
+        width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
+        if not size or not (gathered or leaf.device.type in packs.SINGLY_ON):
             return None
-        width, whole = pack_width(leaf.dtype, size), leaf.spec.whole
-        if whole and (width != size or self._extra.leaves):
+        if (whole or not gathered) and (width != size or self._extra.leaves):
             return None
         if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra):
             return None

@@ -21,6 +21,22 @@ ELEMENTS = 1 << 20
 _STEP = 4  # from one size of tile to the next
 
 
+# Elements of a loop that is worth a program of its own ahead of the others on a GPU, which works on it while the host calls those.
+AHEAD = 1 << 24
+_PROGRAMS_AHEAD = 2  # more than these the host has no time for
+_OTHERS = 4  # arrays of a loop beside its gradients: the parameter and what state it may have
+
+
+def ahead(elements: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """Which of some loops on a GPU should be called first, each by itself: those with few arguments for their elements first.
+
+    Args:
+      elements, rows: of each loop.
+    """
+    large = [i for i, count in enumerate(elements) if count >= AHEAD] if len(elements) > 1 else []
+    return sorted(large, key=lambda i: -elements[i] / (rows[i] + _OTHERS))[:_PROGRAMS_AHEAD]
+
+
 def equals(loops: int) -> float:
     """How many equal leaves are worth a program of their own where so many loops may be live."""
     return math.inf if loops <= FEW else EQUALS_OF_SOME if loops <= SOME else EQUALS

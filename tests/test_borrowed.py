@@ -1,0 +1,164 @@
+"""Arguments that are imported once for each address; on the CPU here, where only the order of streams has no meaning."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from oracles import movement_error, random_grads, set_grads
+
+import torch_api
+from bridge import borrowed, storage, whole
+from bridge.borrowed import Borrowed
+from bridge.windows import Window
+from torch_api import tiles
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    seen = []
+    monkeypatch.setattr(borrowed, "to_jax", lambda x, real=borrowed.to_jax: seen.append(x.data_ptr()) or real(x))
+    return seen
+
+
+def test_an_address_is_imported_once_and_the_array_shows_what_lies_there(imports):
+    arguments = Borrowed([None, None])
+    a, b = torch.randn(64), torch.randn(4, 16)
+    first = arguments([a, b])
+    assert [x.unsafe_buffer_pointer() for x in first] == [a.data_ptr(), b.data_ptr()]
+    assert [x.shape for x in first] == [(64,), (64,)]
+    a.fill_(3)
+    second = arguments([a, b])
+    assert second[0] is first[0]
+    assert float(jax.jit(jnp.sum)(second[0])) == 3 * 64
+    assert imports == [a.data_ptr(), b.data_ptr()]
+    c = torch.ones(64)
+    assert arguments([c, b])[0].unsafe_buffer_pointer() == c.data_ptr()
+    assert arguments([a, b])[0] is first[0]
+    assert len(imports) == 3
+
+
+def test_it_keeps_nothing_alive():
+    arguments, tensor = Borrowed([None]), torch.randn(1024)
+    arguments([tensor])
+    gc.collect()
+    assert storage._use_count(tensor) == 1
+
+
+def test_only_some_addresses_are_remembered(imports):
+    arguments, tensors = Borrowed([None]), [torch.zeros(16) for _ in range(borrowed._PLACES + 3)]
+    for tensor in tensors:
+        arguments([tensor])
+    assert len(arguments._known[0]) <= borrowed._PLACES
+    assert len(imports) == len(tensors)
+
+
+ELEMENTS = torch.arange(24.0)
+WAYS = {
+    "as it is": lambda x: x.clone(),
+    "transposed": lambda x: x.clone().t(),
+    "with gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "not aligned": lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape),
+    "lazily negated": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+    "empty": lambda x: x[:0].clone(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_way_the_elements_lie_they_come_in_order(way):
+    for shape in ((4, 6), (6, 4)):
+        tensor = WAYS[way](ELEMENTS.view(shape))
+        arguments = Borrowed([None])
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), tensor.reshape(-1).numpy(force=True))
+
+
+def test_one_address_with_other_strides_or_a_lazy_sign_is_another_argument():
+    base = torch.randn(4, 4)
+    arguments = Borrowed([None])
+    as_it_is, turned = np.asarray(arguments([base])[0]).copy(), np.asarray(arguments([base.t()])[0]).copy()
+    np.testing.assert_array_equal(as_it_is, base.reshape(-1).numpy())
+    np.testing.assert_array_equal(turned, base.t().reshape(-1).numpy())
+    negated = torch._neg_view(base)
+    assert negated.data_ptr() == base.data_ptr()
+    np.testing.assert_array_equal(np.asarray(arguments([negated])[0]), -base.reshape(-1).numpy())
+
+
+def test_a_lazy_conjugate_at_a_known_address():
+    base = torch.randn(8, dtype=torch.complex64)
+    arguments = Borrowed([None], are_complex=True)
+    arguments([base])
+    np.testing.assert_array_equal(np.asarray(arguments([base.conj()])[0]), base.conj().resolve_conj().numpy())
+
+
+def test_dimensions_come_in_the_order_given(imports):
+    weight = torch.randn(2, 4, 2, 2).to(memory_format=torch.channels_last)
+    arguments = Borrowed([(0, 2, 3, 1)])
+    for tensor in (weight, weight.contiguous(), weight):
+        np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), weight.permute(0, 2, 3, 1).reshape(-1).numpy())
+    assert imports == [weight.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool, torch.int32], ids=str)
+def test_a_window_is_a_storage_of_its_own_bytes(dtype):
+    whole_ = torch.arange(64).to(dtype)
+    window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), storage.numpy_dtype(dtype), whole_.device)
+    view = window.tensor()
+    assert view.dtype is dtype
+    assert view.untyped_storage().nbytes() == 3 * dtype.itemsize
+    assert torch.equal(view.view(torch.uint8), whole_[16:19].contiguous().view(torch.uint8))
+    address = whole_.data_ptr()
+    del whole_, window
+    gc.collect()
+    assert view.data_ptr() == address + 16 * dtype.itemsize  # what holds the bytes is still there
+    view.clone()
+
+
+# ---------------------------------------------------------------------- what a GPU is called for first
+
+
+def test_what_has_few_arguments_for_its_elements_goes_ahead():
+    large = tiles.AHEAD
+    assert tiles.ahead([large], [1]) == []
+    assert tiles.ahead([large - 1, 5], [1, 1]) == []
+    assert tiles.ahead([5, large], [1, 1]) == [1]
+    assert tiles.ahead([3 * large, 2 * large, 9], [24, 1, 1]) == [1, 0]
+    assert len(tiles.ahead([large] * 9, [1] * 9)) == tiles._PROGRAMS_AHEAD
+
+
+# ---------------------------------------------------------------------- calls that jax 0.11 leaves in a trace
+
+
+def corrected(updates, count):
+    return jax.tree.map(lambda g: g / (1 - 0.9**count), updates)
+
+
+def calling(wrap):
+    """A transformation that calls one function of all leaves, as optax does for the correction of its moments."""
+
+    def update(updates, state, params=None):
+        jax.jit(lambda x: ())(state)  # a call of which nothing is left
+        return jax.tree.map(lambda g: -0.1 * g, wrap(corrected)(updates, (state + 1).astype(jnp.float32))), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("late", [True, False])
+def test_a_call_of_all_leaves_that_is_meant_to_be_inlined_does_not_bind_them_together(late, monkeypatch):
+    if late:
+        monkeypatch.setattr(whole, "_is_late", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
+    params = [torch.nn.Parameter(torch.randn(n)) for n in (5, 7, 7)]
+    start = [p.detach().clone() for p in params]
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, other = (torch_api.OptaxOptimizer(ps, calling(wrap)) for ps, wrap in ((params, jax.jit), (twins, lambda f: f)))
+    for _ in range(20):
+        grads = random_grads(params)
+        for ps, o in ((params, optimizer), (twins, other)):
+            set_grads(ps, grads)
+            o.step()
+    assert max(map(movement_error, params, twins, start)) < 1e-6
+    assert (optimizer.arrangement.static[0].unit is None) is late

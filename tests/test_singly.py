@@ -1,0 +1,205 @@
+"""Packs of large leaves, whose gradients are arguments of their own: what a GPU has, here on the CPU too."""
+
+import itertools
+import math
+
+import optax
+import pytest
+import torch
+from oracles import clones, movement_error, random_grads, set_grads
+from packing import by_themselves, packed
+
+import torch_api
+from torch_api import packs
+
+SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
+MAKE = {
+    "AdamW": lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, weight_decay=0.1),
+    "amsgrad": lambda ps: torch_api.MaskedAdam(ps, lr=0.01, amsgrad=True),
+    "momentum": lambda ps: torch_api.MaskedSGD(ps, lr=0.1, momentum=0.9, dampening=0.1),
+    "clipped": lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, max_grad_norm=0.5),
+    "averaged": lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, ema_decay=0.9),
+    "NAdam": lambda ps: torch_api.MaskedNAdam(ps, lr=0.01),
+    "Lion": lambda ps: torch_api.MaskedLion(ps, lr=0.01),
+    "Lamb": lambda ps: torch_api.MaskedLamb(ps, lr=0.01),
+    "optax": lambda ps: torch_api.OptaxOptimizer(ps, optax.adabelief, lr=0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch):
+    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
+    monkeypatch.setattr(packs, "SINGLY_ON", {"cpu"})
+
+
+def parameters(dtype=torch.float32):
+    return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in SHAPES]
+
+
+def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
+    """The movement beside that of an optimizer with every leaf by itself."""
+    optimizer = make(ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packs, "SINGLY_ON", set())
+        other, theirs = by_themselves(make, ours)
+    start = [p.detach().clone() for p in ours]
+    for _ in range(steps):
+        for p, q, g in zip(ours, theirs, random_grads(ours) if grads is None else grads(ours), strict=True):
+            p.grad, q.grad = (None, None) if g is None else (g, g.clone())
+        optimizer.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packs, "SINGLY_ON", set())
+            other.step()
+    moved = [i for i, (p, s) in enumerate(zip(theirs, start, strict=True)) if not torch.equal(p, s)]
+    assert moved
+    assert max(movement_error(ours[i], theirs[i], start[i]) for i in moved) < tolerance
+    return optimizer, other
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+def test_numbers_are_those_of_leaves_by_themselves(make):
+    ours = parameters()
+    addresses = None
+    optimizer, _ = compared(make, ours, 2)
+    packed(optimizer, 7)
+    by_itself = [leaf.param for leaf in optimizer._active if leaf.slot is None]
+    assert any(p is ours[7] for p in by_itself)  # its row would be longer than it is
+    assert all(pack.singly for launch in optimizer._launches.latest for pack in launch.packs)
+    addresses = [p.data_ptr() for p in ours]
+    compared(make, parameters())
+    set_grads(ours, random_grads(ours))
+    optimizer.step()
+    assert addresses == [p.data_ptr() for p in ours]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_every_dtype(dtype):
+    ours = parameters(dtype)
+    optimizer, _ = compared(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01), ours, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6)
+    packed(optimizer, 4)
+
+
+@pytest.mark.parametrize("norm", [None, 0.5])
+def test_who_has_no_gradient_stays_as_it_is(norm):
+    turn = itertools.count()
+
+    def grads(params):
+        n = next(turn)
+        return [None if (i + n) % 3 == 0 else torch.randn_like(p) for i, p in enumerate(params)]
+
+    ours = parameters()
+    optimizer, other = compared(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, max_grad_norm=norm), ours, grads=grads)
+    counts = [[int(o.state[p]["step"]) for p in o.param_groups[0]["params"]] for o in (optimizer, other)]
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 1
+    frozen, before = ours[0], ours[0].detach().clone()
+    set_grads(ours, random_grads(ours))
+    frozen.grad = None
+    others = [p.grad for p in ours]
+    optimizer.step()
+    assert torch.equal(frozen, before)
+    assert others[1] is ours[1].grad
+
+
+def test_gradients_are_read_where_they_lie_and_nothing_is_gathered():
+    ours = parameters()
+    optimizer = torch_api.MaskedAdamW(ours, lr=0.01)
+    set_grads(ours, random_grads(ours))
+    optimizer.step()
+    (launch,) = optimizer._launches.latest
+    assert not launch.rows
+    assert not launch.joined
+    assert not launch.gathered
+    assert all(pack._gradients is None for pack in launch.packs)
+    size = sum(math.prod(shape) for shape in SHAPES)
+    assert len(launch.positions) == len(SHAPES)
+    assert launch.program.elements == size
+
+
+def test_strided_parameters_and_gradients():
+    def weights():
+        torch.manual_seed(3)
+        return [torch.nn.Parameter(torch.randn(4, 4, 2, 2).to(memory_format=torch.channels_last)) for _ in range(3)]
+
+    ours, theirs = weights(), weights()
+    optimizer, other = torch_api.MaskedAdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
+    start = [p.detach().clone() for p in ours]
+    for step in range(20):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(4, 4, 2, 2) if step % 2 else torch.randn(4, 4, 2, 2).to(memory_format=torch.channels_last)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        other.step()
+    packed(optimizer, 3)
+    assert max(map(movement_error, ours, theirs, start)) < 1e-5
+
+
+def test_a_checkpoint_goes_both_ways():
+    ours = parameters()
+    theirs = clones(ours)
+    start = [p.detach().clone() for p in ours]
+    a, b = torch_api.MaskedAdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
+
+    def steps(n):
+        for _ in range(n):
+            grads = random_grads(ours)
+            set_grads(ours, grads)
+            set_grads(theirs, grads)
+            a.step()
+            b.step()
+
+    steps(10)
+    saved = a.state_dict()
+    a.load_state_dict(b.state_dict())
+    b.load_state_dict(saved)
+    steps(10)
+    assert max(map(movement_error, ours, theirs, start)) < 1e-5
+    assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for s in a.state.values() for t in s.values())
+
+
+def test_a_train_step_updates_them():
+    def model():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(
+            torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        )
+
+    one, other = model(), model()
+    a, b = torch_api.MaskedAdamW(one.parameters(), lr=0.01), torch.optim.AdamW(other.parameters(), lr=0.01)
+    loss_of = lambda m, x, y: torch.nn.functional.mse_loss(m(x), y)  # noqa: E731
+    step = torch_api.JaxTrainStep(one, loss_of, a)
+    start = [p.detach().clone() for p in other.parameters()]
+    for turn in range(20):
+        x, y = torch.randn(8, 16), torch.randn(8, 1)
+        if turn % 3:
+            step(x, y)
+        else:
+            a.zero_grad()
+            loss_of(one, x, y).backward()
+            a.step()
+        b.zero_grad()
+        loss_of(other, x, y).backward()
+        b.step()
+    packed(a, 4)
+    assert max(map(movement_error, one.parameters(), other.parameters(), start)) < 1e-4
+
+
+def test_a_gradient_in_the_wrong_row_is_seen(monkeypatch):
+    """The control: this is what the comparison above is there for."""
+    from torch_api import launch
+
+    monkeypatch.setattr(launch.Block, "singly", property(lambda self: [(p, None) for p in self.positions[::-1]]))
+    with pytest.raises(AssertionError):
+        compared(MAKE["AdamW"], parameters())
+
+
+def test_numbers_in_one_table_are_those_of_each_leaf(monkeypatch):
+    """As a program of a GPU reads them."""
+    from bridge import update
+
+    monkeypatch.setattr(update, "for_each", lambda kinds, common, apart, inner=update.for_each: inner(kinds, common, False))
+    from bridge import step
+
+    monkeypatch.setattr(step, "_programs", {})
+    compared(MAKE["AdamW"], parameters())
