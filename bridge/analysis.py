@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -62,24 +62,47 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
     return tuple(found)
 
 
-def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra) -> bool:
+def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, sizes: Iterable[int] = ()) -> bool:
     """Whether a part of such a leaf is updated as within the whole: each element by itself, in a program that knows no size.
 
     Args:
       row, skeleton, extra: as in `views`.
       spec: the leaf as `views` gave it.
+      sizes: those that will be taken for each other. Equations of ours know none; a transformation may branch on one, so its program
+        is looked at for each of these.
     """
-    return row.unit is None and spec.flat and _knows_no_size(row, () if spec.path is None else skeleton, spec.path, spec.dtype, extra)
+    if row.unit is not None or not spec.flat:
+        return False
+    dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
+    leaf = row, () if spec.path is None else skeleton, spec.path, dtype, extra
+    return _knows_no_size(*leaf) and all(_is_as_any(*leaf, size) for size in sizes if size and row.scaled)
 
 
 @functools.lru_cache(256)
 def _knows_no_size(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra) -> bool:
-    dtype = dtype if row.scaled else _REAL.get(dtype, dtype)  # torch's equations see complex leaves as pairs
-    try:
-        programs = [_Program(Problem(row, (Spec(path, (n,), dtype),), skeleton), extra) for n in (4096, 4099)]
-    except Exception:  # noqa: BLE001 - user code that does not take a leaf of another size may raise anything
+    programs = [_flat(row, skeleton, path, dtype, extra, size) for size in (4096, _ANY)]
+    if None in programs or not all(program.elementwise for program in programs if program is not None):
         return False
-    return all(program.elementwise for program in programs) and programs[0].text(0) == programs[1].text(0)
+    return len({program.text(0) for program in programs if program is not None}) == 1
+
+
+@functools.lru_cache(1024)
+def _is_as_any(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra, size: int) -> bool:
+    """Whether the program for so many elements is that for others, with another number in the shapes."""
+    own, other = (_flat(row, skeleton, path, dtype, extra, n) for n in (size, _ANY))
+    if own is None or other is None:
+        return False
+    return own.text(0, "") == (other.text(0, "") or "").replace(str(_ANY), str(size))
+
+
+_ANY = 4099  # a prime, which no other array's size is
+
+
+def _flat(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra, size: int) -> _Program | None:
+    try:
+        return _Program(Problem(row, (Spec(path, (size,), dtype),), skeleton), extra)
+    except Exception:  # noqa: BLE001 - user code that does not take a leaf of another size may raise anything
+        return None
 
 
 def traced_names(
@@ -188,8 +211,9 @@ class _Program:
             for var in eqn.outvars:
                 self._owners[var], self._made[var] = owners, eqn
 
-    def text(self, index: int) -> str | None:
-        """All that is computed for a leaf, one operation a line, its shape written as L; None if another leaf takes part."""
+    def text(self, index: int, shape_as: str = "L") -> str | None:
+        """All that is computed for a leaf, one operation a line, its shape as L or in numbers (""); None if another leaf takes part."""
+        like = self._shapes[index] if shape_as else (-1,)
         lines: list[str] = []
         self._names = dict(self._constants)
         for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
@@ -202,7 +226,7 @@ class _Program:
             depends = frozenset() if isinstance(var, Literal) else self._owners.get(var, frozenset())
             if depends - {owner}:
                 return None
-            results.append(f"{name} = {self._write(var, lines, self._shapes[index])}")
+            results.append(f"{name} = {self._write(var, lines, like)}")
         return "\n".join([*lines, *results])
 
     def shapeless(self, index: int) -> str | None:

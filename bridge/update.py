@@ -199,12 +199,14 @@ _of_any_size: dict[Any, bool] = {}
 
 def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
     """Equal for leaves whose updates are the same, but for their size where that was found not to matter."""
-    key = plan.problem(leaf)._replace(specs=(leaf.spec._replace(shape=()),)), plan.extra
+    size = math.prod(leaf.spec.shape)
+    rule = plan.problem(leaf)._replace(specs=(leaf.spec._replace(shape=()),)), plan.extra
+    key = rule, size if leaf.row.scaled else None
     if key not in _of_any_size and kinds >= _KINDS:
         if len(_of_any_size) >= 256:
             _of_any_size.clear()
-        _of_any_size[key] = in_parts(leaf.row, plan.skeleton, leaf.spec, plan.extra)
-    return key, () if _of_any_size.get(key) else leaf.spec.shape, tuple(dtype for _, dtype in leaf.state), leaf.elements, passes
+        _of_any_size[key] = in_parts(leaf.row, plan.skeleton, leaf.spec, plan.extra, (size,))
+    return rule, () if _of_any_size.get(key) else leaf.spec.shape, tuple(dtype for _, dtype in leaf.state), leaf.elements, passes
 
 
 def _values(plan: Plan, hyperparams: Any, offsets: Any) -> list[Any]:

@@ -5,8 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import torch
+from oracles import movement_error
 
+import torch_api
 from bridge import split
 from bridge.dlpack import x64
 
@@ -163,3 +167,33 @@ def test_arithmetic_that_evaluations_repeat_is_done_once():
     arrays, scalars, common = inputs(3)
     program = str(jax.make_jaxpr(lambda *given: alone(twice, *given))(arrays, scalars, (*common, np.float32(1.0))))
     assert program.count(" pow ") == 1
+
+
+def by_size(at):
+    """A transformation that does another thing with a leaf of more elements than that."""
+
+    def update(updates, state, params):
+        return jax.tree.map(lambda g, x: -0.1 * (g + 0.5 * x if x.size > at else g), updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("at", "sizes"), [(1000, (40, 100, 500, 2000, 5000, 7000)), (12, (10,) * 8), (7000, (40, 100, 500, 2000, 5000, 7001))]
+)
+def test_a_branch_on_the_size_of_a_leaf_is_that_of_the_leaf(at, sizes):
+    """Kinds that differ in size share a trace, and small leaves lie in rows longer than they are."""
+    params = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
+    twins = [jnp.asarray(p.detach().numpy().copy()) for p in params]
+    start = [p.detach().clone() for p in params]
+    optimizer, tx = torch_api.OptaxOptimizer(params, by_size(at)), by_size(at)
+    state = tx.init(twins)
+    for _ in range(20):
+        grads = [torch.randn_like(p) for p in params]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        updates, state = tx.update([jnp.asarray(g.numpy()) for g in grads], state, twins)
+        twins = optax.apply_updates(twins, updates)
+    assert max(movement_error(p, torch.from_numpy(np.array(x)), s) for p, x, s in zip(params, twins, start, strict=True)) < 1e-5

@@ -128,7 +128,7 @@ class Rows:
         """How the transformation sees what this process holds of the leaf: that part, if it treats each element by itself."""
         if leaf.layout is None or not leaf.layout.sharded:
             return spec
-        if row.unit is None and analysis.in_parts(row, self.skeleton, spec, self._extra):
+        if row.unit is None and analysis.in_parts(row, self.skeleton, spec, self._extra, (leaf.param.numel(), *leaf.buffer_shape)):
             return spec._replace(shape=leaf.buffer_shape, order=None)
         raise ValueError(
             f"{self._owner}: {described(leaf.param, leaf.name)}, but this transformation does not treat each element by itself, and a "
@@ -161,7 +161,7 @@ class Rows:
             return None
         if (whole or not gathered) and (width != size or self._extra.leaves):
             return None
-        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra):
+        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, (size, width)):
             return None
         return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
 
