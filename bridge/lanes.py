@@ -43,13 +43,15 @@ choose = _stay if _calls is None else _calls[1]
 _ordered: Any = jax.jit(lambda numbers: numbers * np.float64(1))
 
 
-def opened(numbers: np.ndarray) -> tuple[Any, list[int]]:
+def opened(numbers: np.ndarray, device: Any) -> tuple[Any, list[int]]:
     """What each program of a step is given as `numbers`, and the orders to choose from: the thread's own first, then the lanes.
 
-    The numbers come from an execution in the thread's own order: whatever it was asked for before, such as reading a
-    parameter that the programs are about to change, has ended when they begin.
+    The numbers come from an execution on the programs' device in the thread's own order: whatever it was asked for there
+    before, such as reading a parameter that the programs are about to change, has ended when they begin.
     """
     if _calls is None:
         return numbers, [0, 0]
     first = threading.get_ident() + 1  # no thread waits for the lanes of another
-    return _ordered(numbers), [_calls[0](), *range(first, first + _LANES)]
+    with jax.default_device(device):
+        ordered = _ordered(numbers)
+    return ordered, [_calls[0](), *range(first, first + _LANES)]

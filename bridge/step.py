@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, NoReturn
@@ -193,7 +193,7 @@ def run(
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = hyperparams
         if device.platform == "cpu" and len(launches) > 1:
-            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams)
+            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device)
         measure: Any = _NOTHING_MEASURED
         if device.platform != "cpu":
             numbers = _on_device(hyperparams.tobytes(), device)
@@ -285,35 +285,55 @@ class _Flight:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.landing:
             error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
-        landing, failed = iter(self.landing), ()
+        landing, failed = iter(self.landing), None
         if self.order is not None:
             lanes.choose(self.order)
         try:
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
-            for tokens, memories, arrays, scalars in landing:
+            for failed in landing:
+                tokens, memories, arrays, scalars = failed
                 try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
-                    failed = arrays
                     wait_for(tokens, self.may_fail)
-                failed = ()
                 for cells, vector in zip(*scalars, strict=True):
                     if cells.length:
                         ctypes.memmove(cells.address, _pointer(vector), cells.length)
                     else:
                         cells.write(vector)
+            failed = None
         finally:
-            for array in failed:  # it holds the error, not values, and would pass it on to whatever takes it
-                array.delete()
             try:
-                for _, memories, arrays, _ in landing:  # those behind one that failed
-                    self.moved |= elsewhere(memories, arrays)
+                if failed is not None:
+                    self._land_after(failed, landing)
             finally:
                 for number, handler in self.handlers.items():
                     _handle(number, handler)
                 if self.packed:
                     _packs_lock.release()
+
+    def _land_after(self, failed: Any, others: Iterable[Any]) -> None:
+        """Of a call that failed delete what holds the error, not values: it would be passed on; see those behind it to their end."""
+        for tokens, memories, arrays, scalars in (failed, *others):
+            try:
+                wait_for(tokens, self.may_fail)
+                for cells, vector in zip(*scalars, strict=True):
+                    cells.write(vector)
+            except Exception:  # noqa: BLE001 - the first is being raised
+                _delete_errors(arrays)
+            self.moved |= elsewhere(
+                [m for m, x in zip(memories, arrays, strict=True) if not x.is_deleted()], [x for x in arrays if not x.is_deleted()]
+            )
+
+
+def _delete_errors(arrays: Sequence[jax.Array]) -> None:
+    """Delete those that hold the error of a failed execution, not values: they would pass it on to whatever takes them."""
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except Exception:  # noqa: BLE001 - whatever the program failed with, which is being raised
+            array.delete()
 
 
 def flight(packed: bool, may_fail: bool) -> _Flight:

@@ -59,7 +59,7 @@ def test_a_signal_in_the_middle_of_a_step_is_handled_when_all_is_in_place(monkey
         for optimizer, p in zip(optimizers, (params[0], params[6]), strict=True):
             stepped(optimizer, params)
             start = p.detach().clone()
-            monkeypatch.setattr(step, "wait_for", lambda tokens: (os.kill(os.getpid(), number), wait(tokens)))
+            monkeypatch.setattr(step, "wait_for", lambda *args: (os.kill(os.getpid(), number), wait(*args)))
             with pytest.raises(PreemptedError):
                 optimizer.step()
             monkeypatch.undo()
@@ -78,8 +78,8 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
     handler, wait = signal.getsignal(signal.SIGINT), step.wait_for
     start = [p.detach().clone() for p in params]
 
-    def broken(tokens):
-        wait(tokens)
+    def broken(*args):
+        wait(*args)
         raise RuntimeError("lost the device")
 
     monkeypatch.setattr(step, "wait_for", broken)
@@ -89,6 +89,29 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is handler
     assert all(torch.equal(p.detach(), before - 1) for p, before in zip(params, start, strict=True))
+
+
+def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
+    monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
+    params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
+    optimizer = torch_api.MaskedAdam(params, lr=1.0)
+    stepped(optimizer, params)
+    assert len(optimizer._launches.latest) > 1
+    wait, calls = step.wait_for, []
+
+    def broken(*args):
+        wait(*args)
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("lost the device")
+
+    start = [p.detach().clone() for p in params]
+    monkeypatch.setattr(step, "wait_for", broken)
+    with pytest.raises(RuntimeError, match="lost the device"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert not any(torch.equal(p, before) for p, before in zip(params, start, strict=True))
+    assert {int(optimizer.state[p]["step"]) for p in params} == {2}
 
 
 def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):

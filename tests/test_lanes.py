@@ -1,5 +1,10 @@
 """Programs of one step side by side: same numbers, after what the thread was asked for before, and the thread's order given back."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,3 +98,19 @@ def test_what_was_asked_for_before_a_step_reads_the_parameters_before_it():
         result = slow(x, bridge.to_jax(params[-1].detach()))  # runs while the step begins
         steps(params, optimizer, 1 + seed % 2)
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_was_asked_for_on_their_device_comes_first_whatever_the_default_device_is():
+    code = """
+        import jax, numpy as np
+        from bridge import lanes
+        from bridge.dlpack import x64
+        one, other = jax.devices("cpu")
+        for default in (None, one, other):
+            with jax.default_device(default), x64():
+                for device in (one, other):
+                    numbers, _ = lanes.opened(np.ones(32), device)
+                    assert not isinstance(numbers, jax.Array) or numbers.devices() == {device}, (default, device, numbers.devices())
+    """
+    flags = "--xla_force_host_platform_device_count=2"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=os.environ | {"XLA_FLAGS": flags})
