@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from oracles import movement_error, random_grads, set_grads
+from oracles import movement_error, run_pair
 
 import torch_api
 from bridge import borrowed, storage, whole
@@ -155,10 +155,6 @@ def test_a_call_of_all_leaves_that_is_meant_to_be_inlined_does_not_bind_them_tog
     start = [p.detach().clone() for p in params]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
     optimizer, other = (torch_api.OptaxOptimizer(ps, calling(wrap)) for ps, wrap in ((params, jax.jit), (twins, lambda f: f)))
-    for _ in range(20):
-        grads = random_grads(params)
-        for ps, o in ((params, optimizer), (twins, other)):
-            set_grads(ps, grads)
-            o.step()
+    run_pair(optimizer, params, other, twins, 20)
     assert max(map(movement_error, params, twins, start)) < 1e-6
     assert (optimizer.arrangement.static[0].unit is None) is late

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from oracles import SHAPES, movement_error, random_grads, set_grads
+from oracles import SHAPES, movement_error, random_grads, run_pair, set_grads
 
 import bridge
 import torch_api
@@ -42,12 +43,7 @@ def test_fifty_steps_move_as_torch_moves(writeback):
     a = torch_api.MaskedAdamW(ours, lr=0.01, max_grad_norm=1e6, writeback=writeback)
     b = torch.optim.AdamW(theirs, lr=0.01)
     addresses = [p.data_ptr() for p in ours]
-    for _ in range(50):
-        grads = random_grads(ours)
-        set_grads(ours, grads)
-        set_grads(theirs, grads)
-        a.step()
-        b.step()
+    run_pair(a, ours, b, theirs, 50)
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
     assert addresses == [p.data_ptr() for p in ours]
 
@@ -148,15 +144,13 @@ OPTIMIZERS = {
 def test_every_optimizer_moves_as_torchs(name):
     ours, theirs, start = pairs()
     a, b = getattr(torch_api, f"Masked{name}")(ours, **OPTIMIZERS[name]), getattr(torch.optim, name)(theirs, **OPTIMIZERS[name])
-    for step in range(20):
-        grads = random_grads(ours)
-        set_grads(ours, grads)
-        set_grads(theirs, grads)
-        for params in (ours, theirs) if step % 4 == 3 else ():
-            for p in params[::3]:
-                p.grad = None
-        a.step()
-        b.step()
+    turn = itertools.count()
+
+    def some(params):
+        drop = next(turn) % 4 == 3
+        return [None if drop and not i % 3 else torch.randn_like(p) for i, p in enumerate(params)]
+
+    run_pair(a, ours, b, theirs, 20, some)
     assert max(map(movement_error, ours, theirs, start)) < 2e-5
     assert name == "Adafactor" or sum(leaf.slot is not None for leaf in a._active) >= 3  # equal ones are side by side, whatever their size
 
@@ -165,12 +159,7 @@ def test_muon_moves_as_torchs():
     shapes = [(96, 64), (64, 96), (128, 128)]
     ours, theirs, start = pairs(shapes)
     a, b = torch_api.MaskedMuon(ours, lr=1e-2), torch.optim.Muon(theirs, lr=1e-2)
-    for _ in range(20):
-        grads = random_grads(ours)
-        set_grads(ours, grads)
-        set_grads(theirs, grads)
-        a.step()
-        b.step()
+    run_pair(a, ours, b, theirs, 20)
     assert max(map(movement_error, ours, theirs, start)) < 2e-2  # both orthogonalise in bfloat16
 
 
@@ -285,12 +274,7 @@ def test_models_and_checkpoints_travel_between_devices(tmp_path):
         torch.save(optimizer.state_dict(), path)
         optimizer.load_state_dict(torch.load(path, weights_only=True, map_location=device))
         other.load_state_dict(other.state_dict())
-        for _ in range(5):
-            grads = random_grads(list(model.parameters()))
-            set_grads(list(model.parameters()), grads)
-            set_grads(list(twin.parameters()), grads)
-            optimizer.step()
-            other.step()
+        run_pair(optimizer, list(model.parameters()), other, list(twin.parameters()), 5)
     ours, theirs = ([p.detach().cpu() for p in m.parameters()] for m in (model, twin))
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
     assert all(t.is_cuda for state in optimizer.state.values() for t in state.values())

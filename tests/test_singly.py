@@ -6,11 +6,12 @@ import math
 import optax
 import pytest
 import torch
-from oracles import clones, movement_error, random_grads, set_grads
+from oracles import clones, movement_error, random_grads, run_pair, set_grads
 from packing import by_themselves, packed
 
 import torch_api
-from torch_api import packs
+from bridge import step, update
+from torch_api import launch, packs
 
 SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
 MAKE = {
@@ -60,12 +61,11 @@ def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
 def test_numbers_are_those_of_leaves_by_themselves(make):
     ours = parameters()
-    addresses = None
     optimizer, _ = compared(make, ours, 2)
     packed(optimizer, 7)
     by_itself = [leaf.param for leaf in optimizer._active if leaf.slot is None]
     assert any(p is ours[7] for p in by_itself)  # its row would be longer than it is
-    assert all(pack.singly for launch in optimizer._launches.latest for pack in launch.packs)
+    assert all(pack.singly for each in optimizer._launches.latest for pack in each.packs)
     addresses = [p.data_ptr() for p in ours]
     compared(make, parameters())
     set_grads(ours, random_grads(ours))
@@ -107,14 +107,14 @@ def test_gradients_are_read_where_they_lie_and_nothing_is_gathered():
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01)
     set_grads(ours, random_grads(ours))
     optimizer.step()
-    (launch,) = optimizer._launches.latest
-    assert not launch.rows
-    assert not launch.joined
-    assert not launch.gathered
-    assert all(pack._gradients is None for pack in launch.packs)
+    (only,) = optimizer._launches.latest
+    assert not only.rows
+    assert not only.joined
+    assert not only.gathered
+    assert all(pack._gradients is None for pack in only.packs)
     size = sum(math.prod(shape) for shape in SHAPES)
-    assert len(launch.positions) == len(SHAPES)
-    assert launch.program.elements == size
+    assert len(only.positions) == len(SHAPES)
+    assert only.program.elements == size
 
 
 def test_strided_parameters_and_gradients():
@@ -125,9 +125,9 @@ def test_strided_parameters_and_gradients():
     ours, theirs = weights(), weights()
     optimizer, other = torch_api.MaskedAdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
     start = [p.detach().clone() for p in ours]
-    for step in range(20):
+    for turn in range(20):
         for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn(4, 4, 2, 2) if step % 2 else torch.randn(4, 4, 2, 2).to(memory_format=torch.channels_last)
+            p.grad = torch.randn(4, 4, 2, 2) if turn % 2 else torch.randn(4, 4, 2, 2).to(memory_format=torch.channels_last)
             q.grad = p.grad.clone()
         optimizer.step()
         other.step()
@@ -140,20 +140,11 @@ def test_a_checkpoint_goes_both_ways():
     theirs = clones(ours)
     start = [p.detach().clone() for p in ours]
     a, b = torch_api.MaskedAdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
-
-    def steps(n):
-        for _ in range(n):
-            grads = random_grads(ours)
-            set_grads(ours, grads)
-            set_grads(theirs, grads)
-            a.step()
-            b.step()
-
-    steps(10)
+    run_pair(a, ours, b, theirs, 10)
     saved = a.state_dict()
     a.load_state_dict(b.state_dict())
     b.load_state_dict(saved)
-    steps(10)
+    run_pair(a, ours, b, theirs, 10)
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for s in a.state.values() for t in s.values())
 
@@ -168,12 +159,12 @@ def test_a_train_step_updates_them():
     one, other = model(), model()
     a, b = torch_api.MaskedAdamW(one.parameters(), lr=0.01), torch.optim.AdamW(other.parameters(), lr=0.01)
     loss_of = lambda m, x, y: torch.nn.functional.mse_loss(m(x), y)  # noqa: E731
-    step = torch_api.JaxTrainStep(one, loss_of, a)
+    train_step = torch_api.JaxTrainStep(one, loss_of, a)
     start = [p.detach().clone() for p in other.parameters()]
     for turn in range(20):
         x, y = torch.randn(8, 16), torch.randn(8, 1)
         if turn % 3:
-            step(x, y)
+            train_step(x, y)
         else:
             a.zero_grad()
             loss_of(one, x, y).backward()
@@ -187,8 +178,6 @@ def test_a_train_step_updates_them():
 
 def test_a_gradient_in_the_wrong_row_is_seen(monkeypatch):
     """The control: this is what the comparison above is there for."""
-    from torch_api import launch
-
     monkeypatch.setattr(launch.Block, "singly", property(lambda self: [(p, None) for p in self.positions[::-1]]))
     with pytest.raises(AssertionError):
         compared(MAKE["AdamW"], parameters())
@@ -196,10 +185,9 @@ def test_a_gradient_in_the_wrong_row_is_seen(monkeypatch):
 
 def test_numbers_in_one_table_are_those_of_each_leaf(monkeypatch):
     """As a program of a GPU reads them."""
-    from bridge import update
-
-    monkeypatch.setattr(update, "for_each", lambda kinds, common, apart, inner=update.for_each: inner(kinds, common, False))
-    from bridge import step
-
+    asked = []
+    inner = update.for_each
+    monkeypatch.setattr(update, "for_each", lambda kinds, common, apart: asked.append(apart) or inner(kinds, common, False))
     monkeypatch.setattr(step, "_programs", {})
     compared(MAKE["AdamW"], parameters())
+    assert asked
