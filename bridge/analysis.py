@@ -75,7 +75,9 @@ def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, siz
         return False
     dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
     leaf = row, () if spec.path is None else skeleton, spec.path, dtype, extra
-    return _knows_no_size(*leaf) and all(_is_as_any(*leaf, size) for size in sizes if size and row.scaled)
+    sizes = [size for size in sizes if size] if row.scaled else []
+    as_any = lambda size: (_in_numbers(*leaf, _ANY) or "").replace(str(_ANY), str(size))  # noqa: E731
+    return _knows_no_size(*leaf) and all(_in_numbers(*leaf, size) == as_any(size) for size in sizes)
 
 
 @functools.lru_cache(256)
@@ -87,12 +89,10 @@ def _knows_no_size(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtyp
 
 
 @functools.lru_cache(1024)
-def _is_as_any(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra, size: int) -> bool:
-    """Whether the program for so many elements is that for others, with another number in the shapes."""
-    own, other = (_flat(row, skeleton, path, dtype, extra, n) for n in (size, _ANY))
-    if own is None or other is None:
-        return False
-    return own.text(0, "") == (other.text(0, "") or "").replace(str(_ANY), str(size))
+def _in_numbers(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra, size: int) -> str | None:
+    """The program for so many elements, with its shapes in numbers."""
+    program = _flat(row, skeleton, path, dtype, extra, size)
+    return None if program is None else program.text(0, marked=False)
 
 
 _ANY = 4099  # a prime, which no other array's size is
@@ -211,9 +211,9 @@ class _Program:
             for var in eqn.outvars:
                 self._owners[var], self._made[var] = owners, eqn
 
-    def text(self, index: int, shape_as: str = "L") -> str | None:
-        """All that is computed for a leaf, one operation a line, its shape as L or in numbers (""); None if another leaf takes part."""
-        like = self._shapes[index] if shape_as else (-1,)
+    def text(self, index: int, marked: bool = True) -> str | None:
+        """All that is computed for a leaf, one operation a line, its shape as L if `marked`; None if another leaf takes part."""
+        like = self._shapes[index] if marked else None
         lines: list[str] = []
         self._names = dict(self._constants)
         for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
@@ -247,7 +247,7 @@ class _Program:
         found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
         return None if found is None else f"{found}\n{sorted(self._fields[index].items())}"
 
-    def _write(self, var: Any, lines: list[str], like: tuple[int, ...]) -> str:
+    def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:
         """The variable's name in the text, after the lines that compute it."""
         if isinstance(var, Literal):
             return f"{var.val}:{kind_text(var.aval, like)}"

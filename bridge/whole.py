@@ -33,7 +33,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def inlined(jaxpr: Any, consts: Sequence[Any], wanted: Callable[[Any], bool] = lambda eqn: True) -> Any:
+def _each(eqn: Any) -> bool:
+    return True
+
+
+def inlined(jaxpr: Any, consts: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> Any:
     """A traced program with the bodies of the functions that it calls in place of the calls, closed; of those calls that are `wanted`."""
     arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     return jax.make_jaxpr(lambda *inputs: _run(jaxpr, consts, inputs, wanted))(*arguments)
@@ -53,7 +57,7 @@ def _is_late(eqn: Any) -> bool:
     return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Callable[[Any], bool] = lambda eqn: True) -> list[Any]:
+def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
     for eqn in jaxpr.eqns:
         operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
@@ -61,7 +65,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Calla
     return [literal(v) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any], bool] = lambda eqn: True) -> list[Any]:
+def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
     """The results of one operation of a program, whatever the shapes there are; of a call that is `wanted`, those of its body."""
     body = eqn.params.get(_CALLS.get(eqn.primitive.name, "")) if wanted(eqn) else None
     if body is not None:
