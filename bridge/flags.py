@@ -43,6 +43,21 @@ def as_without_request() -> Any:
     return {"xla_backend_extra_options": ""} if FUSION_FLAG in os.environ.get("XLA_FLAGS", "") else None
 
 
+# XLA's loops from MLIR, which it writes several results with in good code, and LLVM's effort.
+_EMITTERS_OPTION, _EFFORT_OPTION = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
+
+
+def of_counting(device: Any, fused: bool) -> Any:
+    """The compiler options of a program that is only to be counted, never run: a quarter of the time on a CPU.
+
+    What is fused is decided before machine code is made, so that may be as slow as it likes. `fused`: as `request_fusion` asks.
+    """
+    options = {} if fused else as_without_request() or {}
+    if device.platform == "cpu":
+        options = options | {_EFFORT_OPTION: 0} | ({_EMITTERS_OPTION: False} if _known(_EMITTERS_OPTION, False) else {})
+    return options or None
+
+
 # XLA's own name for what its CPU compiler hands to the YNN library, and of that all but convolutions.
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
@@ -71,7 +86,7 @@ def of_training(device: Any, in_groups: bool, small: bool = False) -> Any:
 
 
 @functools.cache
-def _known(option: str, value: str) -> bool:
+def _known(option: str, value: Any) -> bool:
     """Whether this jaxlib takes a compiler option; asked once, of a program of one operation."""
     try:
         jax.jit(lambda x: x).lower(0.0).compile(compiler_options={option: value})

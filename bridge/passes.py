@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .flags import as_without_request
+from .flags import of_counting
 from .leaf_update import ONES, Passes, leaf_update, parted, repeatable
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Problem, buffer_shape, layout
@@ -49,7 +49,7 @@ def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: 
             order = sorted(ways)
             apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
             for way in dict.fromkeys([apart, *order]):
-                counts[way] = bytes_accessed(probe(way).lower().compile(compiler_options=None if fused else as_without_request()))
+                counts[way] = bytes_accessed(probe(way).lower().compile(compiler_options=of_counting(device, fused)))
                 if counts[way] < 1.01 * least:  # the scalars
                     break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element

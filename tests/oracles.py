@@ -96,6 +96,11 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
         after()
 
 
+def jitted(function):
+    """`jax.jit` of a reference: its few numbers need no fast code, which takes XLA three times as long to make."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False})
+
+
 # How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
 # program works out powers of a decay rate in float64 there, which pure JAX does in float32.
 CLOSE = 1e-6 if _literals_keep_their_type() else 3e-5

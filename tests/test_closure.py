@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from oracles import jitted
 
 import torch_api
 from bridge.dlpack import x64
@@ -45,7 +46,7 @@ def in_pure_jax(tx, steps, dtype):
     params = {name: jnp.asarray(p.detach().numpy()) for name, p in start(dtype).items()}
     state = tx.init(params)
 
-    @jax.jit
+    @jitted
     def step(params, state):
         value, grad = jax.value_and_grad(jax_loss)(params)
         updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=jax_loss)

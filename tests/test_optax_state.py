@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 import pytest
 import torch
+from oracles import jitted
 
 import bridge
 import torch_api
@@ -54,7 +55,7 @@ def in_torch(optimizer, steps):
 def in_optax(tx, tree, state, steps):
     """Pure JAX, jitted: from the tree of parameters and a state to those after the steps."""
 
-    @jax.jit
+    @jitted
     def update(grads, state, tree):
         updates, state = tx.update(grads, state, tree)
         return optax.apply_updates(tree, updates), state
