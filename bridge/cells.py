@@ -49,14 +49,16 @@ class Cells:
         self._copies: torch.Tensor | None = None
         self.address = self.length = 0
         first = self.tensors[0]
-        addresses = np.array([tensor.data_ptr() for tensor in self.tensors])
-        start = int(addresses.min())
-        places = (addresses - start) // first.itemsize
-        adjacent = np.array_equal(places, np.arange(len(places)))
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        start, size = min(addresses), first.itemsize
+        places = [(address - start) // size for address in addresses]
+        adjacent = places == list(range(len(places)))
         if first.device.type == "cpu" and first.dtype not in EXTENSION_DTYPES:
-            space: Any = (ctypes.c_char * ((int(places.max()) + 1) * first.itemsize)).from_address(start)
-            self._values = np.frombuffer(space, numpy_dtype(first.dtype))
-            self._at = self._at if adjacent else places
+            count = max(places) + 1
+            # Each length is a type of ctypes, which takes time to make: so there are few. What lies behind is not looked at.
+            space: Any = (ctypes.c_char * (size << count.bit_length())).from_address(start)
+            self._values = np.frombuffer(space, numpy_dtype(first.dtype), count)
+            self._at = self._at if adjacent else np.array(places)
             self.address, self.length = start, self._values.nbytes if adjacent else 0
             self.read: Callable[[], Any] = functools.partial(operator.getitem, self._values, self._at)
         elif first.device.type != "cpu":

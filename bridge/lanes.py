@@ -1,7 +1,7 @@
 """Programs of one step side by side on the CPU.
 
 XLA runs the executions that one thread asks for one after the other, and each begins and ends on one core: its arithmetic
-of scalars, waking the other cores, waiting for them. With two orders of execution, lanes, another program has them meanwhile.
+of scalars, waking the other cores, waiting for them. With several orders of execution, lanes, others have them meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_LANES = 2  # more make nothing faster, and each may need memory for what it computes
+_LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
 
 
 def _found() -> tuple[Callable[[], int], Callable[[int], None]] | None:

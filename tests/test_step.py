@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -281,6 +282,35 @@ def test_the_way_that_moves_the_fewest_bytes_is_found_at_once(make, compiled, mo
         chosen = passes.chosen(*_asked(optimizer))
         monkeypatch.undo()
         assert chosen == passes.chosen(*_asked(optimizer))
+
+
+@pytest.mark.parametrize("make", [torch_api.MaskedAdamW, pytest.param(torch_api.MaskedLamb, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_is_only_counted_has_the_bytes_of_what_runs(make, monkeypatch):
+    counts = []
+    params = random_params(shapes=[(7001, 1)])
+    optimizer = make(params, lr=1e-3)
+    stepped(optimizer, params)
+    asked = passes.bytes_accessed
+    monkeypatch.setattr(passes, "_shares", lambda jaxpr: not jaxpr.eqns)  # all ways
+    for options in (passes.of_counting, lambda device, fused: None):
+        monkeypatch.setattr(passes, "_chosen", {})
+        monkeypatch.setattr(passes, "of_counting", options)
+        monkeypatch.setattr(passes, "bytes_accessed", lambda program, found=counts.append: found(asked(program)) or asked(program))
+        with x64():
+            passes.chosen(*_asked(optimizer))
+    assert len(counts) >= 2
+    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
+
+
+def test_options_of_counting_are_those_that_this_jaxlib_has(monkeypatch):
+    cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_backend_extra_options={flags.FUSION_FLAG}")
+    assert flags.of_counting(gpu, True) is None
+    assert flags.of_counting(gpu, False) == {"xla_backend_extra_options": ""}
+    assert flags.of_counting(cpu, True).keys() == {"xla_backend_optimization_level", "xla_cpu_use_fusion_emitters"}
+    monkeypatch.setattr(flags, "_known", lambda option, value: False)
+    assert flags.of_counting(cpu, False) == {"xla_backend_extra_options": "", "xla_backend_optimization_level": 0}
 
 
 def _asked(optimizer):

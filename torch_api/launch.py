@@ -39,6 +39,8 @@ class Block:
     @property
     def singly(self) -> list[tuple[int, tuple[int, ...] | None]]:
         """For each row the position of its gradient, and the order of its dimensions; where there is none, those of another's."""
+        if self.pack is None:
+            return [(self.positions[0], self.leaves[0].order)]
         given = {leaf.slot: (position, leaf.order) for leaf, position in zip(self.leaves, self.positions, strict=True)}
         return [given.get(row) or (self.positions[0], self.leaves[0].order) for row in self.rows]
 
@@ -91,9 +93,12 @@ class Launch(step.Launch):
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [], []
         for block in blocks:
+            if block.pack is None:
+                at.append(offsets[block.leaves[0].row])
+                continue
             row_of = {leaf.slot: leaf.row for leaf in block.leaves}
             at += [offsets[row_of.get(row, block.leaves[0].row)] for row in block.rows]
-            live += [] if block.pack is None else [row in row_of for row in block.rows]
+            live += [row in row_of for row in block.rows]
         self.offsets, self.live = (
             storage.constant(np.array(x, dtype), program.plan.device) for x, dtype in ((at, np.int32), (live, np.bool_))
         )

@@ -17,7 +17,7 @@ FEW, SOME = 16, 64
 # Equal leaves that are worth a program of their own, among SOME loops and among more.
 EQUALS_OF_SOME, EQUALS = 12, 4
 # Elements that one call should update at least: below, calling costs more than 1% of it.
-ELEMENTS = 1 << 20
+ELEMENTS = 1 << 22
 _STEP = 4  # from one size of tile to the next
 
 
