@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import random
 import re
 import statistics
 import time
@@ -164,7 +165,7 @@ def interleaved(
     device: str = "cpu",
     synchronised: bool = True,
 ) -> Timing:
-    """In each round every candidate takes one step, in an order that rotates, so that a busy moment hits all of them.
+    """In each round every candidate takes one step, in an order that is drawn anew, so that none always comes after the same one.
 
     Args:
       steps: the candidates.
@@ -174,11 +175,10 @@ def interleaved(
       synchronised: False times the call alone and waits outside the timed region.
     """
     timing = Timing({name: [] for name in steps}, {})
-    names, wait, warm_up = list(steps), waiter(device), min(WARM_UP, rounds)
+    names, wait, warm_up, order = list(steps), waiter(device), min(WARM_UP, rounds), random.Random(0)
     with no_collection():
         for round_ in tqdm(range(rounds + warm_up), desc=title, leave=False, disable=None):
-            shift = round_ % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in order.sample(names, len(names)):
                 wait()
                 start = time.perf_counter()
                 steps[name]()

@@ -2,9 +2,9 @@
 
     python benchmarks/step.py [--sections large small ...] [--rounds 15] [--compiled] [--device cuda] [--json PATH]
 
-One process; in each round every candidate takes one step, in an order that rotates, so that a busy moment hits all of
-them. Times are medians; a ratio is the median of the ratios to the baseline within a round, with its quartiles. Each
-section is written into the results file as soon as it is done, and may be run again alone.
+One process; in each round every candidate takes one step, in an order that is drawn anew. Times are medians; a ratio is the
+median of the ratios to the baseline within a round, with its quartiles. Each section is written into the results file as soon
+as it is done, and may be run again alone.
 """
 
 from __future__ import annotations
