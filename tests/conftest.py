@@ -43,6 +43,15 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture
+def hasty_code(monkeypatch):
+    """Of whole training steps LLVM optimizes nothing, which takes seconds for each: test_pipelines.py and the examples run the real ones."""
+    from bridge import train
+
+    asked = train.of_training
+    monkeypatch.setattr(train, "of_training", lambda *of: (asked(*of) or {}) | {"xla_backend_optimization_level": 0})
+
+
 def pytest_terminal_summary(terminalreporter):
     """How many configurations and errors of torch's optimizer database passed, also when xdist's workers ran them."""
     counts, worst = {}, {}

@@ -13,7 +13,7 @@ import bridge
 import torch_api
 from torch_api import JaxTrainStep
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "hasty_code")
 
 
 class Scaled(nn.Module):
