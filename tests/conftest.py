@@ -45,7 +45,7 @@ def standard_promotion():
 
 @pytest.fixture
 def hasty_code(monkeypatch):
-    """Of whole training steps LLVM optimizes nothing, which takes seconds for each: test_pipelines.py and the examples run the real ones."""
+    """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
     from bridge import train
 
     asked = train.of_training
