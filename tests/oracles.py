@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bridge.flags import of_counting
 from bridge.problem import _literals_keep_their_type
 from bridge.step import request_fusion
 
@@ -98,7 +99,7 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 
 def jitted(function):
     """`jax.jit` of a reference: its few numbers need no fast code, which takes XLA three times as long to make."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False})
+    return jax.jit(function, compiler_options=of_counting(jax.devices()[0], True))
 
 
 # How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
