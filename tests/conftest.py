@@ -14,6 +14,11 @@ import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
 LONG = ["examples", "distributed", "benchmarks", "packs", "precision", "optim_db", "train_step", "zoo", "transforms", "tiles", "optimizer"]
+# And those that `make check` leaves out with them: it is to take less than three minutes.
+MORE = "optax_state optax_optimizer ema functions modules analysis optim closure checkpoint compile loop doctor train_step_batch"
+MORE += " train_step_parts train_step_watch fusion_flag functions_memory functions_cost edges masked_optax stored schedulers"
+MORE += " partitioned singly engine borrowed held masked cost errors lanes products short_gradients torch_ops torch_rules scaling stages distributed_checkpoint pipelines"
+SLOW = {f"test_{name}" for name in (*LONG, *MORE.split())}
 
 
 def pytest_configure(config):
@@ -22,6 +27,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}": i for i, name in enumerate(LONG)}
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
