@@ -48,7 +48,7 @@ _EMITTERS_OPTION, _EFFORT_OPTION = "xla_cpu_use_fusion_emitters", "xla_backend_o
 
 
 def of_counting(device: Any, fused: bool) -> Any:
-    """The compiler options of a program that is only to be counted, never run: a quarter of the time on a CPU.
+    """The compiler options of a program that is only to be counted, never run: on a CPU a quarter to a third of the time.
 
     What is fused is decided before machine code is made, so that may be as slow as it likes. `fused`: as `request_fusion` asks.
     """

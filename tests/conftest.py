@@ -55,10 +55,10 @@ def standard_promotion():
 @pytest.fixture
 def hasty_code(monkeypatch):
     """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
-    from bridge import train
+    from bridge import flags, train
 
     asked = train.of_training
-    monkeypatch.setattr(train, "of_training", lambda *of: (asked(*of) or {}) | {"xla_backend_optimization_level": 0})
+    monkeypatch.setattr(train, "of_training", lambda *of: (asked(*of) or {}) | {flags._EFFORT_OPTION: 0})
 
 
 def pytest_terminal_summary(terminalreporter):

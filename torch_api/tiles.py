@@ -16,7 +16,8 @@ from collections.abc import Hashable, Iterator, Sequence
 FEW, SOME = 16, 64
 # Equal leaves that are worth a program of their own, among SOME loops and among more.
 EQUALS_OF_SOME, EQUALS = 12, 4
-# Elements that one call should update at least: below, calling costs more than 1% of it.
+# Elements that one call should update at least; a call costs 0.2 ms and more in cold caches. With a quarter of them a step of GPT-2 small
+# takes 1.05 times as long, with four times as many 0.96 times, but the first one 0.5 s more.
 ELEMENTS = 1 << 22
 _STEP = 4  # from one size of tile to the next
 
