@@ -6,6 +6,7 @@ of scalars, waking the other cores, waiting for them. With several orders of exe
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
+LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _found() -> tuple[Callable[[], int], Callable[[int], None]] | None:
@@ -43,8 +45,8 @@ choose = _stay if _calls is None else _calls[1]
 _ordered: Any = jax.jit(lambda numbers: numbers * np.float64(1))
 
 
-def opened(numbers: np.ndarray, device: Any) -> tuple[Any, list[int]]:
-    """What each program of a step is given as `numbers`, and the orders to choose from: the thread's own first, then the lanes.
+def opened(numbers: np.ndarray, device: Any, lanes: int = LANES) -> tuple[Any, list[int]]:
+    """What each program of a step is given as `numbers`, and the orders to choose from: the thread's own first, then so many lanes.
 
     The numbers come from an execution on the programs' device in the thread's own order: whatever it was asked for there
     before, such as reading a parameter that the programs are about to change, has ended when they begin.
@@ -54,4 +56,4 @@ def opened(numbers: np.ndarray, device: Any) -> tuple[Any, list[int]]:
     first = threading.get_ident() + 1  # no thread waits for the lanes of another
     with jax.default_device(device):
         ordered = _ordered(numbers)
-    return ordered, [_calls[0](), *range(first, first + _LANES)]
+    return ordered, [_calls[0](), *range(first, first + lanes)]

@@ -17,7 +17,7 @@ from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Problem, buffer_shape, layout
 
 _chosen: dict[Any, Passes] = {}
-_ONCE = Passes(1, beside=False)
+ONCE = Passes(1, beside=False)
 
 
 def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any, fused: bool = True) -> Passes:
@@ -29,7 +29,7 @@ def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: 
     """
     spec, kept = problem.specs[0], problem.row.kept != NOTHING
     if not spec.flat or extra.leaves:
-        return _ONCE
+        return ONCE
     own_type = problem.row.scaled or kept or spec.dtype.startswith("complex")
     dtype = spec.dtype if own_type else "float32"
     small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
@@ -53,7 +53,7 @@ def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: 
                 if counts[way] < 1.01 * least:  # the scalars
                     break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
-            counts = {_ONCE: 0.0}
+            counts = {ONCE: 0.0}
         _chosen[key] = min(counts, key=lambda way: (counts[way], way))
     return _chosen[key]
 

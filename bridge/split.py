@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from .scattered import Scattered, over_live_rows, part
 from .whole import apply, inlined, kind_text, literal, params_text, slice_of, traced
 
 _FEW = 64  # elements up to which a value that depends on scalars alone is one of them
@@ -62,11 +63,14 @@ def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[li
         known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared, apart)
         for i in positions:
             kind, cut = kinds[i], cuts[i]
-            function = cut.of_arrays
-            if kind.rows is not None:
-                axes = [0] * (cut.handed + len(jax.tree.leaves(kind.arrays[0])))
-                function = jax.vmap(function, in_axes=(*axes, *(None for _ in shared)))
-            function = _repeated(function, len(kind.arrays))
+            function, given = cut.of_arrays, jax.tree.leaves(kind.arrays[0])
+            if any(isinstance(x, Scattered) for x in given):
+                function = cut.over_live_rows(shared)
+            else:
+                if kind.rows is not None:
+                    axes = [0] * (cut.handed + len(given))
+                    function = jax.vmap(function, in_axes=(*axes, *(None for _ in shared)))
+                function = _repeated(function, len(kind.arrays))
             for arrays in kind.arrays:
                 handed, done = next(known)
                 results[i].append(cut.results(done, function(*handed, *jax.tree.leaves(arrays), *shared)))
@@ -108,7 +112,7 @@ class _Cut:
     def __init__(self, kind: Alike, common: Any) -> None:
         one = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[kind.rows is not None :], x.dtype), x[0]) for x in kind[1:3]]
         closed, result = traced(kind.function, *one, jax.tree.map(_shape, common))
-        self.structure, self._size = jax.tree.structure(result), kind.size
+        self.structure, self._size, self._now = jax.tree.structure(result), kind.size, kind.size
         arrays, scalars = (len(jax.tree.leaves(x)) for x in one)
         jaxpr = closed.jaxpr
         own, each, rest = jaxpr.invars[:arrays], jaxpr.invars[arrays : arrays + scalars], jaxpr.invars[arrays + scalars :]
@@ -140,13 +144,22 @@ class _Cut:
 
     def resized(self, size: int) -> _Cut | None:
         """The same for arrays of another size; None where not all arrays are flat and of the size that this is for."""
-        if size == self._size:
+        if size == self._now:
             return self
         if not self._is_flat:
             return None
         other = copy.copy(self)
-        other.of_arrays = lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (size,))
+        other._now, other.of_arrays = size, lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (size,))
         return other
+
+    def over_live_rows(self, shared: Sequence[Any]) -> Callable[..., Any]:
+        """The second part of all rows, as a loop over those that are live, some elements at a time where the size does not matter."""
+        width = part(self._now)
+        some = None if width is None else self.resized(width)
+        one = self if width is None or some is None else some
+        targets = [i for i, scalar in enumerate(self.is_scalar) if not scalar]  # the results stand where the arrays did
+        looped = over_live_rows(lambda numbers, parts: one.of_arrays(*numbers, *parts, *shared), one._now, targets)
+        return lambda *inputs: looped(inputs[: self.handed], inputs[self.handed : len(inputs) - len(shared)])
 
     @cached_property
     def _is_flat(self) -> bool:

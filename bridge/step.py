@@ -42,8 +42,9 @@ try:  # beneath the public ones, which make enums of numbers and back
 except ImportError:
     from signal import getsignal as _handler_of
     from signal import signal as _handle
-_packed, _elements, _calls_back, _read = (
+_packed, _looped, _elements, _calls_back, _read = (
     attrgetter("program.packed"),
+    attrgetter("program.looped"),
     attrgetter("program.elements"),
     attrgetter("program.calls_back"),
     methodcaller("read"),
@@ -77,6 +78,7 @@ class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
     `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
+    `looped`: it is a loop over rows, on one core.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -84,6 +86,7 @@ class Program:
         self.update: Any = None  # until it is compiled
         self.measure: Any = None
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
+        self.looped = any(leaf.looped for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         arguments = abstract(plan)
         with x64(), jax.disable_jit(False):
@@ -103,7 +106,9 @@ class Program:
 
     @property
     def bytes_accessed(self) -> float:
-        return bytes_accessed(self.update) + (bytes_accessed(self.measure) if self.measure else 0.0)
+        """By the compiler's count, which takes one turn of a loop over rows for all: here it is multiplied by their number."""
+        turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
+        return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0)
 
 
 class Launch(ABC):
@@ -193,7 +198,8 @@ def run(
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = hyperparams
         if device.platform == "cpu" and len(launches) > 1:
-            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device)
+            several = lanes.CORES if any(map(_looped, launches)) else lanes.LANES  # a loop over rows runs on one core
+            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device, several)
         measure: Any = _NOTHING_MEASURED
         if device.platform != "cpu":
             numbers = _on_device(hyperparams.tobytes(), device)

@@ -18,8 +18,10 @@ from .analysis import in_parts
 from .evaluate import Arrays, evaluate_buffers
 from .gradients import along, consequences, found_in
 from .leaf_update import ONES, Passes, joined, kept_in, leaf_update, masked, parted, unless
-from .passes import chosen
+from .passes import ONCE, chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec, layout
+from .scattered import Scattered, part
+from .scattered import signature as scattered
 from .split import Alike, for_each
 
 _traces = 0
@@ -31,7 +33,8 @@ class Leaf:
 
     `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
     every field of state; `spec` is then that of one row. None for a leaf by itself. `singly`: the gradients of the rows are
-    arguments of their own, because reading them in one place would not be worth moving them there.
+    arguments of their own, because reading them in one place would not be worth moving them there. `looped`: rows are updated one
+    after the other, their gradients read where they lie.
     """
 
     row: Row
@@ -41,11 +44,18 @@ class Leaf:
     elements: bool
     count: int | None = None
     singly: bool = False
+    looped: bool = False
 
     @property
     def buffer(self) -> Signature:
         size = math.prod(self.spec.shape)
         return (size,) if self.count is None else (self.count, size), self.spec.dtype
+
+    @property
+    def turns(self) -> int:
+        """Of a loop over all rows."""
+        size = self.spec.shape[0]
+        return (self.count or 0) * (size // (part(size) or size))
 
     @property
     def together(self) -> tuple[bool, ...]:
@@ -131,9 +141,8 @@ def update(
     global _traces
     _traces += 1
     ones, values = hyperparams[:ONES], _values(plan, hyperparams, offsets)
-    donated, read, given, states = iter(params), iter(kept), iter(masks), iter(state)
-    leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
-    leaf_lives = _lives([leaf.count for leaf in plan.leaves], live)
+    donated, read, states = iter(params), iter(kept), iter(state)
+    leaf_masks, leaf_lives = _flags(plan, masks, live)
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
     own = _distributed(plan, states, vectors)
     if (plan.clip or plan.scaled) and not plan.measured:
@@ -147,7 +156,7 @@ def update(
     kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        passes = chosen(problem, leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
+        passes = _passes(plan, leaf, isinstance(grads[at[0]], Scattered), fused)
         parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
@@ -192,6 +201,13 @@ def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], lis
     return arrays, [jnp.concatenate(column) for column in scalars.values()]
 
 
+def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
+    """How often the rule of a leaf is evaluated: once in a loop over rows, which keeps in a cache what it computes."""
+    if looped:
+        return ONCE
+    return chosen(plan.problem(leaf), leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
+
+
 # So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
 _KINDS = 4
 _of_any_size: dict[Any, bool] = {}
@@ -227,6 +243,8 @@ def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
     return [
         next(given)
         if leaf.count is None
+        else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0])
+        if leaf.looped
         else jnp.stack([next(given) for _ in range(leaf.count)])
         if leaf.singly
         else next(given).reshape(leaf.count, -1)
@@ -239,19 +257,21 @@ def stepped(plan: Plan, params: Any, state: Any, vectors: Any, kept: Any, grads:
     return update(plan, params, state, vectors, kept, in_rows(plan, grads), *others)
 
 
-def _lives(counts: Sequence[int | None], live: Any) -> list[Any]:
-    """For each pack which of its rows are updated; None for a leaf by itself."""
-    at, out = 0, []
-    for count in counts:
-        out.append(None if count is None else live[at : at + count])
-        at += count or 0
-    return out
+def _flags(plan: Plan, masks: Sequence[Any], live: Any) -> tuple[list[Any], list[Any]]:
+    """For each leaf its mask of elements, and for each pack which of its rows are updated; None where there is none."""
+    at, lives, given = 0, [], iter(masks)
+    for leaf in plan.leaves:
+        lives.append(None if leaf.count is None else live[at : at + leaf.count])
+        at += leaf.count or 0
+    return [next(given) if leaf.elements else None for leaf in plan.leaves], lives
 
 
 def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
-    """The new rows of a pack; those that are not `live` keep their bits."""
-    before = arrays[0], arrays[1], scalars[0]
-    return jax.tree.map(lambda after, before: jnp.where(along(live, before), after, before), new, before)
+    """The new rows of a pack; those that are not `live` keep their bits: of arrays that a loop has updated, they have them."""
+    chosen = lambda after, before: jnp.where(along(live, before), after, before)  # noqa: E731
+    if isinstance(arrays[2], Scattered):
+        return *new[:2], jax.tree.map(chosen, new[2], scalars[0])
+    return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
 
 
 def _unit_update(
@@ -281,9 +301,7 @@ def _unit_update(
 def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:
     """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
     measure = sum((x[0].astype(jnp.float64) for x in after), start=measure)
-    given = iter(masks)
-    leaf_masks = [next(given) if leaf.elements else None for leaf in plan.leaves]
-    return found_in(plan.clip, in_rows(plan, grads), leaf_masks, _lives([leaf.count for leaf in plan.leaves], live), scaling, measure)
+    return found_in(plan.clip, in_rows(plan, grads), *_flags(plan, masks, live), scaling, measure)
 
 
 def abstract(plan: Plan) -> tuple[Any, ...]:
@@ -297,7 +315,10 @@ def abstract(plan: Plan) -> tuple[Any, ...]:
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
     grads = []
     for (shape, dtype), leaf in ((leaf.buffer, leaf) for leaf in plan.leaves):
-        grads += [array(shape[1:], dtype)] * shape[0] if leaf.singly else [array((math.prod(shape),), dtype)]
+        if leaf.looped:
+            grads += [array(*each) for each in scattered(shape[0], dtype)]
+        else:
+            grads += [array(shape[1:], dtype)] * shape[0] if leaf.singly else [array((math.prod(shape),), dtype)]
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]
     hyperparams, offsets = jax.ShapeDtypeStruct((plan.width,), np.float64), jax.ShapeDtypeStruct((plan.offsets,), np.int32)
     live = jax.ShapeDtypeStruct((sum(leaf.count or 0 for leaf in plan.leaves),), np.bool_)

@@ -58,11 +58,11 @@ def test_each_program_takes_the_next_lane_and_the_thread_gets_its_order_back(mon
     monkeypatch.setattr(lanes, "choose", lambda order: (chosen.append(order), choose(order)))
     steps(params, optimizer, 1)
     launches = len(optimizer._launches.latest)
-    assert launches > lanes._LANES
+    assert launches > lanes.LANES
     assert len(chosen) == launches + 1
-    several = chosen[: lanes._LANES]
-    assert chosen[:-1] == [several[i % lanes._LANES] for i in range(launches)]
-    assert len({own, *several}) == 1 + lanes._LANES
+    several = chosen[: lanes.LANES]
+    assert chosen[:-1] == [several[i % lanes.LANES] for i in range(launches)]
+    assert len({own, *several}) == 1 + lanes.LANES
     assert chosen[-1] == own == lanes._calls[0]()
 
 

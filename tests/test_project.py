@@ -39,6 +39,7 @@ ORDER = {
         "flags",
         "openmp",
         "lanes",
+        "scattered",
         "split",
         "stages",
         "traced",

@@ -32,9 +32,9 @@ class CacheInfo(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What decides which programs a step runs: of each live parameter its signature, and what all have in common."""
+    """What decides which programs a step runs: names and signature of live parameters, those of a loop together; what all share."""
 
-    leaves: Sequence[tuple[str, update.Leaf]]
+    leaves: Sequence[tuple[Sequence[str], update.Leaf]]
     clip: bool
     scaled: bool
     extra: Extra
@@ -94,7 +94,7 @@ def _cause(before: Situation, now: Situation) -> str:
         causes.append(f"the gradients are {'' if now.scaled else 'no longer '}those of a scaled loss")
     if before.extra != now.extra:
         causes.append("the further arguments of step are others, or have other shapes or types")
-    old, new = dict(before.leaves), dict(now.leaves)
+    old, new = ({name: leaf for names, leaf in at.leaves for name in names} for at in (before, now))
     changed = [(name, what) for name in old.keys() & new.keys() for what in _changes(old[name], new[name])]
     for what in dict.fromkeys(what for _, what in sorted(changed)):
         causes.append(f"{what} of {_listed(sorted(name for name, other in changed if other == what))}")

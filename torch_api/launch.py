@@ -12,6 +12,7 @@ from bridge import step, storage, update
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
 from bridge.dlpack import operands
+from bridge.scattered import Places
 
 from .packs import Pack
 from .plan import Leaf
@@ -58,7 +59,7 @@ class Launch(step.Launch):
         self.packs = [block.pack for block in blocks if block.pack is not None]
         self.rows, self.joined, self.gathered, self.targets = [], [], [], []
         for block in blocks:
-            if block.pack is None or block.pack.singly:
+            if block.pack is None or block.described.singly or block.described.looped:
                 continue
             self.rows.append(block.pack.gradients(block.leaves[0]))
             whole = block.pack.whole(block.leaves)
@@ -73,7 +74,8 @@ class Launch(step.Launch):
         blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
         self._blocks, self.ready = (), True
         alone = [block.leaves[0] for block in blocks if block.pack is None]
-        singly = [each for block in blocks if block.pack is None or block.pack.singly for each in block.singly]
+        looped = [block for block in blocks if block.described.looped]  # each in a program of its own
+        singly = [each for block in blocks if block.pack is None or block.described.singly for each in block.singly]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
         self.params = [leaf.param for leaf in self.leaves if leaf.memory is not None or leaf.layout is not None]
@@ -82,26 +84,26 @@ class Launch(step.Launch):
             scalars.setdefault(tensor.dtype, []).append(tensor)
         self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
-        self.positions = [position for position, _ in singly]
+        self.positions = [position for position, _ in singly] or [position for block in looped for position in block.positions]
         order = [*(order for _, order in singly), *(None for _ in self.rows)]
-        self.flat = (
-            functools.partial(operands, order=order)
-            if self.device.type == "cpu"
-            else Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
-        )
+        if looped:
+            rows = [leaf.slot or 0 for leaf in self.leaves]
+            self.flat = Places(len(looped[0].rows), rows, self.leaves[0].dtype, [leaf.order for leaf in self.leaves])
+        elif self.device.type == "cpu":
+            self.flat = functools.partial(operands, order=order)
+        else:
+            self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
-        at, live = [], []
+        at, live = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
         for block in blocks:
-            if block.pack is None:
-                at.append(offsets[block.leaves[0].row])
-                continue
-            row_of = {leaf.slot: leaf.row for leaf in block.leaves}
-            at += [offsets[row_of.get(row, block.leaves[0].row)] for row in block.rows]
-            live += [row in row_of for row in block.rows]
-        self.offsets, self.live = (
-            storage.constant(np.array(x, dtype), program.plan.device) for x, dtype in ((at, np.int32), (live, np.bool_))
-        )
+            own = [offsets[leaf.row] for leaf in block.leaves]
+            at.append(np.full(len(block.rows), own[0], np.int32))
+            if block.pack is not None:
+                rows = [leaf.slot or 0 for leaf in block.leaves]
+                live.append(np.zeros(len(block.rows), np.bool_))
+                at[-1][rows], live[-1][rows] = own, True
+        self.offsets, self.live = (storage.constant(np.concatenate(x), program.plan.device) for x in (at, live))
 
     def follow(self) -> None:
         """Look at the new places after results came to lie elsewhere."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,10 +26,10 @@ from . import tiles
 from .cache import Cache, Situation
 from .launch import Block, Launch, Shared, restore
 from .packs import Pack
-from .plan import Leaf, allocate, check_saved, has_state, lost_like, param_array, scalars, state_signature
+from .plan import Leaf, allocate, check_devices, check_saved, has_state, lost_like, param_array, scalars, state_signature
 from .rows import Rows
 
-_address = torch.Tensor.data_ptr
+_address, _name = torch.Tensor.data_ptr, attrgetter("name")
 # Sets of live leaves whose launches are at hand; those of an older one are put together again from their programs.
 _KEPT = 64
 
@@ -109,12 +111,14 @@ class Launches:
         on_device: dict[torch.device, list[tuple[Leaf, int]]] = {}
         for position, i in enumerate(live):
             on_device.setdefault(self._active[i].device, []).append((self._active[i], position))
-        self._check_devices([[leaf for leaf, _ in part] for part in on_device.values()])
-        divided = [list(self._divided(self._blocks(part, values), scaled)) for part in on_device.values()]
+        if len(on_device) > 1:
+            units = [unit for part in on_device.values() for unit in self._units([leaf for leaf, _ in part])]
+            check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
+        divided = [list(self._divided(self._blocks(part, values, loops=not scaled), scaled)) for part in on_device.values()]
         before = self._cache.info.compilations
         programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
         blocks = [block for part in divided for tile in part for block in tile]
-        described = [(leaf.name, block.described) for block in blocks for leaf in block.leaves]
+        described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
         situation = Situation(described, self._max_grad_norm is not None, scaled, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
         if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
@@ -139,7 +143,7 @@ class Launches:
         """
         values = self._rows.cut(hyperparams)
         leaves = [self._active[i] for i in live]
-        blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values)
+        blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
         program = compiled(blocks, self._plan(blocks, extra, False, False))
         storage.return_freed()
         self._give_state(leaves, values)
@@ -147,16 +151,20 @@ class Launches:
         launch.prepare()
         return launch
 
-    def _blocks(self, leaves: Sequence[tuple[Leaf, int]], values: Sequence[Sequence[float]]) -> list[Block]:
-        """The leaves, each with its position among the gradients, as programs take them: by themselves, then in packs."""
+    def _blocks(
+        self, leaves: Sequence[tuple[Leaf, int]], values: Sequence[Sequence[float]], loops: bool, singly: bool = False
+    ) -> list[Block]:
+        """The leaves, each with its position among the gradients, as programs take them: by themselves, then in packs.
+
+        `loops`: whether rows may be updated in a loop; else their gradients are gathered, or arguments of their own if `singly`.
+        """
         alone, packed = [], {}
         for leaf, position in leaves:
             if leaf.slot is None:
                 block = Block(None)
                 alone.append(block)
             else:
-                pack = self._pack(leaf, values[leaf.row])
-                block = packed.get(pack) or packed.setdefault(pack, Block(pack))
+                block = packed.get(leaf.memory) or packed.setdefault(leaf.memory, Block(self._pack(leaf, values[leaf.row])))
             block.leaves.append(leaf)
             block.positions.append(position)
         blocks = [*alone, *sorted(packed.values(), key=lambda block: not block.pack.singly)]  # as a launch has their gradients
@@ -169,6 +177,9 @@ class Launches:
                     self._described[leaf] = block.described
             else:
                 block.described = self._described[leaf]
+            if block.described.looped and not loops:
+                described = replace(block.described, looped=False, singly=singly)
+                block.described = self._kinds.setdefault(described, described)
         return blocks
 
     def _describe(self, block: Block) -> update.Leaf:
@@ -183,7 +194,7 @@ class Launches:
             return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
         count, width = pack.memory.array.shape
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
-        return update.Leaf(row, leaf.spec._replace(shape=(width,)), state, True, False, count, pack.singly)
+        return update.Leaf(row, leaf.spec._replace(shape=(width,)), state, True, False, count, pack.singly, pack.looped)
 
     def _divided(self, blocks: list[Block], scaled: bool) -> Iterator[list[Block]]:
         """The blocks of each program."""
@@ -194,6 +205,8 @@ class Launches:
             first = [alone[i] for i in tiles.ahead(elements, rows)]
             yield from ([block] for block in first)
             blocks = [block for block in blocks if block not in first]
+        yield from ([block] for block in blocks if block.described.looped)  # each in an order of its own
+        blocks = [block for block in blocks if not block.described.looped]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         sizes = [block.leaves[0].shape.numel() if block.pack is None else 0 for block in blocks]
         frequent = [block.leaves[0] in self._frequent for block in blocks]
@@ -256,22 +269,6 @@ class Launches:
         if lost and not before:
             error.add_note(f"The update failed half-way; parameters and state of {lost} are lost and hold NaN. Load a checkpoint.")
         return bool(lost)
-
-    def _check_devices(self, on_device: list[list[Leaf]]) -> None:
-        if len(on_device) < 2:
-            return
-        devices = ", ".join(str(part[0].device) for part in on_device)
-        if self._max_grad_norm is not None:
-            raise ValueError(
-                f"{self._owner}: max_grad_norm needs one norm over all parameters, but they lie on {devices}. "
-                "Clip with torch.nn.utils.clip_grad_norm_ instead."
-            )
-        units = [unit for part in on_device for unit in self._units(part)]
-        if len(units) > len(set(units)):
-            raise ValueError(
-                f"{self._owner}: this transformation looks at all its parameters together, but they lie on {devices}. "
-                "Use PartitionedOptimizer with a label for each device."
-            )
 
     def _units(self, leaves: Sequence[Leaf]) -> dict[int, list[Leaf]]:
         """The leaves that are evaluated together, by unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,8 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
-            packs.place(leaves, self.arrangement.pack_key, self._options.writeback)
+            key = functools.partial(self.arrangement.pack_key, loops=self.max_grad_norm is None)
+            packs.place(leaves, key, self._options.writeback)
         packs.check_apart(type(self).__name__, self._active)
 
     def _group_signature(self) -> list[Any]:

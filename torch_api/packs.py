@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import storage
+from bridge import lanes, scattered, storage
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.problem import Field, buffer_shape
 
@@ -22,13 +22,34 @@ GATHERED = {"cpu": 1 << 17, "cuda": 1 << 20}
 # The devices on which larger ones are packed too, their gradients each an argument: calling costs the host of a GPU 6 us for each
 # array that is given and given back, and one kernel for equal leaves moves its bytes a tenth faster than one for each.
 SINGLY_ON = frozenset({"cuda"})
-# Fewer leaves of a kind stay by themselves; of those whose gradients are not gathered, two save as much as any.
-FEWEST, FEWEST_LARGE = 4, 2
+# Bytes of the largest parameter on the CPU that is worth a row in a loop: what updating a larger one takes hides the microseconds that
+# its arguments cost a call.
+LOOPED = 1 << 20
+# The types of rows in a loop: others XLA's CPU compiler computes in float32, and may convert as a whole what a turn reads a part of.
+IN_LOOPS = frozenset({"float32", "float64"})
+# Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any; in a loop, which runs on one
+# core, there must be enough for all cores.
+FEWEST, FEWEST_LARGE, FEWEST_LOOPED = 4, 2, 64
+# Packs of rows that are looped over, for each core: some may have more live rows than others.
+LOOPS_A_CORE = 2
 
 
 def is_gathered(leaf: Leaf) -> bool:
     """Whether in a pack its gradient would be gathered."""
     return leaf.shape.numel() * leaf.dtype.itemsize <= GATHERED.get(leaf.device.type, 0)
+
+
+def is_looped(leaf: Leaf) -> bool:
+    """Whether in a pack its row would be updated in a loop over rows, its gradient read where it lies."""
+    size = leaf.shape.numel()
+    return (
+        scattered.SUPPORTED
+        and leaf.device.type == "cpu"
+        and leaf.device.type not in SINGLY_ON
+        and not is_gathered(leaf)
+        and size * leaf.dtype.itemsize <= LOOPED
+        and scattered.part(size) is not None
+    )
 
 
 def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], writeback: str) -> None:
@@ -55,9 +76,11 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
         else:
             wanted.setdefault(key, []).append(leaf)
     for alike in wanted.values():
-        enough = len(alike) >= (FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
-        if enough:
-            storage.pack([leaf.local for leaf in alike])
+        looped = is_looped(alike[0])
+        enough = len(alike) >= (FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
+        several = LOOPS_A_CORE * lanes.CORES if looped else 1
+        for nth in range(several if enough else 0):  # neighbours in several packs: they are often live together
+            storage.pack([leaf.local for leaf in alike[nth::several]])
         for leaf in alike:
             leaf.place(writeback, alone=not enough)
 
@@ -112,6 +135,11 @@ class Pack:
     def singly(self) -> bool:
         """Whether each row's gradient is an argument of its own."""
         return self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device in SINGLY_ON
+
+    @property
+    def looped(self) -> bool:
+        """Whether rows are updated one after the other, each row's gradient read where it lies."""
+        return self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device not in SINGLY_ON
 
     def _begun(self, leaf: Leaf, field: Field, dtype: str, constant: Any) -> storage.Memory:
         """New rows for one field, all begun with the constant."""

@@ -188,6 +188,21 @@ def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_gro
     return result
 
 
+def check_devices(owner: str, devices: Iterable[torch.device], clip: bool, together: bool) -> None:
+    """Raise where parameters on several devices have one norm, or are looked at `together`."""
+    listed = ", ".join(map(str, devices))
+    if clip:
+        raise ValueError(
+            f"{owner}: max_grad_norm needs one norm over all parameters, but they lie on {listed}. "
+            "Clip with torch.nn.utils.clip_grad_norm_ instead."
+        )
+    if together:
+        raise ValueError(
+            f"{owner}: this transformation looks at all its parameters together, but they lie on {listed}. "
+            "Use PartitionedOptimizer with a label for each device."
+        )
+
+
 def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
     """Raise where a bound on the global norm is asked for, but this process holds only parts of the gradients."""
     sharded = next((leaf for leaf in leaves if leaf.layout is not None and leaf.layout.sharded and leaf.param.requires_grad), None)

@@ -17,6 +17,7 @@ from bridge.dlpack import dense_order, numpy_dtype
 from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
+from bridge.scattered import part
 from bridge.storage import pack_width
 
 from . import packs
@@ -147,21 +148,24 @@ class Rows:
         alike = str(leaf.device), kind, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None
         return *alike, leaf.memory is not None, leaf.row
 
-    def pack_key(self, leaf: Leaf) -> Any:
+    def pack_key(self, leaf: Leaf, loops: bool = True) -> Any:
         """What leaves must have in common to be updated side by side; None for one that must be by itself.
 
         Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length, and so does one whose
-        gradient is not gathered.
+        gradient is not gathered. `loops`: whether rows may be updated in a loop, which knows nothing of all gradients.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
-        if not size or not (gathered or leaf.device.type in packs.SINGLY_ON):
+        kinds = {field.dtype for field in self.fields(leaf)[0] if field.shape is None} | {leaf.spec.dtype}
+        looped = loops and packs.is_looped(leaf) and not whole and kinds <= packs.IN_LOOPS
+        if not size or not (gathered or looped or leaf.device.type in packs.SINGLY_ON):
             return None
         if (whole or not gathered) and (width != size or self._extra.leaves):
             return None
-        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, (size, width)):
+        sizes = (size, width, part(size) or size) if looped else (size, width)
+        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
             return None
         return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
 
