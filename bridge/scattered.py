@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, EXTENSION_DTYPES, numpy_dtype
+from .dlpack import ALIGNMENT, EXTENSION_DTYPES, numpy_dtype, x64
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
 _END = 1 << 47
@@ -35,6 +36,30 @@ _address, _is_contiguous, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_conti
 def part(size: int) -> int | None:
     """How many of so many elements one turn updates, a divisor; None where there is no good one."""
     return next((n for n in range(_PART, _LEAST_PART - 1, -1) if size % n == 0), None)
+
+
+@functools.cache
+def in_place() -> bool:
+    """Whether XLA's CPU compiler updates rows in place; asked once, of a small program: one that copies them has room for that.
+
+    jaxlib 0.10.2 does with the loops that `flags.request_fusion` asks for; else, as jaxlib 0.6.0, it copies all rows at each turn.
+    """
+    if not SUPPORTED:
+        return False
+    rows = jax.ShapeDtypeStruct((16, _LEAST_PART), np.float32)
+    far = [jax.ShapeDtypeStruct(*each) for each in signature(rows.shape[0], "float32")]
+
+    def adam(_: Any, parts: Sequence[Any]) -> list[Any]:
+        p, m, v, g = parts
+        m, v = m + g, v + g * g
+        return [p - m / jnp.sqrt(v), m, v]
+
+    def program(arrays: list[Any], memory: Any, order: Any) -> list[Any]:
+        return over_live_rows(adam, _LEAST_PART, range(3))([], [*arrays, Scattered(memory, order, *rows.shape)])
+
+    with x64(), jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit(False):
+        needed = jax.jit(program, donate_argnums=0).lower([rows] * 3, *far).compile().memory_analysis()
+    return needed is not None and needed.temp_size_in_bytes < math.prod(rows.shape) * 4
 
 
 class Scattered:

@@ -78,6 +78,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
     for alike in wanted.values():
         looped = is_looped(alike[0])
         enough = len(alike) >= (FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
+        enough = enough and (not looped or scattered.in_place())
         several = LOOPS_A_CORE * lanes.CORES if looped else 1
         for nth in range(several if enough else 0):  # neighbours in several packs: they are often live together
             storage.pack([leaf.local for leaf in alike[nth::several]])
