@@ -18,7 +18,7 @@ LONG = ["examples", "distributed", "benchmarks", "packs", "precision", "optim_db
 MORE = "optax_state optax_optimizer ema functions modules analysis optim closure checkpoint compile loop doctor train_step_batch"
 MORE += " train_step_parts train_step_watch fusion_flag functions_memory functions_cost edges masked_optax stored schedulers"
 MORE += " partitioned singly engine borrowed held masked cost errors lanes products short_gradients torch_ops torch_rules"
-MORE += " scaling stages distributed_checkpoint pipelines"
+MORE += " scaling stages distributed_checkpoint pipelines scattered"
 SLOW = {f"test_{name}" for name in (*LONG, *MORE.split())}
 
 
