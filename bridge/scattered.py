@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from .dlpack import ALIGNMENT, EXTENSION_DTYPES, numpy_dtype, x64
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
 _END = 1 << 47
 _BASE = ALIGNMENT
-SUPPORTED = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
+SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 # Elements of one turn of the loop: what it stores between its operations is then still in the second cache. With a quarter or four times
 # as many it takes 1.1 to 1.2 times as long. Below the second number the turns themselves take too long.
@@ -79,19 +80,31 @@ def signature(count: int, dtype: str) -> list[tuple[tuple[int, ...], Any]]:
     return [(((_END - _BASE) // jnp.dtype(dtype).itemsize,), dtype), ((1 + 2 * count,), np.int64)]
 
 
+class _Everything(np.ndarray):
+    """An array that must not be read where nobody asked: a traceback that shows variables would end the process."""
+
+    def __repr__(self) -> str:
+        return f"<all memory as {self.dtype}>"
+
+    __str__ = __repr__
+
+    def __deepcopy__(self, memo: Any) -> _Everything:
+        return self
+
+
 @functools.cache
 def everything(dtype: Any) -> np.ndarray[Any, Any]:
     """All memory of this process as one array, which nobody may read as a whole."""
     size = (_END - _BASE) // dtype.itemsize
     space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(_BASE)
-    return np.ndarray((size,), dtype, space)
+    return _Everything((size,), dtype, space)
 
 
 class Places:
     """From the gradients of live rows to the arguments of `signature`.
 
-    Each is read where it lies, if it is dense in the order of its parameter's memory; else it is copied, and the copy kept until
-    the next call.
+    Each is read where it lies, if it is dense in the order of its parameter's memory; else it is copied. `copies` holds those that were
+    made, until whoever called has seen the program to its end and clears it.
 
     Args:
       count: of all rows.
@@ -105,15 +118,16 @@ class Places:
         self._order[0], self._order[1 : 1 + len(rows)] = len(rows), rows
         self._starts = slice(1 + count, 1 + count + len(rows))
         self._memory = everything(np.dtype(EXTENSION_DTYPES[dtype][1] if dtype in EXTENSION_DTYPES else numpy_dtype(dtype)))
-        self._copies: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         starts = np.array(list(map(_address, tensors))) - _BASE
         size = self._memory.itemsize
         if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any() or starts.min() < 0:
             dims = self._dims or [None] * len(tensors)
-            self._copies = [_dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
-            starts = np.array(list(map(_address, self._copies))) - _BASE
+            dense = [_dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
+            self.copies += [copy for copy, tensor in zip(dense, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
+            starts = np.array(list(map(_address, dense))) - _BASE
         order = self._order.copy()
         order[self._starts] = starts // size
         return [self._memory, order]
@@ -123,7 +137,7 @@ def _dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> tor
     """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy."""
     tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
     fits = tensor.data_ptr() and tensor.data_ptr() % size == 0
-    return tensor if fits else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return tensor if fits else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def over_live_rows(function: Callable[..., Sequence[Any]], width: int, targets: Sequence[int]) -> Callable[..., list[Any]]:

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, NoReturn
@@ -121,7 +121,7 @@ class Launch(ABC):
     state: the memories of the state of every leaf, then of the shared state; likewise.
     scalars: the scalars of leaves by themselves, by dtype.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
-    positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments.
+    positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `Places` for a loop.
     rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
       are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
     masks: a boolean array per leaf with `elements`.
@@ -145,7 +145,7 @@ class Launch(ABC):
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
     positions: Sequence[int]
-    flat: Callable[[Sequence[torch.Tensor]], list[Any]]
+    flat: Any  # of tensors to a list of arguments
     joined: Sequence[tuple[Sequence[int], torch.Tensor]]
     gathered: Sequence[int]
     targets: list[torch.Tensor]
@@ -218,6 +218,8 @@ def run(
                 openmp.pause(openmp.SOFT)
             given = []
             for launch in wave:
+                if launch.program.looped:
+                    flight.copies.append(launch.flat.copies)
                 given.append(launch.flat([*map(grads.__getitem__, launch.positions), *launch.rows]))
                 if launch.program.measure is not None:
                     measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure, after)
@@ -267,7 +269,7 @@ class _Flight:
     threads take turns.
     """
 
-    __slots__ = ("arrived", "handlers", "landing", "may_fail", "moved", "order", "packed", "programs")
+    __slots__ = ("arrived", "copies", "handlers", "landing", "may_fail", "moved", "order", "packed", "programs")
     programs: int  # how many are to be called
     packed: bool  # whether some work on packs
     may_fail: bool  # whether some may fail while they run
@@ -277,6 +279,7 @@ class _Flight:
         self.handlers: dict[int, Any] = {}
         # Of each call what to wait for, and where its results belong: those in memories, and those of scalars.
         self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]]]] = []
+        self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
         self.moved = False
         self.order: int | None = None  # of this thread's executions, to go back to
         if self.packed:
@@ -314,6 +317,8 @@ class _Flight:
                 if failed is not None:
                     self._land_after(failed, landing)
             finally:
+                for copies in self.copies:
+                    copies.clear()
                 for number, handler in self.handlers.items():
                     _handle(number, handler)
                 if self.packed:

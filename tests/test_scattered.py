@@ -1,11 +1,16 @@
 """Rows updated in a loop, their gradients read where they lie: many equal parameters on a CPU."""
 
+import copy
 import itertools
 import os
 import re
 import subprocess
 import sys
+import traceback
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -143,11 +148,11 @@ def test_who_has_no_gradient_stays_as_it_is_and_no_subset_compiles():
 
 def test_rows_are_divided_among_the_cores_and_programs_among_their_lanes(monkeypatch):
     monkeypatch.setattr(lanes, "CORES", 2)
-    ours = parameters(shapes=[(64, 64)] * 16)
+    ours = parameters(shapes=[(64, 64)] * 32)
     optimizer = adamw(ours)
     run([(optimizer, ours)], 1)
     launches = optimizer._launches.latest
-    assert [launch.program.plan.leaves[0].count for launch in launches] == [4] * 4
+    assert [launch.program.plan.leaves[0].count for launch in launches] == [8] * 4
     assert len(set(programs(optimizer))) == 1
     memories = [leaf.memory for p in ours for leaf in optimizer._active if leaf.param is p]
     assert all(a is not b for a, b in itertools.pairwise(memories))
@@ -169,7 +174,7 @@ def test_nothing_is_copied_and_addresses_stay():
     for launch in optimizer._launches.latest:
         if launch.program.looped:
             assert not launch.rows
-            assert not launch.flat._copies
+            assert launch.flat.copies == []
             shape = "f32[{},{}]".format(*launch.inplace[0].memory.array.shape)
             flat = f"f32[{launch.inplace[0].memory.array.size}]"
             text = launch.program.update.as_text()
@@ -208,6 +213,100 @@ def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
         optimizer.step()
         other.step()
     assert programs(optimizer)[0].looped
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cores", [1, 3, 48])
+def test_any_number_of_cores(monkeypatch, cores):
+    monkeypatch.setattr(lanes, "CORES", cores)
+    ours = parameters(shapes=[(64, 64)] * 16)
+    optimizer = adamw(ours)
+    theirs, start = clones(ours), [p.detach().clone() for p in ours]
+    run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, steps=3)
+    near(ours, theirs, start)
+    counts = [program.plan.leaves[0].count for program in programs(optimizer)]
+    assert sum(counts) == 16
+    assert len(counts) == 2  # each of at least so many rows
+
+
+class Coefficients(NamedTuple):
+    momentum: Any
+    both: Any
+
+
+def shared_vector():
+    def update(updates, state, params=None):
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state.momentum, updates)
+        return jax.tree.map(lambda m: -0.01 * (state.both[0] + state.both[1]) * m, momentum), Coefficients(momentum, state.both)
+
+    init = lambda params: Coefficients(jax.tree.map(jnp.zeros_like, params), jnp.array([0.5, 0.25], jnp.float32))  # noqa: E731
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_vector_that_all_share_is_no_part_of_a_row():
+    ours = parameters(shapes=[(64, 64)] * 8)
+    theirs, start = clones(ours), [p.detach().clone() for p in ours]
+    optimizer = torch_api.OptaxOptimizer(ours, shared_vector())
+    run_pair(optimizer, ours, torch.optim.SGD(theirs, lr=0.0075, momentum=0.9), theirs, steps=4)
+    near(ours, theirs, start, 1e-5)
+    assert not any(program.looped for program in programs(optimizer))
+
+
+@pytest.mark.parametrize("looped", [True, False])
+def test_a_parameter_whose_memory_order_changes_keeps_its_state(monkeypatch, looped):
+    if not looped:
+        monkeypatch.setitem(packs.GATHERED, "cpu", 1 << 17)
+    ours = parameters(shapes=[(16, 8, 8, 8)] * 8)
+    theirs, start = clones(ours), [p.detach().clone() for p in ours]
+    optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        run_pair(optimizer, ours, other, theirs, steps=2)
+        assert programs(optimizer)[0].looped is looped
+        for p in (*ours, *theirs):
+            p.data = p.data.to(memory_format=torch.channels_last if p.is_contiguous() else torch.contiguous_format)
+    near(ours, theirs, start, 1e-5)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])
+
+
+def test_no_copy_of_a_gradient_outlives_the_step():
+    ours = [torch.nn.Parameter((0.1 * torch.randn(16, 8, 8, 8)).to(memory_format=torch.channels_last)) for _ in range(8)]
+    optimizer = adamw(ours)
+    for order in (torch.channels_last, torch.contiguous_format):
+        for p in ours:
+            p.grad = torch.randn(p.shape).to(memory_format=order)
+        optimizer.step()
+        assert all(launch.flat.copies == [] for launch in optimizer._launches.latest)
+        counts = [torch._C._storage_Use_Count(p.grad.untyped_storage()._cdata) for p in ours]
+        assert max(counts) == torch._C._storage_Use_Count(torch.zeros(3).untyped_storage()._cdata)
+
+
+def test_an_error_can_be_shown_with_all_variables(monkeypatch):
+    ours = parameters(shapes=[(64, 64)] * 16)
+    optimizer = adamw(ours)
+    run([(optimizer, ours)], 1)
+    broken = optimizer._launches.latest[-1].program
+    monkeypatch.setattr(broken, "update", lambda *_: 1 / 0)
+    set_grads(ours, random_grads(ours))
+    with pytest.raises(ZeroDivisionError) as caught:
+        optimizer.step()
+    shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+    assert "<all memory as float32>" in shown
+    everything = scattered.everything(np.dtype("float32"))
+    assert copy.deepcopy(everything) is everything
+
+
+def test_a_default_device_changes_nothing():
+    ours = parameters(shapes=[(64, 64)] * 8)
+    optimizer = adamw(ours)
+    other, theirs = apart(adamw, ours)
+    grads = random_grads(ours)
+    for p, q, g in zip(ours, theirs, grads, strict=True):
+        p.grad, q.grad = misaligned(g), g.clone()
+    with torch.device("meta"):
+        optimizer.step()
+    other.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 

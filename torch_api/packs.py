@@ -30,8 +30,8 @@ IN_LOOPS = frozenset({"float32", "float64"})
 # Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any; in a loop, which runs on one
 # core, there must be enough for all cores.
 FEWEST, FEWEST_LARGE, FEWEST_LOOPED = 4, 2, 64
-# Packs of rows that are looped over, for each core: some may have more live rows than others.
-LOOPS_A_CORE = 2
+# Packs of rows that are looped over, for each core: some may have more live rows than others. Fewer packs where each would have fewer rows.
+LOOPS_A_CORE, ROWS = 2, 8
 
 
 def is_gathered(leaf: Leaf) -> bool:
@@ -79,7 +79,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
         looped = is_looped(alike[0])
         enough = len(alike) >= (FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
         enough = enough and (not looped or scattered.in_place())
-        several = LOOPS_A_CORE * lanes.CORES if looped else 1
+        several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
         for nth in range(several if enough else 0):  # neighbours in several packs: they are often live together
             storage.pack([leaf.local for leaf in alike[nth::several]])
         for leaf in alike:
@@ -188,8 +188,11 @@ class Pack:
             elif field.position is None or given:
                 known = saved.get(field.name)
                 source = torch.as_tensor(begin(leaf, field) if known is None else known, device=leaf.device)
+                source = source.reshape(view.shape) if like is None else source
                 if source.data_ptr() != view.data_ptr():
-                    view.copy_(source.reshape(view.shape) if like is None else source)
+                    view.copy_(source)
+                elif source.stride() != view.stride():  # the parameter's dimensions lie in another order now
+                    view.copy_(source.clone())
             elif isinstance(value, torch.Tensor):
                 view.copy_(value.reshape(view.shape) if like is None else value.as_strided(view.shape, view.stride()))
             elif looked_at or self._constants is None or self._constants[position] != value:

@@ -158,8 +158,10 @@ class Rows:
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
-        kinds = {field.dtype for field in self.fields(leaf)[0] if field.shape is None} | {leaf.spec.dtype}
-        looped = loops and packs.is_looped(leaf) and not whole and kinds <= packs.IN_LOOPS
+        fields = self.fields(leaf)[0]
+        kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
+        simple = kinds <= packs.IN_LOOPS and all(field.shape in (None, ()) for field in fields)
+        looped = loops and packs.is_looped(leaf) and not whole and simple
         if not size or not (gathered or looped or leaf.device.type in packs.SINGLY_ON):
             return None
         if (whole or not gathered) and (width != size or self._extra.leaves):
