@@ -142,7 +142,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """What no copy or pickle carries."""
         self._extra, self._argument_names = NO_EXTRA, ()
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
-        self._cache = Cache(type(self).__name__)
+        self._cache, self._loops = Cache(type(self).__name__), True
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -178,9 +178,15 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
-            key = functools.partial(self.arrangement.pack_key, loops=self.max_grad_norm is None)
+            key = functools.partial(self.arrangement.pack_key, loops=self._loops and self.max_grad_norm is None)
             packs.place(leaves, key, self._options.writeback)
         packs.check_apart(type(self).__name__, self._active)
+
+    def without_loops(self) -> None:
+        """Rows of packs are no longer updated in a loop: their parameters get memory of their own, for who reads them one by one."""
+        self._loops = False
+        if any(leaf.slot is not None and packs.is_looped(leaf) for leaf in self._active):
+            self._place()
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""

@@ -98,6 +98,7 @@ class JaxTrainStep:
         self._pending, self._summed = 0, frozenset()
         self._hits = self._misses = self._compilations = 0
         self._loss_like: Any = None
+        optimizer.without_loops()  # a program that reads a row as a matrix copies it first
         self._look()
 
     @property
