@@ -27,34 +27,6 @@ from .leafwise import Rule, Scalar, caster, count, lerp, per_leaf, shrunk, wide
 # The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as can be.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SHORT = 8  # terms up to which a mean is written out
-_SPLIT = 512  # rows from which a symmetric product is taken by blocks: of fewer, cutting and joining costs what it saves
-_HALVINGS = 2  # 10 of 16 blocks are computed; the next halving would leave 36 of 64 and double the program
-
-
-def symmetric_product(y: jax.Array, sums: Any) -> jax.Array:
-    """y y' of an (m, n) matrix, accumulated in `sums`: on a CPU from one block of each two that mirror each other.
-
-    XLA has no symmetric product. On a GPU many small products take longer than a large one.
-    """
-    if y.shape[0] < _SPLIT:
-        return _product(y, y, 1, sums)
-
-    def halved(y: jax.Array, times: int) -> jax.Array:
-        rows = y.shape[0]
-        if rows < _SPLIT or times == 0:
-            return _product(y, y, 1, sums)
-        top, low = y[: rows // 2], y[rows // 2 :]
-        across = _product(low, top, 1, sums)
-        upper = jnp.concatenate([halved(top, times - 1), across.T], 1)
-        return jnp.concatenate([upper, jnp.concatenate([across, halved(low, times - 1)], 1)], 0)
-
-    return jax.lax.platform_dependent(y, cpu=lambda y: halved(y, _HALVINGS), default=lambda y: _product(y, y, 1, sums))
-
-
-def _product(x: jax.Array, y: jax.Array, along: int, sums: Any) -> jax.Array:
-    """The sums over the last dimension of x and dimension `along` of y."""
-    dims = (((1,), (along,)), ((), ()))
-    return jax.lax.dot_general(x, y, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
 
 
 def newton_schulz(
@@ -76,6 +48,10 @@ def newton_schulz(
         # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision); before any cast, to round once.
         return x if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
+    def product(x: jax.Array, y: jax.Array, along: int) -> jax.Array:
+        dims = (((1,), (along,)), ((), ()))
+        return jax.lax.dot_general(x, y, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
+
     def wide_side_last(x: jax.Array) -> jax.Array:
         # A copy: left to itself XLA carries the transposition through all products, which are half as fast then.
         return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(rows, columns)
@@ -86,13 +62,10 @@ def newton_schulz(
     norm = jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(caster(x)(eps)))
     a, b, c = map(caster(x), coefficients)
     x = rounded(x / norm).astype(dtype)
-
-    def iteration(_: Any, x: jax.Array) -> jax.Array:
-        gram = rounded(symmetric_product(x, sums)).astype(dtype)
-        polynomial = rounded(b * gram.astype(sums) + c * symmetric_product(gram, sums)).astype(dtype)
-        return rounded(a * x.astype(sums) + _product(polynomial, x, 0, sums)).astype(dtype)
-
-    x = jax.lax.fori_loop(0, steps, iteration, x)  # written out, the blocks would take twice as long to compile
+    for _ in range(steps):
+        gram = rounded(product(x, x, 1)).astype(dtype)
+        polynomial = rounded(b * gram.astype(sums) + c * product(gram, gram, 0)).astype(dtype)
+        x = rounded(a * x.astype(sums) + product(polynomial, x, 0)).astype(dtype)
     return (jax.lax.optimization_barrier(x.reshape(-1)).reshape(rows, columns).T if tall else x).astype(matrix.dtype)
 
 

@@ -1,7 +1,6 @@
 """torch's equations in pure JAX against float64 NumPy written from the papers, each with broken siblings; Muon's rounding."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -150,48 +149,6 @@ def test_newton_schulz_rounds_as_torch_does(shape, steps):
     assert np.abs(ours - expected).max() <= 2**-7 * scale
     if min(shape) > 1:
         assert np.mean(np.abs(in_float32 - expected) > 0) > 0.9  # without the rounding nearly all differ
-
-
-BLOCKS = matrix_rules._SPLIT  # rows from which a symmetric product is taken by blocks
-
-
-@pytest.mark.parametrize("rows", [5, BLOCKS - 1, BLOCKS, BLOCKS + 1, 2 * BLOCKS - 1, 2 * BLOCKS + 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_a_symmetric_product_is_the_whole_one(dtype, rows):
-    with x64():
-        y = jnp.array(np.random.default_rng(rows).normal(size=(rows, 33))).astype(dtype)
-        sums = jnp.float64 if dtype == "float64" else jnp.float32
-        found = np.asarray(jax.jit(lambda y: matrix_rules.symmetric_product(y, sums))(y))
-        exact = np.asarray(y.astype(jnp.float64))
-    assert found.dtype == sums
-    # Each of the 33 sums may round once, by half of eps of what it has reached.
-    assert (np.abs(found - exact @ exact.T) <= 33 * np.finfo(sums).eps * (np.abs(exact) @ np.abs(exact).T)).all()
-    np.testing.assert_allclose(found, found.T, rtol=0, atol=33 * np.finfo(sums).eps * np.abs(found).max())
-    if rows >= BLOCKS and jax.default_backend() == "cpu":
-        np.testing.assert_array_equal(found[rows // 2 :, : rows // 2], found[: rows // 2, rows // 2 :].T)
-
-
-def multiplications(jaxpr):
-    """Those of the matrix products of a traced program, where branches depend on the platform those of the CPU, which come first."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            ((along, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-            total += eqn.outvars[0].aval.size * math.prod(left[i] for i in along)
-        inner = [eqn.params["branches"][0]] if "branches" in eqn.params else eqn.params.values()
-        repeated = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += sum(repeated * multiplications(x.jaxpr) for x in inner if hasattr(x, "jaxpr"))
-    return total
-
-
-@pytest.mark.parametrize("shape", [(BLOCKS - 1, 2000), (BLOCKS, BLOCKS), (2 * BLOCKS, 2 * BLOCKS), (4000, 8 * BLOCKS), (9, 4)])
-def test_newton_schulz_leaves_out_blocks_that_mirror_others(shape):
-    steps, (rows, columns) = 3, sorted(shape)
-    traced = jax.make_jaxpr(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7))(jnp.zeros(shape))
-    # A half's square twice and the block across once, of four blocks; in halves of these the same again.
-    share = 1 if rows < BLOCKS else 3 / 4 if rows < 2 * BLOCKS else 5 / 8
-    symmetric, other = rows * rows * (columns + rows), rows * rows * columns
-    assert multiplications(traced.jaxpr) == pytest.approx(steps * (share * symmetric + other), rel=1e-6)
 
 
 def test_empty_leaves_stay_finite():
