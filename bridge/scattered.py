@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, EXTENSION_DTYPES, numpy_dtype, x64
+from .dlpack import ALIGNMENT, numpy_dtype, x64
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
 _END = 1 << 47
@@ -117,7 +117,7 @@ class Places:
         self._order, self._dims = np.zeros(1 + 2 * count, np.int64), list(order) if any(order) else []
         self._order[0], self._order[1 : 1 + len(rows)] = len(rows), rows
         self._starts = slice(1 + count, 1 + count + len(rows))
-        self._memory = everything(np.dtype(EXTENSION_DTYPES[dtype][1] if dtype in EXTENSION_DTYPES else numpy_dtype(dtype)))
+        self._memory = everything(np.dtype(numpy_dtype(dtype)))
         self.copies: list[torch.Tensor] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -22,8 +22,7 @@ GATHERED = {"cpu": 1 << 17, "cuda": 1 << 20}
 # The devices on which larger ones are packed too, their gradients each an argument: calling costs the host of a GPU 6 us for each
 # array that is given and given back, and one kernel for equal leaves moves its bytes a tenth faster than one for each.
 SINGLY_ON = frozenset({"cuda"})
-# Bytes of the largest parameter on the CPU that is worth a row in a loop: what updating a larger one takes hides the microseconds that
-# its arguments cost a call.
+# Bytes of the largest parameter on the CPU that may be a row in a loop. Of larger ones a call of `tiles.ELEMENTS` has few arguments.
 LOOPED = 1 << 20
 # The types of rows in a loop: others XLA's CPU compiler computes in float32, and may convert as a whole what a turn reads a part of.
 IN_LOOPS = frozenset({"float32", "float64"})
@@ -78,7 +77,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
     for alike in wanted.values():
         looped = is_looped(alike[0])
         enough = len(alike) >= (FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
-        enough = enough and (not looped or scattered.in_place())
+        enough = enough and (not looped or (lanes.SEVERAL and scattered.in_place()))
         several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
         for nth in range(several if enough else 0):  # neighbours in several packs: they are often live together
             storage.pack([leaf.local for leaf in alike[nth::several]])

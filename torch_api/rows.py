@@ -158,10 +158,7 @@ class Rows:
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
-        fields = self.fields(leaf)[0]
-        kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
-        simple = kinds <= packs.IN_LOOPS and all(field.shape in (None, ()) for field in fields)
-        looped = loops and packs.is_looped(leaf) and not whole and simple
+        looped = loops and packs.is_looped(leaf) and not whole and self._is_of_parts(leaf)
         if not size or not (gathered or looped or leaf.device.type in packs.SINGLY_ON):
             return None
         if (whole or not gathered) and (width != size or self._extra.leaves):
@@ -170,6 +167,12 @@ class Rows:
         if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
             return None
         return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
+
+    def _is_of_parts(self, leaf: Leaf) -> bool:
+        """Whether parameter and state are numbers and arrays of the parameter's shape, of types that a loop takes parts of."""
+        fields = self.fields(leaf)[0]
+        kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
+        return kinds <= packs.IN_LOOPS and all(field.shape in (None, ()) for field in fields)
 
     def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
         """The state of a leaf: its own, and what all leaves of its transformation share."""
