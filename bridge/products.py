@@ -8,6 +8,7 @@ concatenation asks at each element which part it is in. All results are the same
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from .stored import together
 
 SMALL = 2**16  # elements of the smallest of the three sides of a product
 _BODIES = ("jaxpr", "call_jaxpr")
-_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "scan", "remat2", "checkpoint"})
+_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
+_LOOPS = frozenset({"scan"})
 
 
 def arranged(jaxpr: Any) -> Any:
@@ -56,13 +58,23 @@ def _arranged(eqn: Any, joined: Any) -> Any:
     if name == "transpose" and eqn.invars[0] in joined:
         parts, order = joined[eqn.invars[0]], params["permutation"]
         return _instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
-    for key in _BODIES if name in _CALLS else ():
-        if key in params:
-            body = params[key]
-            new = arranged(getattr(body, "jaxpr", body))
-            if new is not getattr(body, "jaxpr", body):
-                eqn = eqn.replace(params=params | {key: ClosedJaxpr(new, body.consts) if hasattr(body, "consts") else new})
+    return inside(eqn, arranged)
+
+
+def inside(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """The operation with each program within it rewritten; itself where that changes none."""
+    for key, body in bodies(eqn, _CALLS | _LOOPS):
+        new = rewrite(body)
+        if new is not body:
+            given = eqn.params[key]
+            eqn = eqn.replace(params=eqn.params | {key: ClosedJaxpr(new, given.consts) if hasattr(given, "consts") else new})
     return eqn
+
+
+def bodies(eqn: Any, names: frozenset[str] = _CALLS) -> list[tuple[str, Any]]:
+    """The programs within an operation, by parameter, whose arguments are the operation's."""
+    keys = [key for key in _BODIES if key in eqn.params] if eqn.primitive.name in names else []
+    return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
 
 
 def _instead(eqn: Any, invars: Any, function: Any) -> Any:

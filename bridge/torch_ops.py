@@ -13,7 +13,6 @@ import torch
 from jax import lax
 from jax.core import Tracer
 
-from .stored import gradient_once
 from .torch_calls import OPS, op
 from .traced import default_float, jax_dtype, promoted
 
@@ -111,9 +110,7 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     a, b = promoted(input, other)
     if a.dtype == bool:
         return jnp.logical_or(a, b)
-    total = a + (b if isinstance(alpha, int | float) and alpha == 1 else b * jnp.asarray(alpha, b.dtype))
-    # A residual stream: its gradient goes two ways here, and at each layer again.
-    return gradient_once(total) if a.shape == b.shape and a.ndim > 1 else total
+    return a + (b if isinstance(alpha, int | float) and alpha == 1 else b * jnp.asarray(alpha, b.dtype))
 
 
 @op("sub", "subtract", "__sub__")

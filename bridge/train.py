@@ -30,6 +30,7 @@ from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
 from .products import arranged, small
+from .readers import stored_for_products
 from .storage import Memory
 from .stored import together
 from .update import Plan, abstract, update
@@ -258,7 +259,7 @@ class Program:
             # An argument that is not used would be dropped, and what replaces it (a buffer that is only written) lie elsewhere.
             jitted = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
             traced = jitted(function).trace(donated, arguments)
-            better = arranged(traced.jaxpr.jaxpr) if self.plan.device.platform == "cpu" else traced.jaxpr.jaxpr
+            better = stored_for_products(arranged(traced.jaxpr.jaxpr)) if self.plan.device.platform == "cpu" else traced.jaxpr.jaxpr
             if better is not traced.jaxpr.jaxpr:
                 traced = jitted(_as(better, traced)).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)

@@ -45,6 +45,7 @@ ORDER = {
         "traced",
         "stored",
         "products",
+        "readers",
         "attention",
         "torch_calls",
         "torch_ops",

@@ -9,10 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import bridge
-import torch_api
-from bridge import attention, stored, train
+from bridge import attention, stored
 from bridge.dlpack import x64
-from torch_api import JaxTrainStep
 
 KINDS = ["plain", "causal", "bool", "dead row", "float", "scale", "broadcast"]
 
@@ -69,9 +67,13 @@ def test_attention_and_its_gradient_are_torchs(kind):
 
 def test_a_gradient_without_the_shared_sum_is_caught(monkeypatch):
     inputs = tensors()
-    monkeypatch.setattr(attention, "_shared", lambda change, out: jnp.zeros_like(out))
+    product = attention._product
+    without = lambda weights, value: product(weights - weights.mean(-1, keepdims=True), value)  # noqa: E731
     with x64():
         arrays = [jnp.asarray(x.numpy()) for x in inputs]
+        function = bridge.module_function(Attention())
+        assert alike(gradients(function, arrays), torchs(inputs, {}))
+        monkeypatch.setattr(attention, "_product", without)
         assert not alike(gradients(bridge.module_function(Attention()), arrays), torchs(inputs, {}))
 
 
@@ -143,41 +145,6 @@ def test_integers_and_other_devices_have_no_barriers(monkeypatch):
     assert barriers(jnp.ones(3)) > 0
     monkeypatch.setattr(stored.TRACE, "device", torch.device("cuda"))
     assert barriers(jnp.ones(3)) == 0
-
-
-class Residual(nn.Module):
-    def __init__(self, depth=4):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(depth))
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(depth))
-
-    def forward(self, x):
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x))
-        return x
-
-
-def program_of(model):
-    optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3)
-    train_step = JaxTrainStep(model, lambda m, x: m(x).square().mean(), optimizer)
-    train_step(torch.randn(16, 32))
-    (program,) = train_step._programs.values()
-    return program.call
-
-
-def most_arguments(text):
-    """Of a fusion of the whole program: with gradients computed anew this grows with the depth."""
-    entry = text[text.index("\nENTRY") :]
-    return max(line.split("fusion(")[1].split(")")[0].count("%") for line in entry.splitlines() if " fusion(" in line)
-
-
-def test_no_layer_of_a_train_step_computes_the_gradients_of_later_ones_again(monkeypatch):
-    shallow, deep = (program_of(Residual(depth)).as_text() for depth in (4, 10))
-    assert most_arguments(deep) == most_arguments(shallow)
-    monkeypatch.setattr(stored, "_applies", lambda x, wanted: False)
-    monkeypatch.setattr(train, "arranged", lambda jaxpr: jaxpr)  # a product's turned side is stored as well
-    shallow, deep = (program_of(Residual(depth)).as_text() for depth in (4, 10))
-    assert most_arguments(deep) > most_arguments(shallow)
 
 
 @pytest.mark.parametrize("take", ["unbind", "split", "chunk"])

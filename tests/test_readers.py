@@ -1,0 +1,116 @@
+"""What a product reads is stored for all of its readers: barriers in a traced program, and no layer computed again in a compiled one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from torch import nn
+
+import torch_api
+from bridge import readers, train
+
+X, W = np.linspace(-1, 1, 64 * 32, dtype=np.float32).reshape(64, 32), np.ones((32, 8), np.float32)
+IMAGES, KERNEL = np.linspace(-1, 1, 2 * 8 * 8 * 16, dtype=np.float32).reshape(2, 16, 8, 8), np.ones((4, 16, 3, 3), np.float32)
+
+
+def rewritten(function, *arguments):
+    closed = jax.make_jaxpr(function)(*arguments)
+    return closed, ClosedJaxpr(readers.stored_for_products(closed.jaxpr), closed.consts)
+
+
+def barriers(closed):
+    return str(closed).count("optimization_barrier")
+
+
+def shared(x, w):
+    y = jnp.tanh(x)
+    return y @ w, y.sum(0)
+
+
+def called(x, w):
+    y = jax.jit(lambda x: jnp.tanh(x) * 2)(x)
+    return jax.jit(lambda y: y.reshape(64, 32) @ w)(y), y.sum(0)
+
+
+def within(x, w):
+    return jax.jit(shared)(x, w)
+
+
+def looped(x, w):
+    return lax.scan(lambda s, _: ((shared(s, w)[0].sum() * s), shared(s, w)[1]), x, None, 2)
+
+
+def turned(x, w):
+    y = jnp.tanh(x).T
+    return y.T @ w, y.sum(0)
+
+
+@pytest.mark.parametrize("function", [shared, called, within, looped, turned])
+def test_what_a_product_and_something_else_read_is_stored_and_no_value_changes(function):
+    before, after = rewritten(function, X, W)
+    assert barriers(before) == 0
+    assert barriers(after) > 0
+    for a, b in zip(jaxpr_as_fun(before)(X, W), jaxpr_as_fun(after)(X, W), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (lambda x, w: jnp.tanh(x) @ w, (X, W)),  # one reader
+        (lambda x, w: (jnp.tanh(x).sum(0), jnp.tanh(x).max(0)), (X, W)),  # no product
+        (lambda x, w: (x @ w, x.sum(0)), (X, W)),  # an argument is stored as it is
+        (lambda x, w: (lambda y: (y @ w, y.sum(0)))(x @ x.T @ x), (X, W)),  # so is a product
+        (shared, (X[:4], W)),  # small
+    ],
+)
+def test_what_is_stored_anyway_or_read_once_stays_as_it_is(function, arguments):
+    closed = jax.make_jaxpr(function)(*arguments)
+    assert readers.stored_for_products(closed.jaxpr) is closed.jaxpr
+
+
+def test_what_a_convolution_reads_is_stored_with_channels_last():
+    def convolved(x, w):
+        y = jnp.tanh(x)
+        return lax.conv_general_dilated(y, w, (1, 1), "SAME"), y.sum((0, 2, 3))
+
+    _, after = rewritten(convolved, IMAGES, KERNEL)
+    assert barriers(after) == 1
+    assert "f32[2,8,8,16] = optimization_barrier" in str(after)
+
+
+class Layers(nn.Module):
+    def __init__(self, depth, after):
+        super().__init__()
+        self.norms = nn.ModuleList((nn.LayerNorm if after else nn.BatchNorm1d)(64) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))
+        self.after = after
+
+    def forward(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = norm(x + layer(x)) if self.after else torch.relu(x + norm(layer(x)))
+        return x
+
+
+def most_arguments(depth, after):
+    """Of a fusion of the whole program: with values computed anew this grows with the depth."""
+    model = Layers(depth, after)
+    optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3)
+    train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), optimizer)
+    train_step(torch.randn(32, 64))
+    (program,) = train_step._programs.values()
+    text = program.call.as_text()
+    entry = text[text.index("\nENTRY") :]
+    return max(line.split("fusion(")[1].split(")")[0].count("%") for line in entry.splitlines() if " fusion(" in line)
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["encoder", "residual network"])
+def test_no_layer_of_a_train_step_computes_others_again(after, monkeypatch):
+    shallow, deep = (most_arguments(depth, after) for depth in (3, 7))
+    assert deep == shallow
+    monkeypatch.setattr(train, "stored_for_products", lambda jaxpr: jaxpr)
+    shallow, deep = (most_arguments(depth, after) for depth in (3, 7))
+    assert deep > shallow + 3
