@@ -2,6 +2,9 @@
 
 Dao et al., https://arxiv.org/abs/2205.14135, algorithm 4: with D the sum of g * o over a row, the scores have the gradient P * (g v^T - D).
 It is written as a tangent, whose transpose that is, so that forward mode and second derivatives are there as well.
+
+The weights P are not divided by their sums: what is stored are the powers, and a row of the product, or of its gradient, is
+divided. XLA's CPU library then sums, multiplies and divides in one pass over the powers.
 """
 
 from __future__ import annotations
@@ -26,33 +29,42 @@ def attended(scores: Any, dead: Any, kept: Any, value: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attended(stored: bool, scores: Any, dead: Any, kept: Any, value: Any) -> Any:
-    return _product(_times(_weights(stored, scores, dead), kept), value)
+    powers = _powers(stored, scores)
+    return _mean(powers, _share(powers, dead), kept, value)
 
 
 @functools.partial(_attended.defjvp, symbolic_zeros=True)
 def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     (scores, dead, kept, value), (d_scores, _, _, d_value) = primals, tangents
-    weights = _weights(stored, scores, dead)
-    out, parts = _product(_times(weights, kept), value), []
+    powers = _powers(stored, scores)
+    out, parts = _mean(powers, _share(powers, dead), kept, value), []
+    powers = once(powers, stored)  # else both sums are one, and a product with many readers is not fused with what it divides
+    share = _share(powers, dead)
     if not isinstance(d_scores, SymbolicZero):
-        change = weights * d_scores
-        parts.append(_product(gradient_once(_times(change, kept), stored), value) - _shared(change, out))
+        change = powers * d_scores
+        # Weights of a row sum to one: what they lose together is, transposed, D.
+        loss = jnp.sum(change, -1, keepdims=True)
+        product = _product(gradient_once(_times(change, kept), stored), value) - loss * out.astype(loss.dtype)
+        parts.append(gradient_once(product * share, stored).astype(out.dtype))
     if not isinstance(d_value, SymbolicZero):
-        parts.append(_product(_times(weights, kept), d_value))
+        parts.append(_mean(powers, share, kept, d_value))
     return out, sum(parts) if parts else jnp.zeros_like(out)
 
 
-def _shared(change: Any, out: Any) -> Any:
-    """What the weights of a row lose together, since they sum to one: transposed, D."""
-    return jnp.sum(change, -1, keepdims=True).astype(out.dtype) * out
-
-
-def _weights(stored: bool, scores: Any, dead: Any) -> Any:
-    """Stored once, for the product with the values and for the gradient."""
+def _powers(stored: bool, scores: Any) -> Any:
+    """e to the scores, stored once, for the product with the values and for the gradient."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
-    powers = jnp.exp(scores - top)
-    weights = once(powers / jnp.sum(powers, -1, keepdims=True), stored)
-    return weights if dead is None else jnp.where(dead, jnp.zeros((), weights.dtype), weights)
+    return once(jnp.exp(scores - top), stored)
+
+
+def _share(powers: Any, dead: Any) -> Any:
+    """One by the sum of a row."""
+    share = 1 / jnp.sum(powers, -1, keepdims=True)
+    return share if dead is None else jnp.where(dead, jnp.zeros((), share.dtype), share)
+
+
+def _mean(powers: Any, share: Any, kept: Any, value: Any) -> Any:
+    return (_product(_times(powers, kept), value) * share).astype(value.dtype)
 
 
 def _times(weights: Any, kept: Any) -> Any:
@@ -60,4 +72,5 @@ def _times(weights: Any, kept: Any) -> Any:
 
 
 def _product(weights: Any, value: Any) -> Any:
-    return jnp.matmul(weights.astype(value.dtype), value)
+    """In the type of the weights: what is not divided yet may be too large for a half one."""
+    return jnp.matmul(weights.astype(value.dtype), value, preferred_element_type=weights.dtype)

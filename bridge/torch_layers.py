@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from .attention import attended
 from .stored import gradient_once, on_cpu, once
@@ -185,7 +186,7 @@ def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: b
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """x @ W.T + b."""
     out = jnp.matmul(input, weight.T)
-    return gradient_once(out if bias is None else out + bias)
+    return out if bias is None else out + bias
 
 
 @op("bilinear")
@@ -227,31 +228,43 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
     """Mean zero and variance one over the last dims; half types in float32 inside, as torch."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     out = _normalised(input, axes, eps)
-    return gradient_once(_affine(out, weight, bias).astype(input.dtype))
+    return _affine(out, weight, bias).astype(input.dtype)
 
 
 def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
-    mean, var = moments(x, axes)
-    return (x - mean) * lax.rsqrt(var + eps)
+    return _standardised(axes, eps, x, jnp.ones((), x.dtype))
 
 
 def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
     """Mean and biased variance along axes, which stay with length one."""
-    return jnp.mean(x, axes, keepdims=True), _variance(axes, x)
+    return jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _variance(axes: tuple[int, ...], x: Any) -> Any:
-    """The gradient of `jnp.var` goes through the mean as well, where it is zero: two more passes over x."""
-    return jnp.var(x, axes, keepdims=True)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _standardised(axes: tuple[int, ...], eps: float, x: Any, scale: Any) -> Any:
+    """Mean zero and variance one along axes, times a scale that is the same along them."""
+    mean, var = moments(x, axes)
+    return (x - mean) * lax.rsqrt(var + eps) * scale
 
 
-@_variance.defjvp
-def _(axes: tuple[int, ...], primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    (x,), (dx,) = primals, tangents
-    away = x - jnp.mean(x, axes, keepdims=True)
-    return _variance(axes, x), 2 * jnp.mean(away * dx, axes, keepdims=True)
+@functools.partial(_standardised.defjvp, symbolic_zeros=True)
+def _(axes: tuple[int, ...], eps: float, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Transposed: two sums over the gradient, those of a bias and a scale, of which jax's own rules take two more.
+
+    Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3; what is the same along the axes is multiplied last.
+    """
+    (x, scale), (change, d_scale) = primals, tangents
+    mean, var = moments(x, axes)
+    root = lax.rsqrt(var + eps)
+    plain, parts = (x - mean) * root, []
+    if not isinstance(change, SymbolicZero):
+        change, share = change * (root * scale), jnp.asarray(-1 / math.prod(x.shape[a] for a in axes), x.dtype)
+        sums = [jnp.sum(y, axes, keepdims=True) * share for y in (change, plain * change)]
+        parts = [change + sums[0] + plain * sums[1]]
+    if not isinstance(d_scale, SymbolicZero):
+        parts.append(plain * d_scale)
+    return _standardised(axes, eps, x, scale), sum(parts) if parts else jnp.zeros_like(x)
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
@@ -303,8 +316,10 @@ def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, train
     raw = as_array(input)
     # On a CPU convolutions compute with channels last: no transposition in between.
     x = jnp.moveaxis(raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw, 1, -1)
+    weight, bias = as_array(weight), as_array(bias)
     if not training and mean is not None:
         use_mean, use_var = as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype)
+        out = _affine((x - use_mean) * lax.rsqrt(use_var + eps), weight, bias)
     else:
         n = math.prod(x.shape[a] for a in axes)
         if n == 1:
@@ -314,7 +329,8 @@ def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, train
             factor = as_array(momentum)
             _move(mean, use_mean, factor)
             _move(var, use_var * (n / (n - 1)), factor)
-    out = _affine((x - use_mean) * lax.rsqrt(use_var + eps), as_array(weight), as_array(bias))
+        scale = jnp.ones((), x.dtype) if weight is None else weight.astype(x.dtype)
+        out = _affine(_standardised(axes, eps, x, scale), None, bias)
     return jnp.moveaxis(out, -1, 1).astype(raw.dtype)
 
 
@@ -365,7 +381,8 @@ def scaled_dot_product_attention(
     scores, dead = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2))), None
     scores = scores.astype(jnp.float32) if scores.dtype.itemsize < 4 else scores
     if is_causal:  # each query may look at the first key
-        scores = jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+        # Added, as torch says it, and as XLA's CPU library takes it into the product and the softmax.
+        scores = scores + jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), 0.0, -jnp.inf).astype(scores.dtype)
     elif attn_mask is not None and attn_mask.dtype == bool:
         # A query that may look at nothing gets zeros, as in torch, not NaN.
         dead = ~jnp.any(attn_mask, axis=-1, keepdims=True)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
+from .stored import on_cpu, once, together
 from .torch_calls import OPS, Op, op
 from .traced import jax_dtype
 
@@ -115,7 +116,7 @@ def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any =
     low = np.asarray(-jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min, input.dtype)
     if math.prod(window) <= MOST_TAPS and all(k <= s for k, s in zip(window, strides, strict=True)) and set(dilations) == {1}:
         tiles = _tiles(input, low, window[2:], strides[2:], pads[2:])
-        out = jnp.moveaxis(_largest(tiles), -1, 1)
+        out = jnp.moveaxis(once(_largest(on_cpu(), tiles)), -1, 1)
     else:
         out = lax.reduce_window(input, low, lax.max, window, strides, pads, window_dilation=dilations)
     return out[0] if alone else out
@@ -132,11 +133,12 @@ def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ..
     return tiles[(slice(None), *(slice(k) for full in window for k in (None, full)))]
 
 
-@jax.custom_jvp
-def _largest(tiles: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _largest(stored: bool, tiles: Any) -> Any:
     """The largest of each tile, (N, place, ..., C); of equals the first has the gradient, of NaNs the last, as in torch.
 
     The gradient is a comparison; that of `reduce_window` scatters, six times slower on a CPU for windows of 2x2.
+    `stored`: which it was is kept for the gradient, else found again for each place of a tile.
     """
     return functools.reduce(lax.max, _taps(tiles))
 
@@ -147,14 +149,15 @@ def _taps(tiles: Any) -> list[Any]:
 
 
 @_largest.defjvp
-def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _(stored: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (tiles,), (change,) = primals, tangents
-    axes, out, taps = tuple(range(2, tiles.ndim - 1, 2)), _largest(tiles), list(enumerate(_taps(tiles)))
+    axes, out, taps = tuple(range(2, tiles.ndim - 1, 2)), _largest(stored, tiles), list(enumerate(_taps(tiles)))
     which = jnp.zeros(out.shape, jnp.int32)
     for i, x in taps[::-1]:
         which = jnp.where(x == out, jnp.int32(i), which)
     for i, x in taps:
         which = jnp.where(x != x, jnp.int32(i), which)
+    which = together(which) if stored else which
     inner = [n if a in axes else 1 for a, n in enumerate(tiles.shape)]
     own = jnp.expand_dims(which, axes) == jnp.arange(len(taps), dtype=jnp.int32).reshape(inner)
     return out, jnp.sum(jnp.where(own, change, jnp.zeros((), change.dtype)), axes)
