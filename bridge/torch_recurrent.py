@@ -2,57 +2,154 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
+from .stored import on_cpu, once
 from .torch_calls import OPS, Op
 from .torch_layers import dropout
 
 
-def lstm_cell(gates: Any, state: tuple[Any, Any], weights: Sequence[Any]) -> tuple[Any, Any]:
-    """One step: gates of the input are given, those of the hidden state are added."""
-    h, c = state
-    i, f, g, o = jnp.split(gates + _hidden(h, weights), 4, axis=-1)
-    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    h = jax.nn.sigmoid(o) * jnp.tanh(c)
-    return (h if weights[4] is None else h @ weights[4].T), c
+class Cell(NamedTuple):
+    """One step, element by element, of the shares that the input and the hidden state have in the gates.
+
+    new: `(gates, hidden, state, stored)` to the new state, of which the first is the hidden one. `stored`: the gates are, on a
+      CPU; XLA gives one loop over all of them to several cores, which takes longer than the loop.
+    slopes: `(gates, hidden, state)` to what `change` needs, for all steps at once.
+    change: `(slopes, d_gates, d_hidden, d_state)` to the new state's tangent, linear in the last three.
+    """
+
+    new: Callable[[Any, Any, tuple[Any, ...], bool], tuple[Any, ...]]
+    slopes: Callable[[Any, Any, tuple[Any, ...]], Any]
+    change: Callable[[Any, Any, Any, tuple[Any, ...]], tuple[Any, ...]]
 
 
-def gru_cell(gates: Any, state: tuple[Any], weights: Sequence[Any]) -> tuple[Any]:
-    """One step; the reset gate acts on the hidden state's own share, as in cuDNN."""
-    (h,) = state
-    ir, iz, inew = jnp.split(gates, 3, axis=-1)
-    hr, hz, hnew = jnp.split(_hidden(h, weights), 3, axis=-1)
-    new = jnp.tanh(inew + jax.nn.sigmoid(ir + hr) * hnew)
-    z = jax.nn.sigmoid(iz + hz)
-    return ((1 - z) * new + z * h,)
+def _lstm_gates(gates: Any, hidden: Any) -> list[Any]:
+    i, f, g, o = jnp.split(gates + hidden, 4, axis=-1)
+    return [jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)]
 
 
-def rnn_cell(activation: Callable[[Any], Any]) -> Callable[..., Any]:
-    """One step of a plain network."""
-    return lambda gates, state, weights: (activation(gates + _hidden(state[0], weights)),)
+def _lstm(gates: Any, hidden: Any, state: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
+    i, f, g, o = (once(x, stored) for x in _lstm_gates(gates, hidden))
+    c = f * state[1] + i * g
+    return o * jnp.tanh(c), c
 
 
-def _hidden(h: Any, weights: Sequence[Any]) -> Any:
-    out = h @ weights[1].T
-    return out if weights[3] is None else out + weights[3]
+def _lstm_slopes(gates: Any, hidden: Any, state: tuple[Any, ...]) -> Any:
+    (i, f, g, o), c = _lstm_gates(gates, hidden), state[1]
+    top = jnp.tanh(f * c + i * g)
+    of_gates = jnp.concatenate([g * i * (1 - i), c * f * (1 - f), i * (1 - g * g), top * o * (1 - o)], -1)
+    return of_gates, f, o * (1 - top * top)
 
 
-def _direction(cell: Any, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool) -> tuple[Any, tuple[Any, ...]]:
-    gates = x @ weights[0].T
-    gates = gates if weights[2] is None else gates + weights[2]
+def _lstm_change(slopes: Any, d_gates: Any, d_hidden: Any, d_state: tuple[Any, ...]) -> tuple[Any, ...]:
+    of_gates, of_c, of_new = slopes
+    i, f, g, o = jnp.split(of_gates * (d_gates + d_hidden), 4, axis=-1)
+    c = of_c * d_state[1] + i + f + g
+    return o + of_new * c, c
+
+
+def _gru_gates(gates: Any, hidden: Any) -> list[Any]:
+    """The reset gate acts on the hidden state's own share, as in cuDNN."""
+    (ir, iz, inew), (hr, hz, hnew) = (jnp.split(x, 3, axis=-1) for x in (gates, hidden))
+    r = jax.nn.sigmoid(ir + hr)
+    return [r, jax.nn.sigmoid(iz + hz), jnp.tanh(inew + r * hnew), hnew]
+
+
+def _gru(gates: Any, hidden: Any, state: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
+    _, z, new, _ = (once(x, stored) for x in _gru_gates(gates, hidden))
+    return ((1 - z) * new + z * state[0],)
+
+
+def _gru_slopes(gates: Any, hidden: Any, state: tuple[Any, ...]) -> Any:
+    r, z, new, hnew = _gru_gates(gates, hidden)
+    of_new = (1 - z) * (1 - new * new)
+    of_gates = jnp.concatenate([of_new * hnew * r * (1 - r), (state[0] - new) * z * (1 - z), of_new], -1)
+    return of_gates, r, z
+
+
+def _gru_change(slopes: Any, d_gates: Any, d_hidden: Any, d_state: tuple[Any, ...]) -> tuple[Any, ...]:
+    of_gates, r, z = slopes
+    (ir, iz, inew), (hr, hz, hnew) = (jnp.split(of_gates * x, 3, axis=-1) for x in (d_gates, d_hidden))
+    return (ir + hr + iz + hz + inew + r * hnew + z * d_state[0],)
+
+
+def _rnn(activation: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Cell:
+    """A plain network; `slope`: the activation's, of its result."""
+    new = lambda gates, hidden, state, stored=False: (activation(gates + hidden),)  # noqa: E731
+    return Cell(new, lambda *given: slope(*new(*given)), lambda slope, d_gates, d_hidden, _: (slope * (d_gates + d_hidden),))
+
+
+_CELLS = {
+    "lstm": Cell(_lstm, _lstm_slopes, _lstm_change),
+    "gru": Cell(_gru, _gru_slopes, _gru_change),
+    "rnn_tanh": _rnn(jnp.tanh, lambda h: 1 - h * h),
+    "rnn_relu": _rnn(jax.nn.relu, lambda h: (h > 0).astype(h.dtype)),
+}
+
+
+def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    out = x @ weight.T
+    return out if bias is None else out + bias
+
+
+def _direction(cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool) -> tuple[Any, tuple[Any, ...]]:
+    w_ih, w_hh, b_ih, b_hh, projection = weights
+    gates = _affine(x, w_ih, b_ih)
+    if projection is None:
+        bias = jnp.zeros(w_hh.shape[0], w_hh.dtype) if b_hh is None else b_hh
+        return _recurrence(cell, reverse, on_cpu(), gates, state, w_hh, bias)
 
     def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
-        state = cell(g, state, weights)
+        h, *rest = cell.new(g, _affine(state[0], w_hh, b_hh), state, on_cpu())
+        state = h @ projection.T, *rest
         return state, state[0]
 
     last, out = lax.scan(step, state, gates, reverse=reverse)
     return out, last
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _recurrence(
+    cell: Cell, reverse: bool, stored: bool, gates: Any, state: tuple[Any, ...], weight: Any, bias: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """All steps: gates (T, N, G) of the input; the hidden states (T, N, H), and the last state."""
+
+    def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
+        state = cell.new(g, _affine(state[0], weight, bias), state, stored)
+        return state, state[0]
+
+    last, out = lax.scan(step, state, gates, reverse=reverse)
+    return out, last
+
+
+@_recurrence.defjvp
+def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The weight's gradient is one product behind the loop, not a sum of one for each step within it."""
+    (gates, state, weight, bias), (d_gates, d_state, d_weight, d_bias) = primals, tangents
+
+    def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
+        hidden = _affine(state[0], weight, bias)
+        new = cell.new(g, hidden, state, stored)
+        return new, (state, hidden, new[0])
+
+    def change(d_state: tuple[Any, ...], given: Any) -> tuple[Any, Any]:
+        slopes, d_g, d_hidden = given
+        # Not weight.T, which a transposed product would read across its rows: five times slower on a CPU for a few rows.
+        d_hidden += lax.dot_general(d_state[0], weight, (((1,), (1,)), ((), ())))
+        d_new = cell.change(slopes, d_g, d_hidden, d_state)
+        return d_new, d_new[0]
+
+    last, (before, hidden, out) = lax.scan(step, state, gates, reverse=reverse)
+    steps = cell.slopes(gates, hidden, before), d_gates, _affine(before[0], d_weight, d_bias)
+    d_last, d_out = lax.scan(change, d_state, steps, reverse=reverse)
+    return (out, last), (d_out, d_last)
 
 
 def _layers(
@@ -97,15 +194,13 @@ def _network(name: str, cell: Any) -> None:
 
 def _cell(name: str, cell: Any) -> None:
     def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        gates = input @ w_ih.T
-        state = cell(
-            gates if b_ih is None else gates + b_ih, tuple(hx) if isinstance(hx, tuple | list) else (hx,), [w_ih, w_hh, b_ih, b_hh, None]
-        )
+        state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
+        state = cell.new(_affine(input, w_ih, b_ih), _affine(state[0], w_hh, b_hh), state, on_cpu())
         return state if len(state) > 1 else state[0]
 
     OPS[getattr(torch, name)] = Op(run, None)
 
 
-for _name, _one in {"lstm": lstm_cell, "gru": gru_cell, "rnn_tanh": rnn_cell(jnp.tanh), "rnn_relu": rnn_cell(jax.nn.relu)}.items():
+for _name, _one in _CELLS.items():
     _network(_name, _one)
     _cell(f"{_name}_cell", _one)

@@ -1,0 +1,98 @@
+"""The rule of derivatives of recurrent layers: what jax's own gives for the plain loop, with no gradient of a weight summed up in one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from bridge import torch_recurrent as recurrent
+from bridge.dlpack import x64
+
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+STEPS, BATCH, WIDTH = 5, 2, 3
+
+
+def arguments(name, seed=0):
+    random = np.random.default_rng(seed)
+    wide = GATES[name] * WIDTH
+    state = tuple(jnp.asarray(random.normal(size=(BATCH, WIDTH))) for _ in range(2 if name == "lstm" else 1))
+    gates, weight, bias = (jnp.asarray(random.normal(size=shape)) for shape in ((STEPS, BATCH, wide), (wide, WIDTH), (wide,)))
+    return gates, state, weight, bias
+
+
+def ours(name, reverse):
+    return lambda *given: recurrent._recurrence(recurrent._CELLS[name], reverse, True, *given)
+
+
+def plain(name, reverse):
+    def function(gates, state, weight, bias):
+        def step(state, g):
+            state = recurrent._CELLS[name].new(g, state[0] @ weight.T + bias, state, False)
+            return state, state[0]
+
+        last, out = lax.scan(step, state, gates, reverse=reverse)
+        return out, last
+
+    return function
+
+
+def weighed(function):
+    def loss(*given):
+        return sum(jnp.sum(x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)) for x in jax.tree.leaves(function(*given)))
+
+    return loss
+
+
+def derivatives(function, given, direction):
+    """Values, tangents, the gradient, its tangents, and the gradients of a batch, in one program."""
+    gradient = jax.grad(weighed(function), argnums=(0, 1, 2, 3))
+
+    @jax.jit
+    def every(given, direction):
+        both = jax.tree.map(lambda a, b: jnp.stack([a, b]), given, direction)
+        return jax.jvp(function, given, direction), jax.jvp(gradient, given, direction), jax.vmap(gradient)(*both)
+
+    return jax.tree.leaves(every(given, direction))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", GATES)
+def test_derivatives_are_those_of_the_plain_loop(name, reverse):
+    with x64():
+        given, direction = arguments(name), arguments(name, seed=1)
+        for a, b in zip(*(derivatives(f(name, reverse), given, direction) for f in (ours, plain)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_slope_that_forgets_the_other_gates_is_caught(name, monkeypatch):
+    cell = recurrent._CELLS[name]
+    forgets = cell._replace(slopes=lambda *given: jax.tree.map(lambda x: x.at[..., 0].set(0.0), cell.slopes(*given)))
+    monkeypatch.setitem(recurrent._CELLS, name, forgets)
+    with pytest.raises(AssertionError):
+        test_derivatives_are_those_of_the_plain_loop(name, False)
+
+
+def inner(eqn):
+    return [getattr(x, "jaxpr", x) for x in eqn.params.values() if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def products(jaxpr):
+    return sum((eqn.primitive.name == "dot_general") + sum(map(products, inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def loops(jaxpr):
+    """How many products the body of each loop holds."""
+    return [n for eqn in jaxpr.eqns for body in inner(eqn) for n in ([products(body)] if eqn.primitive.name == "scan" else loops(body))]
+
+
+def products_in_loops(function, given):
+    return loops(jax.make_jaxpr(jax.grad(weighed(function), argnums=(0, 1, 2, 3)))(*given).jaxpr)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_loop_multiplies_once_a_step_each_way(name):
+    given = jax.tree.map(lambda x: x.astype(jnp.float32), arguments(name))
+    assert products_in_loops(ours(name, False), given) == [1, 1]
+    assert max(products_in_loops(plain(name, False), given)) == 2
