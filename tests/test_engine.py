@@ -13,7 +13,7 @@ import torch
 from oracles import random_params
 
 import torch_api
-from bridge import step
+from bridge import step, storage
 
 
 def stepped(optimizer, params, count=1):
@@ -213,3 +213,34 @@ def test_state_whose_data_was_replaced_counts_at_a_new_live_set():
     params[3].grad = None
     optimizer.step()
     assert torch.allclose(params[0].detach(), before - 51)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_state_is_begun_while_programs_are_made_only_where_they_are_read_from_a_cache(cached, monkeypatch, tmp_path):
+    order = []
+
+    def noted(name, function):
+        def call(*arguments, **options):
+            order.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(storage, "full", noted("zeros", storage.full))
+    monkeypatch.setattr(step.Program, "compile", noted("program", step.Program.compile))
+    before = getattr(jax.config, "jax_compilation_cache_dir", None)
+    params = [torch.nn.Parameter(torch.randn(300 + cached, 200)) for _ in range(2)]  # a program of its own
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours, theirs = torch_api.MaskedAdamW(params, lr=0.1), torch.optim.AdamW(copies, lr=0.1)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path) if cached else None)
+    try:
+        for p, copy in zip(params, copies, strict=True):
+            p.grad = torch.randn_like(p)
+            copy.grad = p.grad.clone()
+        ours.step()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    theirs.step()
+    assert order == (["zeros"] * 4 + ["program"] if cached else ["program"] + ["zeros"] * 4)
+    for p, copy in zip(params, copies, strict=True):
+        torch.testing.assert_close(p, copy)

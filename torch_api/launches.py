@@ -115,6 +115,9 @@ class Launches:
             units = [unit for part in on_device.values() for unit in self._units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
         divided = [list(self._divided(self._blocks(part, values, loops=not scaled), scaled)) for part in on_device.values()]
+        early = {}
+        if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
+            early = self._begun_early([leaf for part in on_device.values() for leaf, _ in part], values)
         before = self._cache.info.compilations
         programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
         blocks = [block for part in divided for tile in part for block in tile]
@@ -124,7 +127,7 @@ class Launches:
         if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
             storage.return_freed()
         for part in on_device.values():
-            self._give_state([leaf for leaf, _ in part], values)
+            self._give_state([leaf for leaf, _ in part], values, early)
         launches = [
             [Launch(tile, next(programs), [self._shared[unit] for unit in _units(tile)], self._rows.offsets) for tile in part]
             for part in divided
@@ -314,7 +317,13 @@ class Launches:
         taken |= {memory for shared in self._shared.values() for memory in shared.memories}
         return taken | {memory for pack in self._packs.values() for memory in pack.state}
 
-    def _give_state(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> None:
+    def _begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
+        """What the state of leaves by themselves begins with, still being written while programs are traced and read."""
+        new = [leaf for leaf in leaves if leaf.state is None and leaf.slot is None and self._unit(leaf) is None]
+        new = [leaf for leaf in new if not has_state(self._fields(leaf), self.state.get(leaf.param, {}))]
+        return {leaf: self._begun(leaf, values[leaf.row], in_memory=True) for leaf in new}
+
+    def _give_state(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Any] | None = None) -> None:
         self.began = any(leaf.state is None for leaf in leaves)
         if not self.began:
             return
@@ -325,7 +334,7 @@ class Launches:
                 self._give_unit_state(unit, part, values[part[0].row], taken)
             for leaf in leaves:
                 if leaf.state is None:
-                    self._give_leaf_state(leaf, values[leaf.row], taken)
+                    self._give_leaf_state(leaf, values[leaf.row], taken, (early or {}).get(leaf))
             jax.block_until_ready([memory.array for leaf in leaves for memory in leaf.state or ()])
 
     def _reserve(self) -> None:
