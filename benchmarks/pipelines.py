@@ -54,7 +54,7 @@ class CharacterModel(nn.Module):
 def digits(settings: Settings) -> Task:
     count = settings.count(64, 8)
     images, labels = torch.rand(count, 1, 8, 8), torch.randint(0, 10, (count,))
-    return digits_net(), lambda model, x, y: F.cross_entropy(model(x), y), (images, labels)
+    return digits_net(), _classes, (images, labels)
 
 
 def characters(settings: Settings) -> Task:
@@ -65,9 +65,60 @@ def characters(settings: Settings) -> Task:
     return CharacterModel(), loss, (rows_,)
 
 
+class Block(nn.Module):
+    """A block of a ResNet."""
+
+    def __init__(self, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        before = channels // stride
+        self.conv1, self.norm1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False), nn.BatchNorm2d(channels)
+        self.beside = nn.Sequential(nn.Conv2d(before, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(inner)) + (self.beside(x) if self.conv1.stride[0] > 1 else x))
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose last output is classified."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(64, width, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+def residual(settings: Settings) -> Task:
+    blocks = [*(Block(32) for _ in range(settings.count(4, 1))), Block(64, 2), *(Block(64) for _ in range(settings.count(3, 0)))]
+    stem, head = (nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()), (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    count = settings.count(16, 2)
+    return nn.Sequential(*stem, *blocks, *head), _classes, (torch.rand(count, 3, 32, 32), torch.randint(0, 10, (count,)))
+
+
+def encoder(settings: Settings) -> Task:
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, settings.count(4, 1), enable_nested_tensor=False)
+    return model, lambda model, x: model(x).square().mean(), (torch.randn(settings.count(8, 2), 64, 128),)
+
+
+def recurrent(settings: Settings) -> Task:
+    count = settings.count(16, 2)
+    return Recurrent(128), _classes, (torch.randn(count, settings.count(32, 4), 64), torch.randint(0, 10, (count,)))
+
+
+def _classes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y)
+
+
 TASKS: dict[str, Callable[[Settings], Task]] = {
     "digits job, 64 images of 8x8": digits,
     "character model, 16 x 64 characters of pydoc_data.topics": characters,
+    "residual network of 8 blocks, 16 images of 32x32": residual,
+    "nn.TransformerEncoder of 4 layers, 8 x 64": encoder,
+    "nn.LSTM, 16 x 32": recurrent,
 }
 
 
@@ -112,7 +163,7 @@ def made(task: Callable[[Settings], Task], make: Callable[[Task], Step], setting
 
 
 def pipelines(settings: Settings) -> dict[str, Any]:
-    """Whole steps of two small models; the baseline is eager torch with its fused AdamW."""
+    """Whole steps of small models; the baseline is eager torch with its fused AdamW."""
     why = candidates.absent(None, True, settings)
     missing = {} if why is None else {candidates.COMPILED: why}
     tables = []
