@@ -4,7 +4,8 @@ Dao et al., https://arxiv.org/abs/2205.14135, algorithm 4: with D the sum of g *
 It is written as a tangent, whose transpose that is, so that forward mode and second derivatives are there as well.
 
 The weights P are not divided by their sums: what is stored are the powers, and a row of the product, or of its gradient, is
-divided. XLA's CPU library then sums, multiplies and divides in one pass over the powers.
+divided. XLA's CPU library then sums, multiplies and divides in one pass over the powers, and multiplies, bounds and takes the
+powers of the scores in another: it takes minima and maxima, and no selection.
 """
 
 from __future__ import annotations
@@ -19,27 +20,39 @@ from jax.custom_derivatives import SymbolicZero
 from .stored import gradient_once, on_cpu, once
 
 
-def attended(scores: Any, dead: Any, kept: Any, value: Any) -> Any:
-    """The mean of values, weighted by the softmax of the scores' last dim, in the type of the values.
+@jax.custom_jvp
+def bounded(scores: Any, mask: Any) -> Any:
+    """Scores where the mask (bool) is True, else -inf, where their gradient is zero since the weight is."""
+    return jnp.minimum(scores, jnp.where(mask, jnp.inf, -jnp.inf).astype(scores.dtype))
 
-    dead: (..., 1) bool, rows that are zero; None for none. kept: factors of the weights (dropout), or None.
+
+@bounded.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    out = bounded(*primals)
+    return out, jnp.broadcast_to(tangents[0], out.shape)
+
+
+def attended(scores: Any, kept: Any, value: Any) -> Any:
+    """The mean of values, weighted by the softmax of the scores' last dim, in the type of the values; zeros where all are -inf.
+
+    kept: factors of the weights (dropout), or None.
     """
-    return _attended(on_cpu(), scores, dead, kept, value)
+    return _attended(on_cpu(), scores, kept, value)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attended(stored: bool, scores: Any, dead: Any, kept: Any, value: Any) -> Any:
+def _attended(stored: bool, scores: Any, kept: Any, value: Any) -> Any:
     powers = _powers(stored, scores)
-    return _mean(powers, _share(powers, dead), kept, value)
+    return _mean(powers, _share(powers), kept, value)
 
 
 @functools.partial(_attended.defjvp, symbolic_zeros=True)
 def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    (scores, dead, kept, value), (d_scores, _, _, d_value) = primals, tangents
+    (scores, kept, value), (d_scores, _, d_value) = primals, tangents
     powers = _powers(stored, scores)
-    out, parts = _mean(powers, _share(powers, dead), kept, value), []
+    out, parts = _mean(powers, _share(powers), kept, value), []
     powers = once(powers, stored)  # else both sums are one, and a product with many readers is not fused with what it divides
-    share = _share(powers, dead)
+    share = _share(powers)
     if not isinstance(d_scores, SymbolicZero):
         change = powers * d_scores
         # Weights of a row sum to one: what they lose together is, transposed, D.
@@ -52,15 +65,15 @@ def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
 
 
 def _powers(stored: bool, scores: Any) -> Any:
-    """e to the scores, stored once, for the product with the values and for the gradient."""
+    """e to the scores, the largest of a row being 1, stored once, for the product with the values and for the gradient."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    top = jnp.maximum(top, jnp.finfo(scores.dtype).min)  # where all are -inf
     return once(jnp.exp(scores - top), stored)
 
 
-def _share(powers: Any, dead: Any) -> Any:
-    """One by the sum of a row."""
-    share = 1 / jnp.sum(powers, -1, keepdims=True)
-    return share if dead is None else jnp.where(dead, jnp.zeros((), share.dtype), share)
+def _share(powers: Any) -> Any:
+    """One by the sum of a row, which is at least 1, or 0 where all powers are."""
+    return 1 / jnp.maximum(jnp.sum(powers, -1, keepdims=True), 0.5)
 
 
 def _mean(powers: Any, share: Any, kept: Any, value: Any) -> Any:

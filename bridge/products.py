@@ -25,13 +25,35 @@ _LOOPS = frozenset({"scan"})
 
 def arranged(jaxpr: Any) -> Any:
     """The program with its products and transpositions arranged; itself where there is nothing to arrange."""
+    return throughout(jaxpr, _own)
+
+
+def throughout(jaxpr: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """`rewrite` of a program, behind that of those within it; each once, however often it is called."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def visited(program: Any) -> Any:
+        if id(program) not in known:
+            eqns = [_inside(eqn, visited) for eqn in program.eqns]
+            known[id(program)] = program, rewrite(replaced(program, eqns))
+        return known[id(program)][1]
+
+    return visited(jaxpr)
+
+
+def replaced(jaxpr: Any, eqns: list[Any]) -> Any:
+    """The program of these operations; itself where they are its own."""
+    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _own(jaxpr: Any) -> Any:
     uses: dict[Any, int] = {}
     for v in (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars):
         if not isinstance(v, Literal):
             uses[v] = uses.get(v, 0) + 1
     joined = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1}
-    eqns = [_arranged(eqn, joined) for eqn in jaxpr.eqns]
-    return jaxpr if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
+    return replaced(jaxpr, [_arranged(eqn, joined) for eqn in jaxpr.eqns])
 
 
 def small(jaxpr: Any) -> bool:
@@ -58,10 +80,10 @@ def _arranged(eqn: Any, joined: Any) -> Any:
     if name == "transpose" and eqn.invars[0] in joined:
         parts, order = joined[eqn.invars[0]], params["permutation"]
         return _instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
-    return inside(eqn, arranged)
+    return eqn
 
 
-def inside(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
+def _inside(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
     """The operation with each program within it rewritten; itself where that changes none."""
     for key, body in bodies(eqn, _CALLS | _LOOPS):
         new = rewrite(body)

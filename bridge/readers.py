@@ -14,27 +14,29 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from .products import bodies, inside
+from .products import bodies, replaced, throughout
 from .whole import ELEMENTWISE
 
 FEWEST = 2**10  # elements of a value that is worth storing
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_CONVOLUTION = "conv_general_dilated"
+_PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
 _VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 _Readers = dict[Any, list[Any]]
 
 
 def stored_for_products(jaxpr: Any) -> Any:
     """The program with a barrier behind each such value; itself where there is none."""
-    eqns = [inside(eqn, stored_for_products) for eqn in jaxpr.eqns]
-    readers, found = _readers(eqns), []
-    for eqn in eqns:
+    return throughout(jaxpr, _own)
+
+
+def _own(jaxpr: Any) -> Any:
+    readers, found = _readers(jaxpr.eqns), []
+    for eqn in jaxpr.eqns:
         wanted = [v for v in eqn.outvars if _cheap(eqn) and v.aval.size >= FEWEST and _shared(v, readers)]
         calls = {v: _stored(v, readers[v]) for v in wanted}
-        if calls:
-            eqn = eqn.replace(outvars=[calls[v].invars[0] if v in calls else v for v in eqn.outvars])
-        found += [eqn, *calls.values()]
-    same = len(found) == len(jaxpr.eqns) and all(a is b for a, b in zip(found, jaxpr.eqns, strict=True))
-    return jaxpr if same else jaxpr.replace(eqns=found)
+        own = eqn.replace(outvars=[calls[v].invars[0] if v in calls else v for v in eqn.outvars]) if calls else eqn
+        found += [own, *calls.values()]
+    return replaced(jaxpr, found)
 
 
 def _readers(eqns: Iterable[Any]) -> _Readers:
@@ -60,11 +62,13 @@ def _shared(v: Any, readers: _Readers) -> bool:
 
 def _ends(v: Any, readers: _Readers) -> Iterator[tuple[Any, Any]]:
     """The readers of a value, as it is or turned, each with what it reads."""
-    for eqn in readers.get(v, ()):
-        if eqn.primitive.name in _VIEWS:
-            yield from (end for out in eqn.outvars for end in _ends(out, readers))
-        else:
-            yield eqn, v
+    seen = [v]
+    for given in seen:
+        for eqn in readers.get(given, ()):
+            if eqn.primitive.name in _VIEWS:
+                seen += eqn.outvars
+            else:
+                yield eqn, given
 
 
 def _multiplies(eqn: Any, v: Any) -> bool:
@@ -79,7 +83,7 @@ def _multiplies(eqn: Any, v: Any) -> bool:
 
 def _stored(v: Any, readers: Iterable[Any]) -> Any:
     """A call of a function that stores a value, with channels last where a convolution reads it so."""
-    convolved = [eqn.params["dimension_numbers"].lhs_spec for eqn in readers if "window_strides" in eqn.params and eqn.invars[0] is v]
+    convolved = [eqn.params["dimension_numbers"].lhs_spec for eqn in readers if eqn.primitive.name == _CONVOLUTION and eqn.invars[0] is v]
     order = [convolved[0][0], *convolved[0][2:], convolved[0][1]] if convolved else list(range(v.aval.ndim))
     back = sorted(range(len(order)), key=order.__getitem__)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .attention import attended
+from .attention import attended, bounded
 from .stored import gradient_once, on_cpu, once
 from .torch_calls import BODIES, OPS, Op, op
 from .torch_ops import cast, clamp, places
@@ -259,7 +259,7 @@ def _(axes: tuple[int, ...], eps: float, primals: tuple[Any, Any], tangents: tup
     root = lax.rsqrt(var + eps)
     plain, parts = (x - mean) * root, []
     if not isinstance(change, SymbolicZero):
-        change, share = change * (root * scale), jnp.asarray(-1 / math.prod(x.shape[a] for a in axes), x.dtype)
+        change, share = change * (root * scale), jnp.asarray(-1 / max(1, math.prod(x.shape[a] for a in axes)), x.dtype)
         sums = [jnp.sum(y, axes, keepdims=True) * share for y in (change, plain * change)]
         parts = [change + sums[0] + plain * sums[1]]
     if not isinstance(d_scale, SymbolicZero):
@@ -377,20 +377,20 @@ def scaled_dot_product_attention(
     """softmax(q k^T * scale + mask) v; the softmax of half types in float32."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
-    query = query * jnp.asarray(1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype)
-    scores, dead = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2))), None
-    scores = scores.astype(jnp.float32) if scores.dtype.itemsize < 4 else scores
+    factor, half = 1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype.itemsize < 4
+    wide = jnp.dtype(jnp.float32) if half else query.dtype
+    factor = jnp.asarray(factor, wide)
+    query = query if half else query * factor
+    scores = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=wide))
+    scores = scores * factor if half else scores
     if is_causal:  # each query may look at the first key
-        # Added, as torch says it, and as XLA's CPU library takes it into the product and the softmax.
-        scores = scores + jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), 0.0, -jnp.inf).astype(scores.dtype)
+        scores = bounded(scores, jnp.tri(*scores.shape[-2:], dtype=bool))
     elif attn_mask is not None and attn_mask.dtype == bool:
-        # A query that may look at nothing gets zeros, as in torch, not NaN.
-        dead = ~jnp.any(attn_mask, axis=-1, keepdims=True)
-        scores = jnp.where(dead, 0.0, jnp.where(attn_mask, scores, -jnp.inf))
+        scores = bounded(scores, attn_mask)
     elif attn_mask is not None:
         scores = scores + attn_mask.astype(scores.dtype)
     kept = _kept(scores.shape, dropout_p, "dropout", scores) if dropout_p > 0 else None
-    return gradient_once(attended(scores, dead, kept, value))
+    return gradient_once(attended(scores, kept, value))
 
 
 @op("_weight_norm")

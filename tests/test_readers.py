@@ -82,6 +82,35 @@ def test_what_a_convolution_reads_is_stored_with_channels_last():
     assert "f32[2,8,8,16] = optimization_barrier" in str(after)
 
 
+def test_a_value_that_is_convolved_and_pooled_is_stored():
+    def pooled(x, w):
+        y = jnp.tanh(x)
+        pool = lax.reduce_window(y, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "SAME")
+        return pool, lax.conv_general_dilated(y, w, (1, 1), "SAME")
+
+    _, after = rewritten(pooled, IMAGES, KERNEL)
+    assert barriers(after) == 1
+
+
+def test_a_long_chain_of_views_is_followed():
+    def chain(x, w):
+        y = jnp.tanh(x)
+        for _ in range(1500):
+            y = lax.transpose(y, (1, 0))
+        return y @ w, y.sum(0)
+
+    assert barriers(rewritten(chain, X, W)[1]) == 1
+
+
+def test_a_function_that_is_called_often_is_rewritten_once(monkeypatch):
+    function, count, own = jax.jit(lambda x: jnp.tanh(x)), [], readers._own
+    for _ in range(12):
+        function = jax.jit(lambda x, f=function: f(f(x)))  # called 4096 times in all
+    monkeypatch.setattr(readers, "_own", lambda jaxpr: count.append(1) or own(jaxpr))
+    rewritten(lambda x, w: (lambda y: (y @ w, y.sum(0)))(function(x)), X, W)
+    assert len(count) <= 14
+
+
 class Layers(nn.Module):
     def __init__(self, depth, after):
         super().__init__()

@@ -132,6 +132,11 @@ def test_a_variance_whose_rule_leaves_out_the_mean_is_caught(monkeypatch):
         test_second_derivatives_are_torchs("layer norm")
 
 
+def test_the_gradient_of_an_empty_batch_is_empty():
+    module = bridge.module_function(Applies(lambda x: F.batch_norm(x, None, None, training=True)))
+    assert jax.grad(lambda x: module({}, x).sum())(jnp.zeros((0, 4, 3))).shape == (0, 4, 3)
+
+
 def convolutional_step():
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()
