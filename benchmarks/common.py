@@ -164,6 +164,7 @@ def interleaved(
     title: str,
     device: str = "cpu",
     synchronised: bool = True,
+    block: int = 1,
 ) -> Timing:
     """In each round every candidate takes one step, in an order that is drawn anew, so that none always comes after the same one.
 
@@ -173,21 +174,24 @@ def interleaved(
       title: for the progress bar.
       device: "cuda" waits for the device inside the timed region.
       synchronised: False times the call alone and waits outside the timed region.
+      block: how many steps a candidate takes in its turn; the time of the turn is the median of all but the first three eighths.
     """
     timing = Timing({name: [] for name in steps}, {})
     names, wait, warm_up, order = list(steps), waiter(device), min(WARM_UP, rounds), random.Random(0)
     with no_collection():
         for round_ in tqdm(range(rounds + warm_up), desc=title, leave=False, disable=None):
             for name in order.sample(names, len(names)):
-                wait()
-                start = time.perf_counter()
-                steps[name]()
-                if synchronised:
+                turn = []
+                for _ in range(block):
                     wait()
-                seconds = time.perf_counter() - start
-                timing.first.setdefault(name, seconds)
+                    start = time.perf_counter()
+                    steps[name]()
+                    if synchronised:
+                        wait()
+                    turn.append(time.perf_counter() - start)
+                timing.first.setdefault(name, turn[0])
                 if round_ >= warm_up:
-                    timing.ms[name].append(seconds * 1e3)
+                    timing.ms[name].append(statistics.median(turn[block * 3 // 8 :]) * 1e3)
     return timing
 
 

@@ -18,6 +18,7 @@ import torch_api
 Batch = tuple[torch.Tensor, ...]
 Task = tuple[nn.Module, Callable[..., Any], Batch]
 BESIDE = f"{candidates.OURS}, eager backward"
+BLOCK = 8  # steps in a row, as in training: what another candidate has left behind (threads that spin or are gone) is over in three
 
 
 def digits_net() -> nn.Module:
@@ -169,7 +170,7 @@ def pipelines(settings: Settings) -> dict[str, Any]:
     tables = []
     for title, task in TASKS.items():
         steps = {name: made(task, make, settings) for name, make in MAKERS.items() if name not in missing}
-        timing = interleaved(steps, 4 * settings.rounds, title, settings.device)
+        timing = interleaved(steps, settings.rounds, title, settings.device, block=BLOCK)
         leaves = sum(1 for _ in task(settings)[0].parameters())
         table = {"title": title, "leaves": leaves, "baseline": candidates.FUSED, "rows": rows(timing, candidates.FUSED)}
         tables.append(table | {"missing": missing})
