@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from .stored import on_cpu, once
 from .torch_calls import OPS, Op
@@ -129,10 +130,11 @@ def _recurrence(
     return out, last
 
 
-@_recurrence.defjvp
+@functools.partial(_recurrence.defjvp, symbolic_zeros=True)
 def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     """The weight's gradient is one product behind the loop, not a sum of one for each step within it."""
     (gates, state, weight, bias), (d_gates, d_state, d_weight, d_bias) = primals, tangents
+    d_gates, d_state, d_bias = jax.tree.map(_filled, (d_gates, d_state, d_bias), is_leaf=_is_zero)
 
     def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
         hidden = _affine(state[0], weight, bias)
@@ -148,7 +150,8 @@ def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangent
 
     last, (before, hidden, out) = lax.scan(step, state, gates, reverse=reverse)
     slopes = cell.slopes(gates, hidden, before)
-    linear = d_state, d_gates, _affine(before[0], d_weight, d_bias)
+    d_hidden = jnp.broadcast_to(d_bias, hidden.shape) if _is_zero(d_weight) else _affine(before[0], d_weight, d_bias)
+    linear = d_state, d_gates, d_hidden
 
     def changes(linear: tuple[Any, ...]) -> Any:
         d_state, d_gates, d_hidden = linear
@@ -157,6 +160,14 @@ def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangent
     # jax 0.6 transposes only those loops that it has differentiated itself.
     d_last, d_out = jax.jvp(changes, (jax.tree.map(jnp.zeros_like, linear),), (linear,))[1]
     return (out, last), (d_out, d_last)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _filled(tangent: Any) -> Any:
+    return jnp.zeros(tangent.shape, tangent.dtype) if _is_zero(tangent) else tangent
 
 
 def _layers(
