@@ -18,7 +18,7 @@ import torch_api
 Batch = tuple[torch.Tensor, ...]
 Task = tuple[nn.Module, Callable[..., Any], Batch]
 BESIDE = f"{candidates.OURS}, eager backward"
-BLOCK = 8  # steps in a row, as in training: what another candidate has left behind (threads that spin or are gone) is over in three
+BLOCK = 8  # steps in a row, as in training; the first three meet what another candidate has left behind and are not counted
 
 
 def digits_net() -> nn.Module:

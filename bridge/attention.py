@@ -55,13 +55,16 @@ def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
     share = _share(powers)
     if not isinstance(d_scores, SymbolicZero):
         change = powers * d_scores
-        # Weights of a row sum to one: what they lose together is, transposed, D.
-        loss = jnp.sum(change, -1, keepdims=True)
-        product = _product(gradient_once(_times(change, kept), stored), value) - loss * out.astype(loss.dtype)
+        product = _product(gradient_once(_times(change, kept), stored), value) - _shared(change, out)
         parts.append(gradient_once(product * share, stored).astype(out.dtype))
     if not isinstance(d_value, SymbolicZero):
         parts.append(_mean(powers, share, kept, d_value))
     return out, sum(parts) if parts else jnp.zeros_like(out)
+
+
+def _shared(change: Any, out: Any) -> Any:
+    """What the weights of a row lose together, since they sum to one: transposed, D."""
+    return jnp.sum(change, -1, keepdims=True) * out.astype(change.dtype)
 
 
 def _powers(stored: bool, scores: Any) -> Any:

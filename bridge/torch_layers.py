@@ -250,7 +250,7 @@ def _standardised(axes: tuple[int, ...], eps: float, x: Any, scale: Any) -> Any:
 
 @functools.partial(_standardised.defjvp, symbolic_zeros=True)
 def _(axes: tuple[int, ...], eps: float, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Transposed: two sums over the gradient, those of a bias and a scale, of which jax's own rules take two more.
+    """Transposed: two sums over the gradient, the very ones that a bias and a scale have.
 
     Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3; what is the same along the axes is multiplied last.
     """

@@ -132,6 +132,33 @@ def test_a_variance_whose_rule_leaves_out_the_mean_is_caught(monkeypatch):
         test_second_derivatives_are_torchs("layer norm")
 
 
+def sums_of(function, x, w, b):
+    """How often a compiled gradient sums over all that is as large as x."""
+    gradient = jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(function(*given))), argnums=(0, 1, 2)))
+    text = gradient.lower(x, w, b).compile(compiler_options=flags.of_counting(jax.devices()[0], False)).as_text()
+    return len(re.findall(r" reduce\(%?\S+, ", text))
+
+
+def test_the_gradient_of_a_batch_norm_takes_two_sums_and_jaxs_own_more():
+    def plain(x, w, b):
+        mean, var = jnp.mean(x, (0, 2, 3), keepdims=True), jnp.var(x, (0, 2, 3), keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(var + 1e-5) * w.reshape(1, -1, 1, 1) + b.reshape(1, -1, 1, 1)
+
+    class Normalised(nn.Module):
+        def forward(self, x, w, b):
+            return F.batch_norm(x, None, None, w, b, training=True)
+
+    module, given = bridge.module_function(Normalised()), (jnp.ones((4, 3, 5, 5)), jnp.ones(3), jnp.ones(3))
+    ours, jaxs = sums_of(lambda *given: module({}, *given), *given), sums_of(plain, *given)
+    assert (ours, jaxs > ours) == (4, True)  # mean and variance, and two
+
+
+def test_which_of_a_window_is_largest_is_found_once_for_the_gradient():
+    gradient = jax.grad(lambda x: jnp.sum(torch_windows.max_pool(2, x, 2)))
+    text = str(jax.make_jaxpr(gradient)(jnp.ones((1, 1, 4, 4), jnp.float32)))
+    assert len(re.findall(r"i32\[\S+\] = optimization_barrier", text)) == 1
+
+
 def test_the_gradient_of_an_empty_batch_is_empty():
     module = bridge.module_function(Applies(lambda x: F.batch_norm(x, None, None, training=True)))
     assert jax.grad(lambda x: module({}, x).sum())(jnp.zeros((0, 4, 3))).shape == (0, 4, 3)
