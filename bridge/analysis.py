@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from .contents import calls_back
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .problem import Extra, Field, Path, Problem, Row, Same, Spec, layout
@@ -145,25 +146,6 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
         if view is not spec and shapeless() is not None and alone.shapeless(0) == shapeless():
             return view._replace(whole=True)
     return None
-
-
-def calls_back(jaxpr: Any) -> bool:
-    """Whether the program, or a function that it calls, is one of jax's callbacks."""
-    return _holds(jaxpr, lambda eqn: "callback" in eqn.primitive.name, set())
-
-
-def convolves_in_groups(jaxpr: Any) -> bool:
-    """Whether the program, or a function that it calls, has a convolution of more than one group."""
-    return _holds(jaxpr, lambda eqn: max(eqn.params.get(f"{kind}_group_count", 1) for kind in ("feature", "batch")) > 1, set())
-
-
-def _holds(jaxpr: Any, wanted: Callable[[Any], bool], seen: set[int]) -> bool:
-    if id(jaxpr) in seen:
-        return False
-    seen.add(id(jaxpr))
-    inner = [x for eqn in jaxpr.eqns for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
-    bodies = [getattr(x, "jaxpr", x) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns")]
-    return any(map(wanted, jaxpr.eqns)) or any(_holds(body, wanted, seen) for body in bodies)
 
 
 class _Program:

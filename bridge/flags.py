@@ -63,13 +63,15 @@ LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 
 # What XLA's compilers are to leave out, and its name for the pass that takes barriers out; a name that it has not does nothing.
-_PASSES_OPTION, _BARRIERS_END = "xla_disable_hlo_passes", "cse_barrier_expander"
+_PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
 
 
-def of_training(device: Any, in_groups: bool, small: bool = False) -> Any:
+def of_training(device: Any, in_groups: bool, small: bool = False, in_loops: bool = False) -> Any:
     """The compiler options of a whole training step: `as_without_request`; on a CPU, barriers stay, and convolutions run on all cores.
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for.
+    Where some are `in_loops`, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
+    which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses ("Unhandled opcode").
 
     jaxlib 0.10.2 gives them to a library that runs those of a small network on one core, where XLA's own use all: 9 ms
     instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, a user who sets it in
@@ -79,7 +81,8 @@ def of_training(device: Any, in_groups: bool, small: bool = False) -> Any:
     """
     options, set_by_user = as_without_request() or {}, os.environ.get("XLA_FLAGS", "")
     library = _SUMS_ALONE if small else _NO_CONVOLUTIONS
-    for option, value, useful in ((_PASSES_OPTION, _BARRIERS_END, True), (LIBRARY_OPTION, library, not in_groups)):
+    left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if in_loops else _BARRIERS_END
+    for option, value, useful in ((_PASSES_OPTION, left_out, True), (LIBRARY_OPTION, library, not in_groups)):
         if device.platform == "cpu" and useful and option not in set_by_user and _known(option, value):
             options = options | {option: value}
     return options or None

@@ -17,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from .stored import together
 
-SMALL = 2**16  # elements of the smallest of the three sides of a product
 _BODIES = ("jaxpr", "call_jaxpr")
 _CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
 _LOOPS = frozenset({"scan"})
@@ -54,23 +53,6 @@ def _own(jaxpr: Any) -> Any:
             uses[v] = uses.get(v, 0) + 1
     joined = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1}
     return replaced(jaxpr, [_arranged(eqn, joined) for eqn in jaxpr.eqns])
-
-
-def small(jaxpr: Any) -> bool:
-    """Whether no matrix product has more than `SMALL` elements in each of its sides and its result; batches count one by one."""
-    bodies = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_body) if _is_body(x)]
-    dots = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
-    return all(map(_is_small, dots)) and all(small(getattr(body, "jaxpr", body)) for body in bodies)
-
-
-def _is_body(x: Any) -> bool:
-    return hasattr(getattr(x, "jaxpr", x), "eqns")
-
-
-def _is_small(eqn: Any) -> bool:
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    each = math.prod(eqn.invars[0].aval.shape[i] for i in batch) or 1
-    return min(v.aval.size for v in (*eqn.invars, *eqn.outvars)) <= SMALL * each
 
 
 def _arranged(eqn: Any, joined: Any) -> Any:

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from . import lanes, openmp
-from .analysis import calls_back
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
+from .contents import calls_back
 from .dlpack import X64, behind_torch, operands, wait_for, x64
 from .flags import client_started, request_fusion
 from .passes import bytes_accessed

@@ -22,14 +22,14 @@ import torch
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import openmp, step
-from .analysis import calls_back, convolves_in_groups
 from .calm import calm
+from .contents import calls_back, convolves_in_groups, small, stores_in_loops
 from .dlpack import behind_torch, operands, x64
 from .flags import of_training
 from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
-from .products import arranged, small
+from .products import arranged
 from .readers import stored_for_products
 from .storage import Memory
 from .stored import together
@@ -264,7 +264,8 @@ class Program:
                 traced = jitted(_as(better, traced)).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
-            options = of_training(self.plan.device, convolves_in_groups(self.jaxpr.jaxpr), small(self.jaxpr.jaxpr))
+            asked = convolves_in_groups, small, stores_in_loops
+            options = of_training(self.plan.device, *(of(self.jaxpr.jaxpr) for of in asked))
             self.call: Any = traced.lower().compile(compiler_options=options)
         self.packed = any(leaf.count is not None for leaf in self.plan.leaves)
         self.elements = bytes_accessed(self.call) / _ELEMENT

@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_api
 from bridge import products, train, update
+from bridge.contents import operations, small
 from bridge.dlpack import x64
 
 # Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two
@@ -36,11 +37,7 @@ def with_arranged(f, *arguments):
 
 
 def equations(jaxpr, name):
-    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
-    for eqn in jaxpr.eqns:
-        for body in filter(products._is_body, jax.tree.leaves(list(eqn.params.values()), is_leaf=products._is_body)):
-            found += equations(getattr(body, "jaxpr", body), name)
-    return found
+    return [eqn for eqn in operations(jaxpr) if eqn.primitive.name == name]
 
 
 @pytest.mark.parametrize("case", ACROSS, ids=str)
@@ -108,7 +105,7 @@ def test_products_are_small_by_the_smallest_of_their_sides(sides):
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((m, k), (k, n), (7, m, k), (7, k, n))]
     expected = sides != (300, 300, 300)
     for f, of in ((jnp.matmul, shapes[:2]), (jnp.matmul, shapes[2:]), (jax.jit(jnp.matmul), shapes[:2])):
-        assert products.small(jax.make_jaxpr(f)(*of).jaxpr) == expected
+        assert small(jax.make_jaxpr(f)(*of).jaxpr) == expected
 
 
 class Net(nn.Module):

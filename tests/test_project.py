@@ -35,6 +35,7 @@ ORDER = {
         "problem",
         "evaluate",
         "whole",
+        "contents",
         "analysis",
         "flags",
         "openmp",

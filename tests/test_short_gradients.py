@@ -14,7 +14,7 @@ from torch import nn
 import bridge
 import torch_api
 from bridge import flags, torch_layers, torch_losses, torch_windows
-from bridge.analysis import convolves_in_groups
+from bridge.contents import convolves_in_groups
 from bridge.dlpack import x64
 
 POOLS = [

@@ -1,0 +1,56 @@
+"""What a traced program holds that decides how it is compiled or called, anywhere in the functions, loops and branches within it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+SMALL = 2**16  # elements of the smallest of the three sides of a product
+_LOOPS = frozenset({"scan", "while"})
+_BARRIERS = frozenset({"optimization_barrier", "checkpoint", "remat2"})  # jax.checkpoint writes one before what is computed again
+
+
+def operations(jaxpr: Any) -> Iterator[Any]:
+    """All operations, those of a function that is called more than once but once."""
+    programs, seen = [jaxpr], {id(jaxpr)}
+    for program in programs:
+        for eqn in program.eqns:
+            yield eqn
+            new = [body for body in _within(eqn) if id(body) not in seen]
+            seen.update(map(id, new))
+            programs += new
+
+
+def calls_back(jaxpr: Any) -> bool:
+    """Whether there is one of jax's callbacks."""
+    return any("callback" in eqn.primitive.name for eqn in operations(jaxpr))
+
+
+def convolves_in_groups(jaxpr: Any) -> bool:
+    """Whether there is a convolution of more than one group."""
+    kinds = "feature_group_count", "batch_group_count"
+    return any(eqn.params.get(kind, 1) > 1 for eqn in operations(jaxpr) for kind in kinds)
+
+
+def small(jaxpr: Any) -> bool:
+    """Whether no matrix product has more than `SMALL` elements in each of its sides and its result; batches count one by one."""
+    return all(map(_is_small, (eqn for eqn in operations(jaxpr) if eqn.primitive.name == "dot_general")))
+
+
+def stores_in_loops(jaxpr: Any) -> bool:
+    """Whether there is a barrier in a loop, jax's own of `jax.checkpoint` among them."""
+    loops = (eqn for eqn in operations(jaxpr) if eqn.primitive.name in _LOOPS)
+    return any(eqn.primitive.name in _BARRIERS for loop in loops for body in _within(loop) for eqn in operations(body))
+
+
+def _within(eqn: Any) -> list[Any]:
+    """The programs within an operation."""
+    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
+    return [body for x in values if hasattr(body := getattr(x, "jaxpr", x), "eqns")]
+
+
+def _is_small(eqn: Any) -> bool:
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    each = math.prod(eqn.invars[0].aval.shape[i] for i in batch) or 1
+    return min(v.aval.size for v in (*eqn.invars, *eqn.outvars)) <= SMALL * each
