@@ -20,6 +20,7 @@ from .whole import ELEMENTWISE
 FEWEST = 2**10  # elements of a value that is worth storing
 _CONVOLUTION = "conv_general_dilated"
 _PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
+_MADE_AGAIN = ELEMENTWISE | {"concatenate"}
 _VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 _Readers = dict[Any, list[Any]]
 
@@ -48,10 +49,10 @@ def _readers(eqns: Iterable[Any]) -> _Readers:
 
 
 def _cheap(eqn: Any) -> bool:
-    """Whether a value is computed element by element, so that XLA would compute it again for each reader."""
+    """Whether a value is computed element by element, or joined of parts, so that XLA would make it again for each reader."""
     inner = [e for _, body in bodies(eqn) for e in body.eqns]
     plain = _VIEWS | {"broadcast_in_dim"}
-    return eqn.primitive.name in ELEMENTWISE or (bool(inner) and all(_cheap(e) or e.primitive.name in plain for e in inner))
+    return eqn.primitive.name in _MADE_AGAIN or (bool(inner) and all(_cheap(e) or e.primitive.name in plain for e in inner))
 
 
 def _shared(v: Any, readers: _Readers) -> bool:

@@ -1,5 +1,8 @@
 """What a product reads is stored for all of its readers: barriers in a traced program, and no layer computed again in a compiled one."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +51,12 @@ def turned(x, w):
     return y.T @ w, y.sum(0)
 
 
-@pytest.mark.parametrize("function", [shared, called, within, looped, turned])
+def joined(x, w):
+    y = jnp.concatenate([x[32:], x[:32]])
+    return y.reshape(64, 32) @ w, y.sum(0)
+
+
+@pytest.mark.parametrize("function", [shared, called, within, looped, turned, joined])
 def test_what_a_product_and_something_else_read_is_stored_and_no_value_changes(function):
     before, after = rewritten(function, X, W)
     assert barriers(before) == 0
@@ -127,14 +135,42 @@ class Layers(nn.Module):
         return x
 
 
-def most_arguments(depth, kind):
-    """Of a fusion of the whole program: with values computed anew this grows with the depth."""
-    model = Layers(depth, kind)
+class Attention(nn.Module):
+    """Queries, keys and values of one layer: the gradient of its product is joined of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 96)
+
+    def forward(self, x):
+        query, key, value = self.layer(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def compiled(model, x):
     optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3)
     train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), optimizer)
-    train_step(torch.randn(32, 64))
+    train_step(x)
     (program,) = train_step._programs.values()
-    text = program.call.as_text()
+    return program.call.as_text()
+
+
+def joins():
+    """How often parts become a tensor of as many elements as the layer gives."""
+    text = compiled(Attention(), torch.randn(4, 16, 32))
+    shapes = re.findall(r"f32\[([\d,]+)\]\S* concatenate\(", text)
+    return sum(math.prod(map(int, shape.split(","))) == 4 * 16 * 96 for shape in shapes)
+
+
+def test_the_gradient_of_parts_is_joined_once_for_bias_and_weight(monkeypatch):
+    assert joins() == 1
+    monkeypatch.setattr(readers, "_MADE_AGAIN", readers.ELEMENTWISE)
+    assert joins() == 2
+
+
+def most_arguments(depth, kind):
+    """Of a fusion of the whole program: with values computed anew this grows with the depth."""
+    text = compiled(Layers(depth, kind), torch.randn(32, 64))
     entry = text[text.index("\nENTRY") :]
     return max(line.split("fusion(")[1].split(")")[0].count("%") for line in entry.splitlines() if " fusion(" in line)
 
