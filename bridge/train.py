@@ -23,8 +23,9 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import openmp, step
 from .calm import calm
+from .cells import Number
 from .contents import calls_back, convolves_in_groups, small, stores_in_loops
-from .dlpack import behind_torch, operands, x64
+from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
 from .masks import path_name
 from .passes import bytes_accessed
@@ -33,6 +34,7 @@ from .products import arranged
 from .readers import stored_for_products
 from .storage import Memory
 from .stored import together
+from .traced import torch_dtype
 from .update import Plan, abstract, update
 
 _ALL_TO_ALL = ("scan", "while", "cond")  # what goes round in these may reach any result
@@ -264,6 +266,7 @@ class Program:
                 traced = jitted(_as(better, traced)).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
+            self.loss = torch_dtype(traced.out_info[-3])
             asked = convolves_in_groups, small, stores_in_loops
             options = of_training(self.plan.device, *(of(self.jaxpr.jaxpr) for of in asked))
             self.call: Any = traced.lower().compile(compiler_options=options)
@@ -333,11 +336,11 @@ class Arrays(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a call leaves behind: new values of kept leaves and of copied buffers, loss, aux; the rest as of `step.Outcome`."""
+    """What a call leaves behind: new values of kept leaves and copied buffers, the loss as a tensor, aux; the rest as of `step.Outcome`."""
 
     kept: list[Any]
     copied: list[Any]
-    loss: Any
+    loss: torch.Tensor
     aux: list[Any]
     moved: bool
     arrived: list[tuple[Any, Any, Any]]
@@ -346,6 +349,7 @@ class Outcome(NamedTuple):
 def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
     """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
     flight, new_kept, new_scalars = step.flight(program.packed, program.calls_back), [], []
+    copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
         kept = operands(launch.kept, launch.kept_order) if launch.kept else []
@@ -373,10 +377,14 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
             arguments = own, kept, copied, read, list(arrays.batch), arrays.seed, first, after
             *donated, new_copied, loss, aux, token = program.call((sums, buffers), arguments)
             memories = [*arrays.sums, *arrays.buffers]
-        results = [array for part in donated for array in part]
-        for memory, array in zip(memories, results, strict=True):
+        arrived = [array for part in donated for array in part]
+        for memory, array in zip(memories, arrived, strict=True):
             memory.array = array
         own = state = sums = buffers = None  # to let go of what was donated takes a while, in which the program runs
-        flight.landing.append(([token], memories, results, (launch.scalars if program.updates else (), new_scalars)))
+        numbers = launch.scalars if program.updates else (), new_scalars
+        if copied_loss is not None:
+            numbers = [*numbers[0], copied_loss], [*new_scalars, loss]
+        flight.landing.append(([token], memories, arrived, numbers))
         torch.autograd.graph.increment_version(arrays.written)
+    loss = results([loss], False)[0] if copied_loss is None else copied_loss.tensor
     return Outcome(new_kept, new_copied, loss, aux, flight.moved, flight.arrived)

@@ -297,3 +297,23 @@ def test_the_example_of_the_docs_runs():
     text = (Path(__file__).parent.parent / "docs" / "train_step.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(compile(block, "docs/train_step.md", "exec"), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_loss_is_a_tensor_of_its_own(dtype, accumulate):
+    model = nn.Linear(3, 1)
+    optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
+    train_step = JaxTrainStep(model, lambda model, x: model(x).square().mean().to(dtype), optimizer, accumulate=accumulate)
+    x, found, expected = torch.randn(5, 3), [], []
+    for _ in range(4):
+        expected.append(model(x).square().mean().detach())
+        found.append(train_step(x))
+        assert found[-1].dtype == dtype
+        assert found[-1].shape == ()
+        assert not found[-1].requires_grad
+        found[-1].add_(0)  # it is the caller's
+    assert len({loss.data_ptr() for loss in found}) == 4
+    bound = max(2 * torch.finfo(dtype).eps, 1e-6)
+    for loss, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(loss.to(torch.float32), value, rtol=bound, atol=0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bridge import storage, train
-from bridge.dlpack import device_of, numpy_dtype, operands, results, to_torch, x64
+from bridge.dlpack import device_of, numpy_dtype, operands, to_torch, x64
 from bridge.dynamo import not_traced
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.update import Plan
@@ -178,8 +178,7 @@ class JaxTrainStep:
             optimizer._take_back(asked)
         for handler, number, frame in outcome.arrived:
             handler(number, frame)
-        (loss,) = results([outcome.loss], launch.device.type == "cpu")
-        return (loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else loss
+        return (outcome.loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else outcome.loss
 
     def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
         """What is left to do when results are in memory."""
