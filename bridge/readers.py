@@ -7,6 +7,7 @@ of layers each then computes those before it again, from the first layer on. Wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,18 +23,19 @@ _CONVOLUTION = "conv_general_dilated"
 _PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
 _MADE_AGAIN = ELEMENTWISE | {"concatenate"}
 _VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
+_PASSED_ON = _VIEWS | {"broadcast_in_dim"}
 _Readers = dict[Any, list[Any]]
 
 
 def stored_for_products(jaxpr: Any) -> Any:
     """The program with a barrier behind each such value; itself where there is none."""
-    return throughout(jaxpr, _own)
+    return throughout(jaxpr, functools.partial(_own, _Known()))
 
 
-def _own(jaxpr: Any) -> Any:
+def _own(known: _Known, jaxpr: Any) -> Any:
     readers, found = _readers(jaxpr.eqns), []
     for eqn in jaxpr.eqns:
-        wanted = [v for v in eqn.outvars if _cheap(eqn) and v.aval.size >= FEWEST and _shared(v, readers)]
+        wanted = [v for v in eqn.outvars if v.aval.size >= FEWEST and known.cheap(eqn) and _shared(v, readers, known)]
         calls = {v: _stored(v, readers[v]) for v in wanted}
         own = eqn.replace(outvars=[calls[v].invars[0] if v in calls else v for v in eqn.outvars]) if calls else eqn
         found += [own, *calls.values()]
@@ -48,17 +50,10 @@ def _readers(eqns: Iterable[Any]) -> _Readers:
     return readers
 
 
-def _cheap(eqn: Any) -> bool:
-    """Whether a value is computed element by element, or joined of parts, so that XLA would make it again for each reader."""
-    inner = [e for _, body in bodies(eqn) for e in body.eqns]
-    plain = _VIEWS | {"broadcast_in_dim"}
-    return eqn.primitive.name in _MADE_AGAIN or (bool(inner) and all(_cheap(e) or e.primitive.name in plain for e in inner))
-
-
-def _shared(v: Any, readers: _Readers) -> bool:
+def _shared(v: Any, readers: _Readers, known: _Known) -> bool:
     """Whether a product reads a value, and something else does."""
     own = list(_ends(v, readers))
-    return len(own) > 1 and any(_multiplies(eqn, given) for eqn, given in own)
+    return len(own) > 1 and any(known.multiplies(eqn, given) for eqn, given in own)
 
 
 def _ends(v: Any, readers: _Readers) -> Iterator[tuple[Any, Any]]:
@@ -72,14 +67,35 @@ def _ends(v: Any, readers: _Readers) -> Iterator[tuple[Any, Any]]:
                 yield eqn, given
 
 
-def _multiplies(eqn: Any, v: Any) -> bool:
-    """Whether a reader is a product or calls a function that hands the value to one."""
-    for _, body in bodies(eqn):
-        within = _readers(body.eqns)
-        own = [inner for inner, given in zip(body.invars, eqn.invars, strict=True) if given is v]
-        if any(_multiplies(*end) for inner in own for end in _ends(inner, within)):
-            return True
-    return eqn.primitive.name in _PRODUCTS
+class _Known:
+    """What functions do that a program calls, each looked into once, however often it is called."""
+
+    def __init__(self) -> None:
+        self._cheap: dict[int, tuple[Any, bool]] = {}
+        self._multiplied: dict[int, tuple[Any, list[bool]]] = {}
+
+    def cheap(self, eqn: Any) -> bool:
+        """Whether a value is computed element by element, or joined of parts, so that XLA would make it again for each reader."""
+        inner = [body for _, body in bodies(eqn)]
+        return eqn.primitive.name in _MADE_AGAIN or (bool(inner) and all(map(self._all_cheap, inner)))
+
+    def multiplies(self, eqn: Any, v: Any) -> bool:
+        """Whether a reader is a product or calls a function that hands the value to one."""
+        taken = (zip(eqn.invars, self._to_products(body), strict=True) for _, body in bodies(eqn))
+        return eqn.primitive.name in _PRODUCTS or any(given is v and multiplied for own in taken for given, multiplied in own)
+
+    def _all_cheap(self, body: Any) -> bool:
+        if id(body) not in self._cheap:
+            self._cheap[id(body)] = body, bool(body.eqns) and all(e.primitive.name in _PASSED_ON or self.cheap(e) for e in body.eqns)
+        return self._cheap[id(body)][1]
+
+    def _to_products(self, body: Any) -> list[bool]:
+        """Which arguments of a function a product reads."""
+        if id(body) not in self._multiplied:
+            within = _readers(body.eqns)
+            found = [any(self.multiplies(*end) for end in _ends(v, within)) for v in body.invars]
+            self._multiplied[id(body)] = body, found
+        return self._multiplied[id(body)][1]
 
 
 def _stored(v: Any, readers: Iterable[Any]) -> Any:
