@@ -91,6 +91,7 @@ ORDER = {
         "sight",
         "tiles",
         "launch",
+        "states",
         "cache",
         "launches",
         "arguments",

@@ -62,7 +62,7 @@ class Keeper(torch.optim.Optimizer):
     def _as_left(self) -> bool:
         """Whether the state of every leaf has the tensors that it was given, in the memory that they were given."""
         state = vars(self)["state"]
-        if state is not self._launches.state:
+        if state is not self._launches.states.shown:
             return False
         leaves = [leaf for leaf in self._active if leaf.state is not None and leaf.shown]
         for leaf in leaves:
@@ -78,7 +78,7 @@ class Keeper(torch.optim.Optimizer):
         asks.steps += 1
         if asks.count == asked and asks.steps & (asks.steps - 1) == 0:
             asks.open = False  # first: another thread may ask for it meanwhile
-            shown = chain((leaf.shown for leaf in self._leaves), self._launches.shared_tensors())
+            shown = chain((leaf.shown for leaf in self._leaves), self._launches.states.tensors())
             if _is_held(vars(self), Counter(map(id, chain.from_iterable(shown)))):
                 asks.open = True
 

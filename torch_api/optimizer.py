@@ -174,7 +174,7 @@ class OptaxOptimizer(GroupedOptimizer):
         rules = list(map(self.rule_of, self.param_groups))
         owner, state = type(self).__name__, vars(self)["state"]
         self._launches = Launches(owner, self._active, self.arrangement, rules, state, self.max_grad_norm, self._options.begin, self._cache)
-        self._launches.begin(self._hyperparams)
+        self._launches.states.begin_eager(self._hyperparams)
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors

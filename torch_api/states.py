@@ -1,0 +1,258 @@
+"""States: what each parameter's state begins with, or was saved as, where it lies, and who shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge import storage
+from bridge.cells import reserve
+from bridge.dlpack import device_of, to_torch
+from bridge.evaluate import begin_buffers, constants
+from bridge.precision import BESIDE
+from bridge.problem import Field, Problem, buffer_shape, layout
+from bridge.rules import Rule
+
+from .launch import Shared
+from .packs import Pack
+from .plan import Leaf, allocate, has_state, lost_like, param_array, scalars
+from .rows import Rows
+
+_address = torch.Tensor.data_ptr
+
+
+class States:
+    """The state of an optimizer's leaves in memory, by leaf, by pack and by unit of leaves that are evaluated together.
+
+    Args:
+      owner: class name for errors.
+      active: the leaves that may be trained.
+      rows: their hyperparams.
+      rules: the rule of each group.
+      shown: the optimizer's own `state`, which shows all of it.
+      begin: what a field begins with that is kept beside the transformation's state.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        active: Sequence[Leaf],
+        rows: Rows,
+        rules: Sequence[Rule],
+        shown: MutableMapping[Any, Any],
+        begin: Callable[[Leaf, Field], torch.Tensor],
+    ) -> None:
+        self._owner, self._active, self._rows, self._rules = owner, active, rows, rules
+        self.shown, self._begin = shown, begin
+        self._reserved = False
+        self.shared: dict[int, Shared] = {}
+        self.packs: dict[storage.Memory, Pack] = {}
+
+    def begin_eager(self, hyperparams: Callable[[], np.ndarray]) -> None:
+        """Give state to the leaves that have it from construction on.
+
+        What is kept beside it (an average, a master) begins with the first update, at the weights of that time: a checkpoint
+        may be loaded into the model meanwhile.
+        """
+        leaves = [leaf for leaf in self._active if leaf.spec is not None and self._rules[leaf.group].eager]
+        begun = [(leaf, BESIDE - self.shown.get(leaf.param, {}).keys()) for leaf in leaves]
+        if leaves:
+            self.give(leaves, self._rows.cut(hyperparams()))
+        for leaf, names in begun:
+            if names & set(leaf.fields):
+                leaf.forget()
+                for name in names:
+                    self.shown[leaf.param].pop(name, None)
+
+    def tensors(self) -> Iterator[Iterable[torch.Tensor]]:
+        """The tensors of the state that several parameters share, which is in the state of each."""
+        return (shared.views.values() for shared in self.shared.values())
+
+    def salvage(self) -> list[str]:
+        """Give tensors whose memory is gone others; the names of the parameters that are lost."""
+        for shared in self.shared.values():
+            shared.salvage()
+        packed = {memory for pack in self.packs.values() for memory in (pack.memory, *pack.state) if memory.array.is_deleted()}
+        lost = [leaf.name for leaf in self._active if leaf.salvage()]
+        for memory in packed:
+            for tensor in memory.tensors():  # rows of others too
+                if storage.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(memory.row_bytes * len(memory.rows)):
+                    tensor.data = lost_like(tensor)
+        return lost
+
+    def units(self, leaves: Sequence[Leaf]) -> dict[int, list[Leaf]]:
+        """The leaves that are evaluated together, by unit."""
+        units: dict[int, list[Leaf]] = {}
+        for leaf in leaves:
+            unit = self.unit(leaf)
+            if unit is not None:
+                units.setdefault(unit, []).append(leaf)
+        return units
+
+    def unit(self, leaf: Leaf) -> int | None:
+        return self._rows.static[leaf.row].unit
+
+    def _problem(self, leaves: Sequence[Leaf]) -> Problem:
+        return Problem(self._rows.static[leaves[0].row], tuple(leaf.spec for leaf in leaves), self._rows.skeleton)
+
+    def fields(self, leaf: Leaf) -> tuple[Field, ...]:
+        return self._rows.fields(leaf)[0]
+
+    def shared_signature(self, unit: int, leaves: list[Leaf]) -> tuple[Any, ...]:
+        signature = tuple((buffer_shape(field), field.dtype) for field in layout(self._problem(leaves)).shared)
+        known = self.shared.get(unit)
+        if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.memories):
+            raise ValueError(
+                f"{self._owner}: the state of this transformation depends on which parameters have a gradient, and at this step others "
+                f"have one than at the first ({len(leaves)} now). Give every parameter a gradient at each step, or freeze it by the mask."
+            )
+        return signature
+
+    def pack(self, leaf: Leaf, values: Sequence[float]) -> Pack:
+        """The pack that the leaf is in."""
+        assert leaf.memory is not None
+        if leaf.memory not in self.packs:
+            everyone = [other for other in self._active if other.memory is leaf.memory and other.slot is not None]
+            members = [(other.slot or 0, self.shown.get(other.param, {})) for other in everyone]
+            begun = constants(self._rows.problem(leaf), tuple(values))
+            self.packs[leaf.memory] = Pack(leaf, self.fields(leaf), self._rules[leaf.group].hidden, begun, members, self._taken())
+        return self.packs[leaf.memory]
+
+    def _taken(self) -> set[storage.Memory]:
+        """The memories of parameters and state that are in use."""
+        taken = {memory for leaf in self._active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
+        taken |= {memory for shared in self.shared.values() for memory in shared.memories}
+        return taken | {memory for pack in self.packs.values() for memory in pack.state}
+
+    def begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
+        """What the state of leaves by themselves begins with, still being written while programs are traced and read."""
+        new = [leaf for leaf in leaves if leaf.state is None and leaf.slot is None and self.unit(leaf) is None]
+        new = [leaf for leaf in new if not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
+        return {leaf: self._begun(leaf, values[leaf.row], in_memory=True) for leaf in new}
+
+    def give(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Any] | None = None) -> bool:
+        """Give state to those of the leaves that have none; whether there were such. `values`: of the rows; `early`: of `begun_early`."""
+        if all(leaf.state is not None for leaf in leaves):
+            return False
+        taken = self._taken()
+        with torch.inference_mode(False), torch.no_grad():
+            self._reserve()
+            for unit, part in self.units(leaves).items():
+                self._give_unit_state(unit, part, values[part[0].row], taken)
+            for leaf in leaves:
+                if leaf.state is None:
+                    self._give_leaf_state(leaf, values[leaf.row], taken, (early or {}).get(leaf))
+            jax.block_until_ready([memory.array for leaf in leaves for memory in leaf.state or ()])
+        return True
+
+    def _reserve(self) -> None:
+        """Scalars for all leaves that may come to be updated by themselves, side by side in the order of programs."""
+        if self._reserved:
+            return
+        self._reserved = True
+        wanted: dict[Any, list[tuple[Leaf, str]]] = {}
+        for leaf in self._active:
+            if leaf.spec is not None and leaf.slot is None and leaf.state is None:
+                for field in self.fields(leaf):
+                    if field.shape == ():
+                        wanted.setdefault((getattr(torch, field.dtype), leaf.device), []).append((leaf, field.name))
+        for (dtype, device), places in wanted.items():
+            for (leaf, name), tensor in zip(places, reserve(len(places), dtype, device), strict=True):
+                leaf.spare[name] = tensor
+
+    def _give_leaf_state(self, leaf: Leaf, values: Sequence[float], taken: set[storage.Memory], fresh: Sequence[Any] | None = None) -> None:
+        fields, hidden, saved = self.fields(leaf), self._rules[leaf.group].hidden, self.shown.get(leaf.param, {})
+        begins = fresh is None and not has_state(fields, saved)
+        if leaf.slot is not None:
+            pack = self.pack(leaf, values)
+            fresh = self._begun(leaf, values) if begins else [None] * len(fields)
+            leaf.state, views = pack.state, pack.give(leaf, hidden, fresh, saved, self._begin)
+        else:
+            fresh = self._begun(leaf, values, in_memory=True) if begins else fresh
+            leaf.state, views = self._apart(leaf, fields, hidden, fresh, leaf.held(saved), taken)
+        unit = self.unit(leaf)
+        views |= {} if unit is None else self.shared[unit].views
+        leaf.fields, leaf.shown = tuple(views), tuple(views.values())
+        leaf.views = leaf.shown if leaf.layout is None else tuple(leaf.held(views).values())
+        leaf.seen = list(map(_address, leaf.views))
+        if views:
+            self.shown.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
+
+    def _apart(
+        self,
+        leaf: Leaf,
+        fields: Sequence[Field],
+        hidden: Mapping[str, float],
+        fresh: Sequence[Any] | None,
+        saved: Mapping[str, Any],
+        taken: set[storage.Memory],
+    ) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
+        """As `allocate`, for a leaf that is updated by itself: its scalars are in no memory."""
+        numbers, arrays = ([field for field in fields if (field.shape == ()) is scalar] for scalar in (True, False))
+        begun = None if fresh is None else {f.name: x for f, x in zip(fields, fresh, strict=False) if f.position is not None}
+        leaf.scalars = scalars(leaf, numbers, hidden, begun, saved)
+        memories, views = allocate(leaf, arrays, hidden, begun, saved, taken, self._begin)
+        views |= {name: x.detach() for name, x in leaf.scalars.items() if name not in hidden}
+        return memories, {field.name: views[field.name] for field in fields if field.name in views}
+
+    def _begun(self, leaf: Leaf, values: Sequence[float], in_memory: bool = False) -> list[Any]:
+        """What the state of a leaf that is updated by itself begins with, None for what is kept beside it.
+
+        `in_memory`: as buffers that only jax holds; else each as one number or as a flat tensor.
+        """
+        fields, problem = self.fields(leaf), self._rows.problem(leaf)
+        known = constants(problem, tuple(values))
+        if any(value is None and field.position is not None for field, value in zip(fields, known, strict=True)):
+            buffers = begin_buffers(problem, values, [param_array(leaf)]).own[0]
+            return list(buffers) if in_memory else [*to_torch(list(buffers)), *(None for _ in fields[len(buffers) :])]
+        if not in_memory:
+            return list(known)
+        device = device_of(leaf.param)
+        begun = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
+        return [
+            value if field.shape == () else storage.full(buffer_shape(field, leaf.spec), jnp.dtype(field.dtype), value, device, wait=False)
+            for field, value in begun
+        ]
+
+    def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
+        """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
+        new = [leaf for leaf in leaves if leaf.state is None and not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
+        if new or unit not in self.shared:
+            fresh = begin_buffers(self._problem(new or leaves), values, [param_array(leaf) for leaf in new or leaves])
+            if unit not in self.shared:
+                self._share(unit, leaves, fresh.shared, taken)
+            for position, leaf in enumerate(new):
+                self._give_leaf_state(leaf, values, taken, fresh.own[position])
+
+    def _share(self, unit: int, leaves: list[Leaf], fresh: Sequence[Any], taken: set[storage.Memory]) -> None:
+        """Give a unit its shared state: what was edited by hand or saved last, or else `fresh`; every parameter's state then shows it."""
+        fields = layout(self._problem(leaves)).shared
+        names = {field.name for field in fields}
+        everyone = [leaf for leaf in self._active if leaf.spec is not None and self._rows.static[leaf.row].unit == unit]
+        saved = [leaf for leaf in everyone if names and names <= self.shown.get(leaf.param, {}).keys()]
+        edited = [leaf for leaf in saved if any(self.shown[leaf.param][name] is not view for name, view in _shown(leaf, names))]
+        # A parameter that was frozen meanwhile shows what the others have left behind: the highest count is the last.
+        counts = [f.name for f in fields if f.shape == () and "int" in f.dtype]
+        last = max(edited or saved, key=lambda leaf: sum(int(self.shown[leaf.param][n]) for n in counts), default=None)
+        source = {} if last is None else self.shown[last.param]
+        for field in fields if source else ():
+            shape = tuple(source[field.name].shape)
+            if shape != field.shape:
+                raise ValueError(
+                    f"{self._owner}: state {field.name!r}, which all parameters share, has shape {shape}, expected {field.shape}. It was "
+                    "saved with other parameters, or others have a gradient now."
+                )
+        begun = None if source else {field.name: x for field, x in zip(fields, fresh, strict=True)}
+        self.shared[unit] = Shared(*allocate(leaves[0], fields, {}, begun, source, taken, self._begin))
+        for leaf in saved:
+            self.shown[leaf.param].update(self.shared[unit].views)
+
+
+def _shown(leaf: Leaf, names: set[str]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that the leaf's state last showed under these names."""
+    return [(name, view) for name, view in zip(leaf.fields, leaf.shown, strict=True) if name in names]
