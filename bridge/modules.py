@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch2jax import RngPooperContext
 
-from . import torch_create, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_shapes, torch_windows
+from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_shapes, torch_windows
+from .autograd import functions_traced
 from .dlpack import to_jax
 from .masks import near, path_name
 from .stand_in import StandIn
@@ -25,6 +26,7 @@ TABLES = (
     torch_ops,
     torch_create,
     torch_shapes,
+    torch_index,
     torch_layers,
     torch_windows,
     torch_losses,
@@ -102,6 +104,7 @@ def traced_call(
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
         out = function(stand_in.root, *inputs, **keywords)
+        stand_in.refuse_written()
         return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())
 
 
@@ -113,7 +116,7 @@ def _tracing(module: nn.Module, rng: Any) -> Iterator[None]:
     device = first.device if first is not None else torch.device("cpu")
     TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={})
     try:
-        with RngPooperContext(KEYS), torch.enable_grad(), Mode():
+        with RngPooperContext(KEYS), functions_traced(), torch.enable_grad(), Mode():
             yield
     finally:
         TRACE.__dict__.clear()
@@ -143,7 +146,9 @@ def outputs(out: Any) -> Any:
     def leaf(x: Any) -> Any:
         if is_traced(x) or isinstance(x, torch.Tensor):
             return as_array(x)
-        return outputs(dict(x)) if isinstance(x, Mapping) else x
+        if isinstance(x, Mapping):
+            return outputs(dict(x))
+        return tuple(map(outputs, x)) if isinstance(x, tuple) else x  # torch.return_types, which jax does not look into
 
     return jax.tree.map(leaf, out, is_leaf=lambda x: type(x) is Traced)
 

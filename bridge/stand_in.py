@@ -28,8 +28,9 @@ class StandIn:
         self._names = {id(m): name for name, m in module.named_modules()}
         self._known: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
+        self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
         for name, p in module.named_parameters():
-            self._known[id(p)] = Traced(params[name], parameter=p)
+            self._known[id(p)] = self._params[name]
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])
@@ -41,6 +42,15 @@ class StandIn:
     def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
         path, _, key = name.rpartition(".")
         return module.get_submodule(path), key
+
+    def refuse_written(self) -> None:
+        """Raise an error where the code has written into a parameter, whose new value would be lost without a word."""
+        written = [name for name, given in self._params.items() if given.written]
+        if written:
+            raise ValueError(
+                f"forward writes into the parameter {written[0]!r} (of {len(written)} such), and only buffers have new values when it "
+                "returns. Register what forward changes as a buffer (register_buffer), or write into it outside of the traced call."
+            )
 
     def buffers(self) -> Iterator[tuple[str, Any]]:
         """Name and present value of each buffer that the module has."""

@@ -21,14 +21,16 @@ import torch.nn.functional as F
 from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
-from .traced import Traced, as_array, where_now
+from .traced import Traced, as_array, unnoticed, where_now
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
 SPACES: list[Any] = [torch, torch.Tensor, F, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special]  # pyright: ignore
 
 
 # What a tensor without memory can tell of itself: attributes, and how torch would lay it out.
-META = frozenset({"__get__", "stride", "element_size", "get_device", "storage_offset", "dim_order", "is_same_size", "has_names"})
+META = frozenset(
+    {"__get__", "stride", "element_size", "get_device", "storage_offset", "dim_order", "is_same_size", "has_names", "is_contiguous"}
+)
 
 
 class Op(NamedTuple):
@@ -138,7 +140,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             raise unsupported(func, f" (torch2jax: {error})") from error
     if getattr(func, "__name__", "") in META:
         with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
+            return func(*(x.laid_out() if isinstance(x, Traced) else x for x in args), **kwargs)
     body = _body(func)
     if body is None:
         raise unsupported(func)
@@ -212,7 +214,7 @@ def _write(target: Any, result: Any, func: Any) -> Any:
             f"{tuple(target.shape)} ({where_now()})."
         )
     result = result.astype(target.value.dtype)
-    target.value = result if torch.is_grad_enabled() else jax.lax.stop_gradient(result)
+    target.value = result if torch.is_grad_enabled() else unnoticed(target.value, result)
     return target
 
 

@@ -248,17 +248,17 @@ def _register_casts() -> None:
     dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
     for name, dtype in zip(names, map(torch.__dict__.get, dtypes), strict=True):
         OPS[getattr(torch.Tensor, name)] = Op(lambda x, dtype=dtype, **_: to(x, dtype), None, raw=True)
-    for name in ("cpu", "cuda", "contiguous", "requires_grad_", "pin_memory", "coalesce", "dequantize"):
+    for name in ("cpu", "cuda", "requires_grad_", "pin_memory", "coalesce", "dequantize"):
         OPS[getattr(torch.Tensor, name)] = Op(lambda x, *_, **__: x, None, raw=True)
 
 
 _register_casts()
 
 
-@op("type_as")
+@op("type_as", raw=True)
 def type_as(input: Any, other: Any) -> Any:
     """The dtype of another."""
-    return input.astype(other.dtype)
+    return to(input, other)
 
 
 @op("clone")
@@ -284,8 +284,7 @@ OPS[torch.is_nonzero] = Op(lambda x: bool(as_array(x)), None, raw=True)
 OPS[torch.result_type] = Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True)
 for _func in (torch.is_conj, torch.is_neg, torch.is_inference, torch.Tensor.is_inference, torch.Tensor.is_conj, torch.Tensor.is_neg):
     OPS[_func] = Op(lambda x: False, None, raw=True)
-for _func in (torch.Tensor.is_contiguous, torch.Tensor.is_shared):
-    OPS[_func] = Op(lambda x, *_, **__: True, None, raw=True)
+OPS[torch.Tensor.is_shared] = Op(lambda x: True, None, raw=True)
 
 
 @op("conj")
@@ -294,8 +293,15 @@ def conj(input: Any) -> Any:
     return jnp.conj(input) if jnp.iscomplexobj(input) else input
 
 
-op("dot", "inner", "linalg_vecdot")(jnp.inner)
+op("dot", "inner")(jnp.inner)
 op("vdot")(jnp.vdot)
+
+
+@op("linalg_vecdot")
+def vecdot(input: Any, other: Any, *, dim: int = -1) -> Any:
+    """The products of vectors along a dim, the first conjugated."""
+    input, other = promoted(input, other)
+    return jnp.sum(jnp.conj(input) * other, dim)
 
 
 @op("matmul", "mm", "bmm", "mv", "__matmul__", "linalg_matmul")

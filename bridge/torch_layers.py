@@ -15,24 +15,25 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .attention import attended, bounded
+from .slopes import root
 from .stored import gradient_once, on_cpu, once
 from .torch_calls import BODIES, OPS, Op, op
-from .torch_ops import cast, clamp, places
+from .torch_ops import cast, places
 from .traced import as_array, next_key, promoted
 
 
 def _register_activations() -> None:
     plain: dict[str, Callable[[Any], Any]] = {
         "relu": jax.nn.relu,
-        "relu6": lambda x: clamp(x, 0.0, 6.0),
+        "relu6": lambda x: hardtanh(x, 0.0, 6.0),
         "silu": jax.nn.silu,
         "selu": jax.nn.selu,
         "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
         "logsigmoid": jax.nn.log_sigmoid,
         "softsign": jax.nn.soft_sign,
         "tanhshrink": lambda x: x - jnp.tanh(x),
-        "hardswish": lambda x: x * clamp(x + 3.0, 0.0, 6.0) / 6.0,
-        "hardsigmoid": lambda x: clamp(x + 3.0, 0.0, 6.0) / 6.0,
+        "hardswish": lambda x: x * hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+        "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
     }
     for name, f in plain.items():
         op(name)(lambda input, inplace=False, f=f: f(input))
@@ -404,7 +405,7 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """The cosine of the angle between."""
     x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
-    lengths = [jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
+    lengths = [jnp.maximum(root(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
     return jnp.sum(x1 / lengths[0] * (x2 / lengths[1]), dim)
 
 

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .slopes import absolute
 from .torch_calls import op
 from .torch_ops import places
 from .traced import promoted
+
+
+def loss_of(*names: str) -> Callable[[Any], Any]:
+    """`op` for a loss with torch's older arguments beside `reduction`: size_average and reduce."""
+
+    def register(handler: Any) -> Any:
+        signature = inspect.signature(handler)
+
+        @functools.wraps(handler)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            average, each = (given.arguments.pop(name, None) for name in ("size_average", "reduce"))
+            if average is not None or each is not None:
+                mean = "sum" if average is False else "mean"
+                given.arguments["reduction"] = "none" if each is False else mean
+            return handler(*given.args, **given.kwargs)
+
+        return op(*names)(asked)
+
+    return register
 
 
 def reduced(loss: Any, reduction: str) -> Any:
@@ -49,7 +72,7 @@ def _classes(log_p: Any, target: Any, weight: Any, ignore_index: int, reduction:
     return jnp.sum(loss) / jnp.sum(share) if reduction == "mean" else reduced(loss, reduction)
 
 
-@op("cross_entropy", "cross_entropy_loss")
+@loss_of("cross_entropy", "cross_entropy_loss")
 def cross_entropy(
     input: Any,
     target: Any,
@@ -72,7 +95,7 @@ def cross_entropy(
     return jnp.sum(loss) / loss.size if reduction == "mean" else reduced(loss, reduction)
 
 
-@op("nll_loss", "nll_loss_nd")
+@loss_of("nll_loss", "nll_loss_nd")
 def nll_loss(
     input: Any,
     target: Any,
@@ -86,7 +109,7 @@ def nll_loss(
     return _classes(input, target, weight, ignore_index, reduction, 0.0)
 
 
-@op("binary_cross_entropy_with_logits")
+@loss_of("binary_cross_entropy_with_logits")
 def binary_cross_entropy_with_logits(
     input: Any,
     target: Any,
@@ -103,18 +126,31 @@ def binary_cross_entropy_with_logits(
     return reduced(loss if weight is None else loss * weight, reduction)
 
 
-@op("binary_cross_entropy")
+@loss_of("binary_cross_entropy")
 def binary_cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Any:
     """Of probabilities; logarithms no smaller than -100, as torch."""
-    log = jnp.maximum(jnp.log(input), -100.0), jnp.maximum(jnp.log1p(-input), -100.0)
-    loss = -(target * log[0] + (1 - target) * log[1])
+    loss = _entropy(input, target)
     return reduced(loss if weight is None else loss * weight, reduction)
 
 
+@jax.custom_jvp
+def _entropy(p: Any, target: Any) -> Any:
+    log = jnp.maximum(jnp.log(p), -100.0), jnp.maximum(jnp.log1p(-p), -100.0)
+    return -(target * log[0] + (1 - target) * log[1])
+
+
+@_entropy.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What is divided by is at least 1e-12, as in torch: a saturated sigmoid has a gradient, which is not NaN."""
+    (p, target), (change, of_target) = primals, tangents
+    odds = jnp.maximum(jnp.log1p(-p), -100.0) - jnp.maximum(jnp.log(p), -100.0)
+    return _entropy(p, target), change * ((p - target) / jnp.maximum(p * (1 - p), 1e-12)) + of_target * odds
+
+
 def _difference(name: str, of: Any) -> None:
-    @op(name)
+    @loss_of(name)
     def loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None) -> Any:
         a, b = promoted(input, target)
         each = of(a - b)
@@ -122,7 +158,7 @@ def _difference(name: str, of: Any) -> None:
 
 
 _difference("mse_loss", jnp.square)
-_difference("l1_loss", jnp.abs)
+_difference("l1_loss", absolute)
 
 
 @op("huber_loss")
@@ -134,7 +170,7 @@ def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 
     return reduced(loss if weight is None else loss * weight, reduction)
 
 
-@op("smooth_l1_loss")
+@loss_of("smooth_l1_loss")
 def smooth_l1_loss(
     input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: float = 1.0
 ) -> Any:
@@ -144,7 +180,7 @@ def smooth_l1_loss(
     return reduced(d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta), reduction)
 
 
-@op("kl_div")
+@loss_of("kl_div")
 def kl_div(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False) -> Any:
     """Of log-probabilities and probabilities, or their logarithms."""
     each = jnp.exp(target) * (target - input) if log_target else jax.scipy.special.xlogy(target, target) - target * input

@@ -13,6 +13,7 @@ import torch
 from jax import lax
 from jax.core import Tracer
 
+from .slopes import absolute, angle, root
 from .torch_calls import OPS, op
 from .traced import default_float, jax_dtype, promoted
 
@@ -47,9 +48,9 @@ def _register_unary() -> None:
         op(name)(lambda input, f=f: f(floating(input)))
     for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~nonzero(x)}.items():
         op(name)(lambda input, f=f: f(input))
-    same = {"abs": jnp.abs, "absolute": jnp.abs, "neg": jnp.negative, "negative": jnp.negative, "sign": jnp.sign, "floor": jnp.floor}
+    same = {"abs": absolute, "absolute": absolute, "neg": jnp.negative, "negative": jnp.negative, "sign": jnp.sign, "floor": jnp.floor}
     same |= {"ceil": jnp.ceil, "trunc": jnp.trunc, "fix": jnp.trunc, "square": jnp.square, "sgn": jnp.sign, "bitwise_not": jnp.bitwise_not}
-    same |= {"__neg__": jnp.negative, "__abs__": jnp.abs, "__invert__": jnp.invert, "positive": jnp.asarray, "angle": jnp.angle}
+    same |= {"__neg__": jnp.negative, "__abs__": absolute, "__invert__": jnp.invert, "positive": jnp.asarray, "angle": jnp.angle}
     for name, f in same.items():
         op(name)(lambda input, f=f: f(input))
 
@@ -70,7 +71,7 @@ def frac(input: Any) -> Any:
 
 
 def _register_binary() -> None:
-    table: dict[str, Any] = {"maximum": jnp.maximum, "minimum": jnp.minimum, "atan2": jnp.arctan2, "arctan2": jnp.arctan2}
+    table: dict[str, Any] = {"maximum": jnp.maximum, "minimum": jnp.minimum, "atan2": angle, "arctan2": angle}
     table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot, "xlogy": _xlogy}
     table |= {"logaddexp": jnp.logaddexp, "fmax": jnp.fmax, "fmin": jnp.fmin, "copysign": jnp.copysign, "mul": _mul, "multiply": _mul}
     table |= {"__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
@@ -287,7 +288,7 @@ def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = Fals
 @op("std")
 def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """The root of `var`."""
-    return jnp.sqrt(var(input, dim, unbiased, keepdim, correction=correction))
+    return root(var(input, dim, unbiased, keepdim, correction=correction))
 
 
 @op("var_mean")
@@ -421,13 +422,15 @@ def norm(input: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, ord
     p = ord if ord is not None else p
     x, axis = cast(input, dtype), axes(dim)
     if p in (None, "fro", 2):
-        square = jnp.sum(jnp.square(jnp.abs(x)), axis=axis, keepdims=keepdim)
-        root = jnp.sqrt(jnp.where(square == 0, jnp.ones_like(square), square))  # torch's gradient at zero is zero, not NaN
-        return jnp.where(square == 0, jnp.zeros_like(square), root)
+        return root(jnp.sum(jnp.square(absolute(x)), axis=axis, keepdims=keepdim))
     if math.isinf(p):
-        return (jnp.max if p > 0 else jnp.min)(jnp.abs(x), axis=axis, keepdims=keepdim)
+        return (jnp.max if p > 0 else jnp.min)(absolute(x), axis=axis, keepdims=keepdim)
     if p == 0:
         return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
     if p == 1:
-        return jnp.sum(jnp.abs(x), axis=axis, keepdims=keepdim)
-    return pow_(jnp.sum(pow_(jnp.abs(x), p), axis=axis, keepdims=keepdim), 1 / p)
+        return jnp.sum(absolute(x), axis=axis, keepdims=keepdim)
+    size = absolute(x)
+    powers = pow_(jnp.where(size == 0, jnp.ones_like(size), size) if 0 < p < 1 else size, p)  # whose power has no derivative at zero
+    whole = jnp.sum(jnp.where(size == 0, jnp.zeros_like(powers), powers) if 0 < p < 1 else powers, axis=axis, keepdims=keepdim)
+    zero = whole == 0
+    return jnp.where(zero, jnp.zeros_like(whole), pow_(jnp.where(zero, jnp.ones_like(whole), whole), 1 / p))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from .torch_calls import OPS, Op, is_traced, leaves, op
+from .torch_calls import is_traced, op
 from .torch_create import flat
 from .torch_ops import places
-from .traced import Traced, as_array, jax_dtype, promoted, where_now
+from .traced import jax_dtype, promoted
 
 
 def _axis(dim: int, ndim: int) -> int:
@@ -27,6 +26,12 @@ def reshape(input: Any, *shape: Any, **named: Any) -> Any:
     if shape and isinstance(shape[0], torch.dtype):
         return jax.lax.bitcast_convert_type(input, jax_dtype(shape[0]))
     return jnp.reshape(input, flat(shape))
+
+
+@op("contiguous", views=True)
+def contiguous(input: Any, **_: Any) -> Any:
+    """The tensor itself where it is contiguous, else a copy."""
+    return input
 
 
 @op("view_as", "reshape_as", views=True)
@@ -185,63 +190,6 @@ def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
     starts = jnp.arange(0, input.shape[dimension] - size + 1, step)
     windows = jnp.take(input, (starts[:, None] + jnp.arange(size)).reshape(-1), axis=dimension)
     return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _axis(dimension, input.ndim) + 1, -1)
-
-
-def _key(key: Any) -> Any:
-    """torch's index as jax's: tensors and lists as arrays."""
-    if isinstance(key, tuple):
-        return tuple(map(_key, key))
-    if isinstance(key, list):
-        return jnp.asarray([as_array(k) for k in key])
-    if isinstance(key, slice):
-        return slice(*(None if x is None else operator.index(as_array(x)) for x in (key.start, key.stop, key.step)))
-    return as_array(key)
-
-
-def _take(array: Any, key: Any) -> Any:
-    return array[key]
-
-
-def getitem(input: Any, key: Any) -> Any:
-    """input[key]: a view where no tensor is in the key."""
-    array, made = as_array(input), _key(key)
-    _in_range(array, made)
-    if isinstance(input, Traced) and not any(isinstance(k, jax.Array) for k in leaves(made)):
-        return Traced(_take(array, made), input, (_take, (made,), {}, None, operator.getitem))
-    return array[made]
-
-
-def _in_range(array: Any, key: Any) -> None:
-    """jax clamps an index that is out of range; torch has an error."""
-    dim = 0
-    for k in key if isinstance(key, tuple) else (key,):
-        if k is Ellipsis or (isinstance(k, jax.Array) and k.dtype == bool):
-            return
-        if isinstance(k, int) and not isinstance(k, bool) and dim < array.ndim and not -array.shape[dim] <= k < array.shape[dim]:
-            raise IndexError(f"index {k} is out of range for dim {dim} of size {array.shape[dim]}.")
-        dim += k is not None and not isinstance(k, bool)
-
-
-def setitem(input: Any, key: Any, value: Any) -> None:
-    """input[key] = value."""
-    if not isinstance(input, Traced):
-        raise ValueError(
-            f"a traced value is written into a plain torch tensor {where_now()}. Register it as a buffer, or make it inside forward."
-        )
-    array, made = input.value, _key(key)
-    _in_range(array, made)
-    value = jnp.asarray(as_array(value), array.dtype)
-    if isinstance(made, jax.Array) and made.dtype == bool and value.ndim == 0:
-        made = made.reshape(made.shape + (1,) * (array.ndim - made.ndim))
-        input.value = jnp.where(made, value, array)
-    else:
-        while value.ndim and value.shape[0] == 1 and value.ndim > jax.eval_shape(lambda a: a[made], array).ndim:
-            value = value[0]
-        input.value = array.at[made].set(value)
-
-
-OPS[torch.Tensor.__getitem__] = Op(getitem, None, raw=True)
-OPS[torch.Tensor.__setitem__] = Op(setitem, None, raw=True)
 
 
 @op("cat", "concat", "concatenate")

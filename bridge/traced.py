@@ -97,10 +97,16 @@ class Traced(Tensor, Torchish):
     def value(self, new: Any) -> None:
         base = self._base_
         if base is not None and self._aliases():
-            base.value = self._written(base.value, new)
+            written = self._written(base.value, new)
+            base.value = unnoticed(base.value, written) if self._taken[4] in _DETACHING else written  # pyright: ignore
             self._seen = base._stamp()
         self._value = new
         self._writes += 1
+
+    @property
+    def written(self) -> bool:
+        """Whether something has written into it, or through a view of it."""
+        return self._writes > 0
 
     def _stamp(self) -> int:
         return self._writes + (self._base_._stamp() if self._base_ is not None else 0)
@@ -120,18 +126,23 @@ class Traced(Tensor, Torchish):
         return self._meta()[1]
 
     def _meta(self) -> tuple[torch.Tensor, bool]:
+        """How torch would lay it out, and whether in the memory of its base."""
         if self._base_ is None:
-            return torch.empty(self._value.shape, device="meta"), False
+            return _without_memory(self._value), False
         _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
         with torch._C.DisableTorchFunction():
             base = self._base_._meta()[0]
             try:
-                out = func(base, *args, **kwargs)
-            except (TypeError, RuntimeError):  # an argument that is traced: indexing by a tensor copies
-                return torch.empty(self._value.shape, device="meta"), False
+                out = func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in args), **kwargs)
+            except (TypeError, RuntimeError):  # an index whose values decide the shape: it copies
+                return _without_memory(self._value), False
             out = out if index is None else out[index]
-            same = out._is_view() and out.untyped_storage()._cdata == base.untyped_storage()._cdata
-            return (out, True) if same or out is base else (torch.empty(out.shape, device="meta"), False)
+            same = out.untyped_storage()._cdata == base.untyped_storage()._cdata
+            return (out, True) if same else (torch.empty_like(out), False)
+
+    def laid_out(self) -> torch.Tensor:
+        """A tensor without memory that torch would lay out as this one."""
+        return self._meta()[0]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,6 +255,28 @@ class Traced(Tensor, Torchish):
 
     def __deepcopy__(self, memo: Any) -> Traced:
         return Traced(self.value)
+
+
+def _without_memory(array: Any) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=torch_dtype(array), device="meta")
+
+
+_DETACHING = frozenset({torch.detach, torch.Tensor.detach})
+
+
+@jax.custom_jvp
+def _unnoticed(old: Any, new: Any) -> Any:
+    return new
+
+
+@_unnoticed.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[1], tangents[0]
+
+
+def unnoticed(old: Any, new: Any) -> Any:
+    """`new` with the derivative of `old`: what is written under `torch.no_grad`, or through `detach()`, torch's graph does not see."""
+    return _unnoticed(old, new) if jnp.issubdtype(old.dtype, jnp.inexact) else new
 
 
 def _reverse(x: Traced) -> tuple[Any, ...]:

@@ -71,6 +71,55 @@ def double_without_x64(_):
         bridge.module_function(net)(bridge.module_tree(net), X)
 
 
+class Doubled(torch.autograd.Function):
+    """Twice its input, with a backward that is to be replaced."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x[0] if isinstance(x, list) else x) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class InPlace(Doubled):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Several(Doubled):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad
+
+
+class Summed(Doubled):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sum()
+
+
+def differentiated(function):
+    loss = bridge.module_function(nn.Sequential(Applies(lambda x: function.apply(x).sum())))
+    return lambda _: jax.grad(lambda x: loss({}, x))(X)
+
+
+def jitted(function):
+    module = bridge.module_function(nn.Sequential(Applies(function)))
+    return lambda _: jax.jit(lambda x: module({}, x))(X)
+
+
+class Clamped(nn.Linear):
+    """Writes into its own weight."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
 BUFFERS = {"running_mean": jnp.ones(3), "running_var": jnp.ones(3), "num_batches_tracked": jnp.ones((), jnp.int32)}
 
 FUNCTION = [
@@ -99,6 +148,13 @@ FUNCTION = [
     Bad("a tensor used after its trace", used_after_its_trace),
     Bad("an attribute that no tensor has", applied(lambda x: x._nothing)),
     Bad("an index out of range", applied(lambda x: x[2])),
+    Bad("a mask with values that are not known as an index", jitted(lambda x: x[x > 0])),
+    Bad("values for the places of such a mask", jitted(lambda x: x.__setitem__(x > 0, x[0]))),
+    Bad("an autograd.Function that writes into its input", applied(InPlace.apply)),
+    Bad("an autograd.Function with a list of tensors", applied(lambda x: Doubled.apply([x]))),
+    Bad("a backward with too many gradients", differentiated(Several)),
+    Bad("a backward with a gradient of another shape", differentiated(Summed)),
+    Bad("a forward that writes into a parameter", with_params(lambda tree: tree, nn.Sequential(Clamped(3, 2)))),
     Bad("a split that does not add up", applied(lambda x: x.split_with_sizes([1, 1], 1))),
     Bad("max_norm of an embedding", applied(lambda x: F.embedding(torch.arange(2), x, max_norm=1.0))),
     Bad("places of adaptive pooling", applied(lambda x: F.adaptive_max_pool1d(x[None], 2, return_indices=True))),
