@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch2jax import RngPooperContext
 
-from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_shapes, torch_windows
+from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_resize, torch_shapes, torch_windows
 from .autograd import functions_traced
 from .dlpack import to_jax
 from .masks import near, path_name
@@ -29,6 +29,7 @@ TABLES = (
     torch_index,
     torch_layers,
     torch_windows,
+    torch_resize,
     torch_losses,
     torch_recurrent,
 )  # imported for what they register

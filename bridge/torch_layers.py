@@ -18,7 +18,7 @@ from .attention import attended, bounded
 from .slopes import root
 from .stored import gradient_once, on_cpu, once
 from .torch_calls import BODIES, OPS, Op, op
-from .torch_ops import cast, places
+from .torch_ops import cast, norm, places
 from .traced import as_array, next_key, promoted
 
 
@@ -407,6 +407,18 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
     lengths = [jnp.maximum(root(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
     return jnp.sum(x1 / lengths[0] * (x2 / lengths[1]), dim)
+
+
+@op("cdist")
+def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """The distances of all rows of one from all of the other, by their differences."""
+    return norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
+
+
+@op("pairwise_distance")
+def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    """The distances of rows, eps added to each difference."""
+    return norm(x1 - x2 + jnp.asarray(eps, x1.dtype), p, -1, keepdim)
 
 
 @op("pixel_shuffle")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from .torch_calls import is_traced, op
+from .torch_calls import OPS, Op, is_traced, op
 from .torch_create import flat
 from .torch_ops import places
 from .traced import jax_dtype, promoted
@@ -184,12 +185,14 @@ op("view_as_complex")(lambda input: jax.lax.complex(input[..., 0], input[..., 1]
 op("view_as_real")(lambda input: jnp.stack([input.real, input.imag], -1))
 
 
-@op("unfold")
 def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
     """Windows along one dim, their elements in a new last dim."""
     starts = jnp.arange(0, input.shape[dimension] - size + 1, step)
     windows = jnp.take(input, (starts[:, None] + jnp.arange(size)).reshape(-1), axis=dimension)
     return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _axis(dimension, input.ndim) + 1, -1)
+
+
+OPS[torch.Tensor.unfold] = Op(unfold, inspect.signature(unfold))  # that of torch.nn.functional is `im2col`
 
 
 @op("cat", "concat", "concatenate")

@@ -304,3 +304,23 @@ def pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
 
 
 OPS[F.pad] = OPS[torch._C._nn.pad] = Op(pad, None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@op("im2col")
+def im2col(input: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """`unfold`: the patches of images, as columns (N, C * elements of a patch, patches)."""
+    images = input if input.ndim == 4 else input[None]
+    edges = [(p, p) for p in padding]
+    found = lax.conv_general_dilated_patches(images, tuple(kernel_size), tuple(stride), edges, rhs_dilation=tuple(dilation))
+    found = found.reshape(*found.shape[:2], -1)
+    return found if input.ndim == 4 else found[0]
+
+
+@op("col2im")
+def col2im(input: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """`fold`: images of columns, those that lie on one another added up; the transpose of `im2col`."""
+    columns = input if input.ndim == 3 else input[None]
+    shape = columns.shape[0], columns.shape[1] // math.prod(kernel_size), *output_size
+    images = jax.ShapeDtypeStruct(shape, columns.dtype)
+    (found,) = jax.linear_transpose(lambda x: im2col(x, kernel_size, dilation, padding, stride), images)(columns)
+    return found if input.ndim == 3 else found[0]

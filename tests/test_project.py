@@ -57,6 +57,7 @@ ORDER = {
         "torch_shapes",
         "torch_layers",
         "torch_windows",
+        "torch_resize",
         "torch_losses",
         "torch_recurrent",
         "stand_in",
