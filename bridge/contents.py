@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 SMALL = 2**16  # elements of the smallest of the three sides of a product
 _LOOPS = frozenset({"scan", "while"})
+_REDUCTIONS = "reduce", "scatter", "select_and"
 _BARRIERS = frozenset({"optimization_barrier", "checkpoint", "remat2"})  # jax.checkpoint writes one before what is computed again
 
 
@@ -42,6 +43,26 @@ def stores_in_loops(jaxpr: Any) -> bool:
     """Whether there is a barrier in a loop, jax's own of `jax.checkpoint` among them."""
     loops = (eqn for eqn in operations(jaxpr) if eqn.primitive.name in _LOOPS)
     return any(eqn.primitive.name in _BARRIERS for loop in loops for body in _within(loop) for eqn in operations(body))
+
+
+def stores_in_reductions(jaxpr: Any) -> bool:
+    """Whether there is a barrier in what a reduction or a scatter does with two numbers."""
+    found = (eqn for eqn in operations(jaxpr) if eqn.primitive.name.startswith(_REDUCTIONS))
+    return any(eqn.primitive.name in _BARRIERS for outer in found for body in _within(outer) for eqn in operations(body))
+
+
+class Contents(NamedTuple):
+    """What decides the options that a training step is compiled with: what the functions of these names say."""
+
+    convolves_in_groups: bool = False
+    small: bool = False
+    stores_in_loops: bool = False
+    stores_in_reductions: bool = False
+
+
+def contents_of(jaxpr: Any) -> Contents:
+    """What a program holds."""
+    return Contents(convolves_in_groups(jaxpr), small(jaxpr), stores_in_loops(jaxpr), stores_in_reductions(jaxpr))
 
 
 def _within(eqn: Any) -> list[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from .contents import Contents
+
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
 
 
@@ -66,23 +68,27 @@ _NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_
 _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
 
 
-def of_training(device: Any, in_groups: bool, small: bool = False, in_loops: bool = False) -> Any:
+def of_training(device: Any, contents: Contents) -> Any:
     """The compiler options of a whole training step: `as_without_request`; on a CPU, barriers stay, and convolutions run on all cores.
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for.
-    Where some are `in_loops`, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
-    which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses ("Unhandled opcode").
+    Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
+    which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses ("Unhandled opcode"). Where some are in
+    what a reduction does with two numbers, none stays: it would end the process too (computation_partitioner.cc:269).
 
     jaxlib 0.10.2 gives them to a library that runs those of a small network on one core, where XLA's own use all: 9 ms
     instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, a user who sets it in
-    XLA_FLAGS, and a program with convolutions of several groups (`in_groups`: the library takes half the time) keep what they have.
+    XLA_FLAGS, and a program with convolutions of several groups (the library takes half the time) keep what they have.
 
-    Matrix products are the library's as well, unless all are `small`: then XLA's own take less, and of larger ones up to twice as long.
+    Matrix products are the library's as well, unless all are small: then XLA's own take less, and of larger ones up to twice as long.
     """
     options, set_by_user = as_without_request() or {}, os.environ.get("XLA_FLAGS", "")
-    library = _SUMS_ALONE if small else _NO_CONVOLUTIONS
-    left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if in_loops else _BARRIERS_END
-    for option, value, useful in ((_PASSES_OPTION, left_out, True), (LIBRARY_OPTION, library, not in_groups)):
+    library = _SUMS_ALONE if contents.small else _NO_CONVOLUTIONS
+    left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if contents.stores_in_loops else _BARRIERS_END
+    for option, value, useful in (
+        (_PASSES_OPTION, left_out, not contents.stores_in_reductions),
+        (LIBRARY_OPTION, library, not contents.convolves_in_groups),
+    ):
         if device.platform == "cpu" and useful and option not in set_by_user and _known(option, value):
             options = options | {option: value}
     return options or None

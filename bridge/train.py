@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from . import openmp, step
 from .calm import calm
 from .cells import Number
-from .contents import calls_back, convolves_in_groups, small, stores_in_loops
+from .contents import calls_back, contents_of
 from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
 from .masks import path_name
@@ -267,8 +267,7 @@ class Program:
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
             self.loss = torch_dtype(traced.out_info[-3])
-            asked = convolves_in_groups, small, stores_in_loops
-            options = of_training(self.plan.device, *(of(self.jaxpr.jaxpr) for of in asked))
+            options = of_training(self.plan.device, contents_of(self.jaxpr.jaxpr))
             self.call: Any = traced.lower().compile(compiler_options=options)
         self.packed = any(leaf.count is not None for leaf in self.plan.leaves)
         self.elements = bytes_accessed(self.call) / _ELEMENT

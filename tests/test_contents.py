@@ -15,7 +15,7 @@ from jax import lax
 
 import torch_api
 from bridge import flags
-from bridge.contents import operations, stores_in_loops
+from bridge.contents import contents_of, operations, stores_in_loops, stores_in_reductions
 
 barrier = lax.optimization_barrier
 scanned = lambda step: lambda x: lax.scan(lambda c, y: (step(c, y), c), x[0], x)[1]  # noqa: E731
@@ -31,6 +31,11 @@ IN_LOOPS = {
     "checkpoint": scanned(kept),
     "gradient of a checkpoint": jax.grad(lambda x: scanned(kept)(x).sum()),
 }
+IN_REDUCTIONS = {
+    "reduction": lambda x: lax.reduce(x, np.float32(0), lambda a, b: barrier(a + b), (0,)),
+    "window": lambda x: lax.reduce_window(x, np.float32(0), lambda a, b: barrier(a + b), (2,), (1,), "SAME"),
+    "scatter": lambda x: x.at[jnp.array([0, 1])].apply(jax.jit(lambda v: barrier(v * 2))),
+}
 OUTSIDE = {
     "before": lambda x: scanned(lambda c, y: c * y)(barrier(x)),
     "alone": jax.jit(lambda x: barrier(x) + 1),
@@ -44,9 +49,16 @@ def test_a_barrier_in_a_loop_is_seen(name):
     assert stores_in_loops(jax.make_jaxpr(IN_LOOPS[name])(jnp.ones(4)).jaxpr)
 
 
+@pytest.mark.parametrize("name", IN_REDUCTIONS)
+def test_a_barrier_in_what_a_reduction_does_is_seen(name):
+    assert stores_in_reductions(jax.make_jaxpr(IN_REDUCTIONS[name])(jnp.ones(4)).jaxpr)
+
+
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_barrier_outside_of_loops_is_none(name):
-    assert not stores_in_loops(jax.make_jaxpr(OUTSIDE[name])(jnp.ones(4)).jaxpr)
+def test_a_barrier_elsewhere_is_none(name):
+    jaxpr = jax.make_jaxpr(OUTSIDE[name])(jnp.ones(4)).jaxpr
+    assert not stores_in_loops(jaxpr)
+    assert not stores_in_reductions(jaxpr)
 
 
 def test_operations_of_a_function_that_is_called_twice_are_counted_once():
@@ -56,11 +68,11 @@ def test_operations_of_a_function_that_is_called_twice_are_counted_once():
     assert len(names) == 3
 
 
-@pytest.mark.parametrize("name", IN_LOOPS)
+@pytest.mark.parametrize("name", [*IN_LOOPS, *IN_REDUCTIONS])
 def test_a_loop_with_a_barrier_in_it_compiles_and_gives_what_jax_gives(name):
     """Several of these end the process of jaxlib 0.10.2 without the option: see the subprocess below."""
-    x, f = jnp.asarray([0.5, 0.4, 0.3, 0.2]), IN_LOOPS[name]
-    options = flags.of_training(jax.devices("cpu")[0], False, True, True)
+    x, f = jnp.asarray([0.5, 0.4, 0.3, 0.2]), (IN_LOOPS | IN_REDUCTIONS)[name]
+    options = flags.of_training(jax.devices("cpu")[0], contents_of(jax.make_jaxpr(f)(x).jaxpr))
     ours = jax.jit(f).lower(x).compile(compiler_options=options)(x)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(f)(x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -113,8 +125,8 @@ def test_a_train_step_through_a_loop_that_is_computed_again_trains_as_torch_does
 @pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="another jaxlib may know barriers in such loops")
 def test_without_the_option_that_train_step_fails():
     script = """
-        from bridge import train
-        train.stores_in_loops = lambda jaxpr: False
+        from bridge import contents
+        contents.stores_in_loops = lambda jaxpr: False
         import test_contents
         test_contents.losses()
     """

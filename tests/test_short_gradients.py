@@ -14,7 +14,7 @@ from torch import nn
 import bridge
 import torch_api
 from bridge import flags, torch_layers, torch_losses, torch_windows
-from bridge.contents import convolves_in_groups
+from bridge.contents import Contents, convolves_in_groups
 from bridge.dlpack import x64
 
 POOLS = [
@@ -210,21 +210,24 @@ def _asked_afresh():
 @pytest.mark.usefixtures("_asked_afresh")
 def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
     base = flags.as_without_request()
-    assert flags.of_training(OnGPU, False) == base
+    assert flags.of_training(OnGPU, Contents()) == base
     barriers = {**(base or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
     monkeypatch.setattr(flags, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert flags.of_training(OnCPU, False) == barriers  # as a jaxlib that does not know it
+    assert flags.of_training(OnCPU, Contents()) == barriers  # as a jaxlib that does not know it
     monkeypatch.undo()
     flags._known.cache_clear()
-    assert flags.of_training(OnCPU, True) == barriers
-    known = flags.of_training(OnCPU, False)
+    assert flags.of_training(OnCPU, Contents(convolves_in_groups=True)) == barriers
+    known = flags.of_training(OnCPU, Contents())
     assert known in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})
-    assert flags.of_training(OnCPU, False, True) in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._SUMS_ALONE})
-    assert flags.of_training(OnCPU, True, True) == barriers
+    assert flags.of_training(OnCPU, Contents(small=True)) in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._SUMS_ALONE})
+    assert flags.of_training(OnCPU, Contents(convolves_in_groups=True, small=True)) == barriers
+    in_loops = flags.of_training(OnCPU, Contents(stores_in_loops=True))
+    assert in_loops == {**known, flags._PASSES_OPTION: f"{flags._BARRIERS_END},{flags._LOOPS_AS_ONE}"}
+    assert flags._PASSES_OPTION not in flags.of_training(OnCPU, Contents(stores_in_reductions=True))
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
-    assert flags.of_training(OnCPU, False) == {**(flags.as_without_request() or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
+    assert flags.of_training(OnCPU, Contents()) == {**(flags.as_without_request() or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{flags._PASSES_OPTION}=dce")
-    assert flags.of_training(OnCPU, False) == flags.as_without_request()
+    assert flags.of_training(OnCPU, Contents()) == flags.as_without_request()
 
 
 def test_gelu_and_picked_classes_have_the_derivatives_of_the_plain_expressions():
