@@ -18,7 +18,7 @@ from .autograd import functions_traced
 from .dlpack import to_jax
 from .masks import near, path_name
 from .stand_in import StandIn
-from .torch_calls import Mode, dispatch, is_traced
+from .torch_calls import Mode, autocasts, dispatch, is_traced
 from .traced import TRACE, Keys, Traced, as_array, as_traced
 from .tree import mapping, nest, tied_names, unnest
 
@@ -54,7 +54,8 @@ def module_function(module: nn.Module) -> Callable[..., Any]:
     `buffers`: without them the module's own are read at the call (in `jit` when it traces: give them there, if they change)
     and what it would write into them is dropped. New ones: `write_buffers(module, new_buffers)`.
 
-    What differs from torch: float64 parameters need jax's x64; autocast is not seen; a row that an embedding has not is NaN.
+    What differs from torch: float64 parameters need jax's x64; autocast around it is not seen, in it an error; a row that an
+    embedding has not is NaN.
 
     Raises:
       TypeError: module is no nn.Module; an input is a torch tensor; rng is no key.
@@ -115,7 +116,7 @@ def _tracing(module: nn.Module, rng: Any) -> Iterator[None]:
     before = dict(TRACE.__dict__)
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={})
+    TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={}, autocast=autocasts())
     try:
         with RngPooperContext(KEYS), functions_traced(), torch.enable_grad(), Mode():
             yield

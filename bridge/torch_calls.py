@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
-from .traced import Traced, as_array, unnoticed, where_now
+from .traced import TRACE, Traced, as_array, unnoticed, where_now
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
 SPACES: list[Any] = [torch, torch.Tensor, F, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special]  # pyright: ignore
@@ -121,8 +121,18 @@ def wrapped(out: Any) -> Any:
     return out
 
 
+def autocasts() -> bool:
+    """Whether torch.autocast is on."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a torch function on traced tensors."""
+    if autocasts() and not TRACE.autocast:
+        raise RuntimeError(
+            f"torch.autocast is entered {where_now()}, and its casts happen in torch's dispatcher, which no traced program passes through. "
+            "Give it enabled=False; for half precision use module.to(torch.bfloat16)."
+        )
     theirs = HANDLED_FUNCTIONS.get(func)
     if theirs is not None and theirs is not PRISTINE.get(func):
         return wrapped(theirs(*args, **kwargs))
@@ -159,6 +169,11 @@ def unsupported(func: Any, why: str = "") -> NotImplementedError:
 
 def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     kwargs = dict(kwargs)
+    if kwargs.get("generator") is not None:
+        raise ValueError(
+            f"{getattr(func, '__name__', func)} is given a generator {where_now()}, but a traced program draws from its key, not from "
+            "torch's generators. Leave it out, or make the numbers outside and pass them in."
+        )
     out = kwargs.pop("out", None)
     inplace = found.inplace
     if found.signature is not None:

@@ -35,6 +35,7 @@ class Trace(threading.local):
     drawn: int = 0
     dispatch: Callable[..., Any] | None = None
     constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
+    autocast: bool = False  # whether it began within torch.autocast, of which it sees nothing
 
 
 TRACE = Trace()

@@ -112,6 +112,11 @@ def jitted(function):
     return lambda _: jax.jit(lambda x: module({}, x))(X)
 
 
+def cast(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x.T
+
+
 class Clamped(nn.Linear):
     """Writes into its own weight."""
 
@@ -154,6 +159,8 @@ FUNCTION = [
     Bad("an autograd.Function with a list of tensors", applied(lambda x: Doubled.apply([x]))),
     Bad("a backward with too many gradients", differentiated(Several)),
     Bad("a backward with a gradient of another shape", differentiated(Summed)),
+    Bad("torch.autocast in a forward", applied(cast)),
+    Bad("a generator for random numbers", applied(lambda x: torch.randn(3, generator=torch.Generator()) + x, rng=jax.random.key(0))),
     Bad("a forward that writes into a parameter", with_params(lambda tree: tree, nn.Sequential(Clamped(3, 2)))),
     Bad("a split that does not add up", applied(lambda x: x.split_with_sizes([1, 1], 1))),
     Bad("max_norm of an embedding", applied(lambda x: F.embedding(torch.arange(2), x, max_norm=1.0))),

@@ -1,5 +1,6 @@
 """Bad inputs of the train step, as data. tests/test_errors.py runs them."""
 
+import copy
 from types import SimpleNamespace
 from unittest import mock
 
@@ -118,6 +119,7 @@ TABLE = {
         Bad("a call inside jit", lambda s: jax.jit(lambda x: s(x, Y))(jnp.ones((5, 4))), made()),
         Bad("a donated array", lambda s: s(donated(), Y), made()),
         Bad("a call inside torch.autocast", autocast, made()),
+        Bad("a copy of a train step", copy.deepcopy, made()),
         Bad("an extra argument that no transformation takes", lambda s: s(X, Y, value=1.0), made()),
         Bad("a call in a forked process", forked, made()),
     ]

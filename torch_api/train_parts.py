@@ -10,6 +10,7 @@ import torch
 from bridge import storage, train
 from bridge.dlpack import dense_order, numpy_dtype, to_jax
 from bridge.problem import Spec
+from bridge.torch_calls import autocasts
 
 from .batch import OWNER
 from .launch import Block
@@ -165,7 +166,7 @@ def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:
 
 def refuse_autocast() -> None:
     """Raise inside torch.autocast: its casts happen in torch's dispatcher, which no traced program passes through."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if autocasts():
         raise RuntimeError(
             f"{OWNER} was called inside torch.autocast, which has no effect on a compiled program. Leave the context; for half precision "
             "use module.to(torch.bfloat16) and an optimizer with master_weights=True."

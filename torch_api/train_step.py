@@ -101,6 +101,12 @@ class JaxTrainStep:
         optimizer.without_loops()  # a program that reads a row as a matrix copies it first
         self._look()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{OWNER} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, and make "
+            "an optimizer and a train step for the copy; what to save are both state_dicts."
+        )
+
     @property
     def pending(self) -> int:
         """How many calls have added up gradients since the last update."""
