@@ -22,13 +22,9 @@ from .masks import path_name
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
 from .traced import TRACE, Traced, as_array, as_traced
+from .widths import NARROW, keeps, narrow
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
-_NARROW = {
-    torch.float64: torch.float32,
-    torch.int64: torch.int32,
-    torch.complex128: torch.complex64,
-}
 _config: Any = jax.config
 _forked = False
 
@@ -131,7 +127,7 @@ class JaxFunction:
 
     def _remember(self, key: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> tuple[Call, Recording | None, Any] | None:
         """What the plain arguments with this key need; None if they must go the general way each time."""
-        if not all(map(is_dense, tensors)) or (self._x64 is False and any(x.dtype in _NARROW for x in tensors)):
+        if not all(map(is_dense, tensors)) or (self._x64 is False and any(x.dtype in NARROW for x in tensors)):
             return None
         program, out_tree, _, _ = self._found(args, kwargs, False)
         recording = _recording(program, tensors)
@@ -162,7 +158,7 @@ class JaxFunction:
         """The program for these arguments, the tree of its outputs, and which of the arguments it is given."""
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if self._x64 is False:
-            leaves = list(map(_narrow, leaves))
+            leaves = list(map(narrow, leaves))
         signature, tensors, others = _described(leaves, transformed)
         settings = _config.jax_enable_x64, _config.jax_default_matmul_precision, _config.jax_numpy_dtype_promotion
         key = (tree, tuple(signature), *settings)
@@ -175,8 +171,11 @@ class JaxFunction:
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """Within torch code that jax traces (`module_function`, `JaxTrainStep`): `fn` of the arrays is a part of that program."""
         args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, Traced))
-        outs, tree = _outputs(self._title, self._fn(*args, **kwargs))
-        return as_traced(tree.unflatten([jax.numpy.asarray(x) if not isinstance(x, jax.Array) else x for x in outs]))
+        arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
+        flag = _config.jax_enable_x64 if TRACE.x64 is None else TRACE.x64
+        with scope(keeps(self._x64, flag, arrays)):  # a train step itself keeps 64 bits, whatever the flag says
+            outs, tree = _outputs(self._title, self._fn(*args, **kwargs))
+            return as_traced(tree.unflatten([jax.numpy.asarray(x) if not isinstance(x, jax.Array) else x for x in outs]))
 
     def _program(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any]:
         """Check what is given, and trace `fn` for it."""
@@ -227,11 +226,7 @@ class JaxFunction:
                     "device. Move one of them with .to()."
                 )
         device = device_of(tensors[0][1]) if tensors else _first_device(arrays)
-        wide = self._x64
-        if wide is None:
-            flag: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-            wide = flag or any(x.dtype in _NARROW for _, x in tensors) or any(_is_wide(x.dtype) for x in arrays)
-        return Place(device, wide)
+        return Place(device, keeps(self._x64, _config.jax_enable_x64, [*(x for _, x in tensors), *arrays]))
 
 
 class _Flat:
@@ -412,19 +407,6 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return "tensor"
     return "other" if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) else "static"
-
-
-def _is_wide(dtype: Any) -> bool:
-    return str(dtype) in ("float64", "int64", "uint64", "complex128")
-
-
-def _narrow(leaf: Any) -> Any:
-    """Of 64 bits, 32."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and _is_wide(leaf.dtype):
-        return leaf.astype(str(leaf.dtype).replace("64", "32").replace("128", "64"))
-    return leaf
 
 
 def _first_device(arrays: Sequence[jax.Array]) -> Any:

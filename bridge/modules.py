@@ -86,12 +86,13 @@ def traced_call(
     *,
     rng: Any = None,
     train: bool | None = None,
+    x64: bool | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Run `function(model, *args, **kwargs)`, where `model` stands in for the module and has `params` and `buffers`.
 
     The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
     `args` arrive as tensors that torch functions, methods, operators and jax's functions take alike. `rng`, `train`, errors
-    as in `module_function`.
+    as in `module_function`. `x64`: jax's flag for a `jax_function` in it, where the flag is another now.
 
     Returns:
       What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
@@ -102,7 +103,7 @@ def traced_call(
     else:
         held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
-    with _tracing(module, rng):
+    with _tracing(module, rng, x64):
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
         out = function(stand_in.root, *inputs, **keywords)
@@ -111,12 +112,12 @@ def traced_call(
 
 
 @contextmanager
-def _tracing(module: nn.Module, rng: Any) -> Iterator[None]:
+def _tracing(module: nn.Module, rng: Any, x64: bool | None) -> Iterator[None]:
     """This thread's trace; another that is going on is resumed afterwards."""
     before = dict(TRACE.__dict__)
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={}, autocast=autocasts())
+    TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={}, autocast=autocasts(), x64=x64)
     try:
         with RngPooperContext(KEYS), functions_traced(), torch.enable_grad(), Mode():
             yield

@@ -35,6 +35,7 @@ class Trace(threading.local):
     drawn: int = 0
     dispatch: Callable[..., Any] | None = None
     constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
+    x64: bool | None = None  # jax's flag where the trace was asked for, if it has another within; None: as it is
     autocast: bool = False  # whether it began within torch.autocast, of which it sees nothing
 
 

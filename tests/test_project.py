@@ -75,6 +75,7 @@ ORDER = {
         "plain",
         "residuals",
         "pullback",
+        "widths",
         "functions",
         "__init__",
     ],

@@ -25,13 +25,14 @@ class TracedLoss:
     def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> None:
         self._module, self._loss_fn, self._has_aux, self._items = module, loss_fn, has_aux, items
         self._names = list(watch.params), list(watch.buffers)
+        self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree: Any = None
         self._leaves: list[Any] = []
 
     def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
         own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
         result, after = traced_call(
-            self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch), rng=jax.random.key(seed)
+            self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch), rng=jax.random.key(seed), x64=self._x64
         )
         loss, aux = self._parted(result)
         flat, self._tree = jax.tree.flatten(aux)
