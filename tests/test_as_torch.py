@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bad_inputs_modules import Applies
 from torch import nn
 
 import bridge
@@ -14,15 +15,6 @@ from bridge import flags, slopes, torch_index, torch_ops, traced
 I = torch.tensor([0, 2, 1])  # noqa: E741
 MASK = torch.tensor([True, False, True])
 BYTES = torch.tensor([1, 0, 1], dtype=torch.uint8)
-
-
-class Applies(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def scaled(x, factor):
@@ -117,6 +109,9 @@ ARGUMENTS = {
     "vecdot along another dim": lambda x: torch.linalg.vecdot(x, x * 2, dim=0),
     "strides": lambda x: x * float(x.transpose(0, 1).stride(0)) + float(x.transpose(1, 2).is_contiguous()),
 }
+# Where torch 2.6 has other derivatives than 2.13: NaN, or those of the other side of the bound.
+SINCE = {"slope: atan2", "slope: hardswish above", "slope: hardswish below"}
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 CASES = {f"{kind}: {name}": case for kind, table in
          {"write": WRITES, "index": INDICES, "slope": SLOPES, "argument": ARGUMENTS}.items() for name, case in table.items()}  # fmt: skip
 
@@ -125,6 +120,8 @@ CASES = {f"{kind}: {name}": case for kind, table in
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_torchs(name):
+    if OLDER and name in SINCE:
+        pytest.skip("this torch has another derivative there")
     function = CASES[name]
     x = torch.zeros(2, 3, 3) if name.startswith("slope") else torch.linspace(-1, 1, 18).reshape(2, 3, 3).sin()
     x.requires_grad_()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bad_inputs_modules import Applies
 from torch import nn
 
 import bridge
@@ -21,15 +22,6 @@ CASES = [
     for mode in modes
     for to in [*TO, {"size": (7, 5, 3)[:dims]}, {"size": (12, 2, 9)[:dims]}]
 ]
-
-
-class Applies(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *x):
-        return self.function(*x)
 
 
 def compare(function, *inputs):

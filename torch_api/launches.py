@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -15,14 +15,12 @@ import torch
 
 from bridge import step, storage, update
 from bridge.dlpack import device_of
-from bridge.problem import Extra, Field
-from bridge.rules import Rule
+from bridge.problem import Extra
 
 from . import tiles
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
 from .plan import Leaf, check_devices, check_saved, has_state, state_signature
-from .rows import Rows
 from .states import States
 
 _name = attrgetter("name")
@@ -34,37 +32,21 @@ class Launches:
     """The launches of an optimizer as it is now; whatever changes more than numbers makes a new one.
 
     Args:
-      owner: class name for errors.
-      active: the leaves that may be trained, in the order that live sets count.
-      rows: their hyperparams.
-      rules: the rule of each group.
-      state: the optimizer's own.
+      states: the leaves that may be trained, in the order that live sets count, with their rules and state.
       max_grad_norm: None for no clipping.
-      begin: what a field begins with that is kept beside the transformation's state.
       cache: the programs that the optimizer has used.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        active: Sequence[Leaf],
-        rows: Rows,
-        rules: Sequence[Rule],
-        state: MutableMapping[Any, Any],
-        max_grad_norm: float | None,
-        begin: Callable[[Leaf, Field], torch.Tensor],
-        cache: Cache,
-    ) -> None:
-        self._owner, self._active, self._rows, self._rules = owner, active, rows, rules
-        self.states = States(owner, active, rows, rules, state, begin)
-        self._max_grad_norm, self._cache = max_grad_norm, cache
+    def __init__(self, states: States, max_grad_norm: float | None, cache: Cache) -> None:
+        self.states, self._max_grad_norm, self._cache = states, max_grad_norm, cache
+        self._owner, self._active, self._rows, self._rules = states.owner, states.active, states.rows, states.rules
         self.began = False  # whether the last set of live leaves had some that were given state
         self.known: dict[Any, list[list[Launch]]] = {}
         self._described: dict[Leaf, update.Leaf] = {}
         self._kinds: dict[update.Leaf, update.Leaf] = {}
         self._programs_of: dict[Any, step.Program] = {}
-        trainable = [leaf for leaf in active if leaf.spec is not None]
-        kinds = {leaf: rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None}
+        trainable = [leaf for leaf in self._active if leaf.spec is not None]
+        kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if leaf.slot is not None}
         frequent = tiles.equals(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.

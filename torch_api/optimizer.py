@@ -32,6 +32,7 @@ from .plan import Leaf, bad_gradient, check_norm, followed
 from .rows import Rows
 from .scaling import Scaling
 from .sight import Sight
+from .states import States
 from .transformation import as_rule
 
 _ALL = "all"  # the key of the only rule
@@ -173,8 +174,9 @@ class OptaxOptimizer(GroupedOptimizer):
         self._active.sort(key=self.arrangement.sort_key)
         rules = list(map(self.rule_of, self.param_groups))
         owner, state = type(self).__name__, vars(self)["state"]
-        self._launches = Launches(owner, self._active, self.arrangement, rules, state, self.max_grad_norm, self._options.begin, self._cache)
-        self._launches.states.begin_eager(self._hyperparams)
+        states = States(owner, self._active, self.arrangement, rules, state, self._options.begin)
+        self._launches = Launches(states, self.max_grad_norm, self._cache)
+        states.begin_eager(self._hyperparams)
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors

@@ -47,7 +47,7 @@ class States:
         shown: MutableMapping[Any, Any],
         begin: Callable[[Leaf, Field], torch.Tensor],
     ) -> None:
-        self._owner, self._active, self._rows, self._rules = owner, active, rows, rules
+        self.owner, self.active, self.rows, self.rules = owner, active, rows, rules
         self.shown, self._begin = shown, begin
         self._reserved = False
         self.shared: dict[int, Shared] = {}
@@ -59,10 +59,10 @@ class States:
         What is kept beside it (an average, a master) begins with the first update, at the weights of that time: a checkpoint
         may be loaded into the model meanwhile.
         """
-        leaves = [leaf for leaf in self._active if leaf.spec is not None and self._rules[leaf.group].eager]
+        leaves = [leaf for leaf in self.active if leaf.spec is not None and self.rules[leaf.group].eager]
         begun = [(leaf, BESIDE - self.shown.get(leaf.param, {}).keys()) for leaf in leaves]
         if leaves:
-            self.give(leaves, self._rows.cut(hyperparams()))
+            self.give(leaves, self.rows.cut(hyperparams()))
         for leaf, names in begun:
             if names & set(leaf.fields):
                 leaf.forget()
@@ -78,7 +78,7 @@ class States:
         for shared in self.shared.values():
             shared.salvage()
         packed = {memory for pack in self.packs.values() for memory in (pack.memory, *pack.state) if memory.array.is_deleted()}
-        lost = [leaf.name for leaf in self._active if leaf.salvage()]
+        lost = [leaf.name for leaf in self.active if leaf.salvage()]
         for memory in packed:
             for tensor in memory.tensors():  # rows of others too
                 if storage.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(memory.row_bytes * len(memory.rows)):
@@ -95,20 +95,20 @@ class States:
         return units
 
     def unit(self, leaf: Leaf) -> int | None:
-        return self._rows.static[leaf.row].unit
+        return self.rows.static[leaf.row].unit
 
     def _problem(self, leaves: Sequence[Leaf]) -> Problem:
-        return Problem(self._rows.static[leaves[0].row], tuple(leaf.spec for leaf in leaves), self._rows.skeleton)
+        return Problem(self.rows.static[leaves[0].row], tuple(leaf.spec for leaf in leaves), self.rows.skeleton)
 
     def fields(self, leaf: Leaf) -> tuple[Field, ...]:
-        return self._rows.fields(leaf)[0]
+        return self.rows.fields(leaf)[0]
 
     def shared_signature(self, unit: int, leaves: list[Leaf]) -> tuple[Any, ...]:
         signature = tuple((buffer_shape(field), field.dtype) for field in layout(self._problem(leaves)).shared)
         known = self.shared.get(unit)
         if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.memories):
             raise ValueError(
-                f"{self._owner}: the state of this transformation depends on which parameters have a gradient, and at this step others "
+                f"{self.owner}: the state of this transformation depends on which parameters have a gradient, and at this step others "
                 f"have one than at the first ({len(leaves)} now). Give every parameter a gradient at each step, or freeze it by the mask."
             )
         return signature
@@ -117,15 +117,15 @@ class States:
         """The pack that the leaf is in."""
         assert leaf.memory is not None
         if leaf.memory not in self.packs:
-            everyone = [other for other in self._active if other.memory is leaf.memory and other.slot is not None]
+            everyone = [other for other in self.active if other.memory is leaf.memory and other.slot is not None]
             members = [(other.slot or 0, self.shown.get(other.param, {})) for other in everyone]
-            begun = constants(self._rows.problem(leaf), tuple(values))
-            self.packs[leaf.memory] = Pack(leaf, self.fields(leaf), self._rules[leaf.group].hidden, begun, members, self._taken())
+            begun = constants(self.rows.problem(leaf), tuple(values))
+            self.packs[leaf.memory] = Pack(leaf, self.fields(leaf), self.rules[leaf.group].hidden, begun, members, self._taken())
         return self.packs[leaf.memory]
 
     def _taken(self) -> set[storage.Memory]:
         """The memories of parameters and state that are in use."""
-        taken = {memory for leaf in self._active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
+        taken = {memory for leaf in self.active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
         taken |= {memory for shared in self.shared.values() for memory in shared.memories}
         return taken | {memory for pack in self.packs.values() for memory in pack.state}
 
@@ -156,7 +156,7 @@ class States:
             return
         self._reserved = True
         wanted: dict[Any, list[tuple[Leaf, str]]] = {}
-        for leaf in self._active:
+        for leaf in self.active:
             if leaf.spec is not None and leaf.slot is None and leaf.state is None:
                 for field in self.fields(leaf):
                     if field.shape == ():
@@ -166,7 +166,7 @@ class States:
                 leaf.spare[name] = tensor
 
     def _give_leaf_state(self, leaf: Leaf, values: Sequence[float], taken: set[storage.Memory], fresh: Sequence[Any] | None = None) -> None:
-        fields, hidden, saved = self.fields(leaf), self._rules[leaf.group].hidden, self.shown.get(leaf.param, {})
+        fields, hidden, saved = self.fields(leaf), self.rules[leaf.group].hidden, self.shown.get(leaf.param, {})
         begins = fresh is None and not has_state(fields, saved)
         if leaf.slot is not None:
             pack = self.pack(leaf, values)
@@ -205,7 +205,7 @@ class States:
 
         `in_memory`: as buffers that only jax holds; else each as one number or as a flat tensor.
         """
-        fields, problem = self.fields(leaf), self._rows.problem(leaf)
+        fields, problem = self.fields(leaf), self.rows.problem(leaf)
         known = constants(problem, tuple(values))
         if any(value is None and field.position is not None for field, value in zip(fields, known, strict=True)):
             buffers = begin_buffers(problem, values, [param_array(leaf)]).own[0]
@@ -233,7 +233,7 @@ class States:
         """Give a unit its shared state: what was edited by hand or saved last, or else `fresh`; every parameter's state then shows it."""
         fields = layout(self._problem(leaves)).shared
         names = {field.name for field in fields}
-        everyone = [leaf for leaf in self._active if leaf.spec is not None and self._rows.static[leaf.row].unit == unit]
+        everyone = [leaf for leaf in self.active if leaf.spec is not None and self.rows.static[leaf.row].unit == unit]
         saved = [leaf for leaf in everyone if names and names <= self.shown.get(leaf.param, {}).keys()]
         edited = [leaf for leaf in saved if any(self.shown[leaf.param][name] is not view for name, view in _shown(leaf, names))]
         # A parameter that was frozen meanwhile shows what the others have left behind: the highest count is the last.
@@ -244,7 +244,7 @@ class States:
             shape = tuple(source[field.name].shape)
             if shape != field.shape:
                 raise ValueError(
-                    f"{self._owner}: state {field.name!r}, which all parameters share, has shape {shape}, expected {field.shape}. It was "
+                    f"{self.owner}: state {field.name!r}, which all parameters share, has shape {shape}, expected {field.shape}. It was "
                     "saved with other parameters, or others have a gradient now."
                 )
         begun = None if source else {field.name: x for field, x in zip(fields, fresh, strict=True)}
