@@ -122,7 +122,7 @@ def _chosen(key: Any, ndim: int) -> Any:
     """An index of one mask, among whole dims at most, as a mask of all dims; None for another."""
     keys = key if isinstance(key, tuple) else (key,)
     masks = [i for i, k in enumerate(keys) if isinstance(k, jax.Array) and k.dtype == bool]
-    if len(masks) != 1 or any(i != masks[0] and k != slice(None) for i, k in enumerate(keys)):
+    if len(masks) != 1 or any(i != masks[0] and not (isinstance(k, slice) and k == slice(None)) for i, k in enumerate(keys)):
         return None
     mask, before = keys[masks[0]], masks[0]
     return mask.reshape((1,) * before + mask.shape + (1,) * (ndim - before - mask.ndim))

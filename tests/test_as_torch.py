@@ -72,6 +72,8 @@ INDICES = {
     "bools": lambda x: x[:, [True, False, True]],
     "set number and tensor": placed((0, slice(None), I), lambda x: x[0] * 2),
     "set with a mask behind": placed((slice(None), MASK), 0.0),
+    "set with two masks": placed((torch.tensor([True, False]), [True, False, True]), 0.0),
+    "set with a mask and places": placed((torch.tensor([True, True]), torch.tensor([0, 2])), 0.0),
     "set with a mask of values": lambda x: placed((slice(None), x[0, 0] > 0), 0.0)(x),
     "set with a mask before": lambda x: placed(x[:, 0, 0] > 0, 7.0)(x),
 }
