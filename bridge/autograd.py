@@ -5,8 +5,9 @@ torch's own `apply` would run the forward without a graph, as it does in eager c
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +40,23 @@ def functions_traced() -> Iterator[None]:
             _active -= 1
             if not _active:
                 del _BASE.apply
+
+
+@contextmanager
+def tracing(**values: Any) -> Iterator[None]:
+    """This thread's trace, with these values in `TRACE`; another that is going on is resumed afterwards.
+
+    Gradients are enabled, in the forward of a Function too, whose derivative jax does not take: one that is stopped there would
+    look as if nothing depended on it.
+    """
+    before = dict(TRACE.__dict__)
+    TRACE.__dict__.update(values)
+    try:
+        with functions_traced(), torch.enable_grad(), Mode():
+            yield
+    finally:
+        TRACE.__dict__.clear()
+        TRACE.__dict__.update(before)
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +103,8 @@ def _traced(function: Any, args: tuple[Any, ...]) -> Any:
     if any(isinstance(x, Traced) for x in leaves([x for x in args if not isinstance(x, Traced)])):
         raise unsupported(function.apply, f" ({function.__name__} is given traced tensors within a container)")
     places = [i for i, x in enumerate(args) if isinstance(x, Traced)]
-    call, resumed = _Call(function, args, places), _resumption()
+    # jax runs a backward, and perhaps a forward again, when the code that called it has returned.
+    call, resumed = _Call(function, args, places), functools.partial(tracing, **TRACE.__dict__ | {"rng": None, "constants": {}})
 
     @jax.custom_vjp
     def run(*given: Any) -> list[Any]:
@@ -104,24 +123,6 @@ def _traced(function: Any, args: tuple[Any, ...]) -> Any:
     return call.outputs(run(*(args[i].value for i in places)))
 
 
-def _resumption() -> Callable[[], Any]:
-    """What brings this trace back: jax runs a backward, and perhaps a forward again, when the code that called it has returned."""
-    kept = dict(TRACE.__dict__) | {"rng": None, "constants": {}}
-
-    @contextmanager
-    def resumed() -> Iterator[None]:
-        before = dict(TRACE.__dict__)
-        TRACE.__dict__.update(kept)
-        try:
-            with functions_traced(), torch.enable_grad(), Mode():
-                yield
-        finally:
-            TRACE.__dict__.clear()
-            TRACE.__dict__.update(before)
-
-    return resumed
-
-
 class _Call:
     """One call of a Function, with arrays in the places of traced tensors."""
 
@@ -138,12 +139,11 @@ class _Call:
         args, function, ctx = list(self._args), self._function, Context(self._needs)
         for i, x in zip(self._places, given, strict=True):
             args[i] = Traced(x)
-        with torch.enable_grad():  # jax takes the derivative of none of it, and a stopped gradient would look as if nothing depended on it
-            if function.setup_context is not torch.autograd.Function.setup_context:
-                out = function.forward(*args)
-                function.setup_context(ctx, tuple(args), out)
-            else:
-                out = function.forward(ctx, *args)
+        if function.setup_context is not torch.autograd.Function.setup_context:
+            out = function.forward(*args)
+            function.setup_context(ctx, tuple(args), out)
+        else:
+            out = function.forward(ctx, *args)
         self._single = not isinstance(out, tuple)
         self._returned = [out] if self._single else list(out)
         tensors = [x for x in self._returned if isinstance(x, torch.Tensor)]

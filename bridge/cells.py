@@ -90,7 +90,9 @@ class Cells:
 
 
 class Number:
-    """A new 0-d tensor on the CPU that a result is copied into, as `Cells` are: to import the result takes ten times as long.
+    """A new 0-d tensor on the CPU that a result is copied into, as `Cells` are.
+
+    To import the result took 90 us behind a program of 13 ms, which leaves nothing of torch or Python in the caches.
 
     tensor, and where its bytes are: address, length.
     """

@@ -22,7 +22,7 @@ from .masks import path_name
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
 from .traced import TRACE, Traced, as_array, as_traced
-from .widths import NARROW, keeps, narrow
+from .widths import is_wide, keeps, narrow
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _config: Any = jax.config
@@ -127,7 +127,7 @@ class JaxFunction:
 
     def _remember(self, key: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> tuple[Call, Recording | None, Any] | None:
         """What the plain arguments with this key need; None if they must go the general way each time."""
-        if not all(map(is_dense, tensors)) or (self._x64 is False and any(x.dtype in NARROW for x in tensors)):
+        if not all(map(is_dense, tensors)) or (self._x64 is False and any(map(is_wide, tensors))):
             return None
         program, out_tree, _, _ = self._found(args, kwargs, False)
         recording = _recording(program, tensors)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,12 +13,12 @@ from torch import nn
 from torch2jax import RngPooperContext
 
 from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_resize, torch_shapes, torch_windows
-from .autograd import functions_traced
+from .autograd import tracing
 from .dlpack import to_jax
 from .masks import near, path_name
 from .stand_in import StandIn
-from .torch_calls import Mode, autocasts, dispatch, is_traced
-from .traced import TRACE, Keys, Traced, as_array, as_traced
+from .torch_calls import autocasts, dispatch, is_traced
+from .traced import Keys, Traced, as_array, as_traced
 from .tree import mapping, nest, tied_names, unnest
 
 TABLES = (
@@ -103,7 +102,7 @@ def traced_call(
     else:
         held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
-    with _tracing(module, rng, x64):
+    with RngPooperContext(KEYS), _started(module, rng, x64):
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
         out = function(stand_in.root, *inputs, **keywords)
@@ -111,19 +110,11 @@ def traced_call(
         return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())
 
 
-@contextmanager
-def _tracing(module: nn.Module, rng: Any, x64: bool | None) -> Iterator[None]:
-    """This thread's trace; another that is going on is resumed afterwards."""
-    before = dict(TRACE.__dict__)
+def _started(module: nn.Module, rng: Any, x64: bool | None) -> Any:
+    """A trace of this module's code, from its beginning."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    TRACE.__dict__.update(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={}, autocast=autocasts(), x64=x64)
-    try:
-        with RngPooperContext(KEYS), functions_traced(), torch.enable_grad(), Mode():
-            yield
-    finally:
-        TRACE.__dict__.clear()
-        TRACE.__dict__.update(before)
+    return tracing(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={}, autocast=autocasts(), x64=x64)
 
 
 def _input(path: Any, x: Any) -> Any:

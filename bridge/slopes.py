@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +22,15 @@ def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     return absolute(x), jnp.real(jnp.conj(jnp.sign(x)) * change) if jnp.iscomplexobj(x) else jnp.sign(x) * change
 
 
+def flat_at_zero(function: Callable[[Any], Any], x: Any) -> Any:
+    """A function that is zero at zero, where its derivative is taken as zero too."""
+    zero = x == 0
+    return jnp.where(zero, jnp.zeros_like(x), function(jnp.where(zero, jnp.ones_like(x), x)))
+
+
 def root(square: Any) -> Any:
     """The square root; its derivative at zero is zero, as that of torch's norms and standard deviations."""
-    zero = square == 0
-    return jnp.where(zero, jnp.zeros_like(square), jnp.sqrt(jnp.where(zero, jnp.ones_like(square), square)))
+    return flat_at_zero(jnp.sqrt, square)
 
 
 def angle(y: Any, x: Any) -> Any:

@@ -29,8 +29,7 @@ class StandIn:
         self._known: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
         self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
-        for name, p in module.named_parameters():
-            self._known[id(p)] = self._params[name]
+        self._known |= {id(p): self._params[name] for name, p in module.named_parameters()}
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])

@@ -257,10 +257,10 @@ def _(axes: tuple[int, ...], eps: float, primals: tuple[Any, Any], tangents: tup
     """
     (x, scale), (change, d_scale) = primals, tangents
     mean, var = moments(x, axes)
-    root = lax.rsqrt(var + eps)
-    plain, parts = (x - mean) * root, []
+    inverse = lax.rsqrt(var + eps)
+    plain, parts = (x - mean) * inverse, []
     if not isinstance(change, SymbolicZero):
-        change, share = change * (root * scale), jnp.asarray(-1 / max(1, math.prod(x.shape[a] for a in axes)), x.dtype)
+        change, share = change * (inverse * scale), jnp.asarray(-1 / max(1, math.prod(x.shape[a] for a in axes)), x.dtype)
         sums = [jnp.sum(y, axes, keepdims=True) * share for y in (change, plain * change)]
         parts = [change + sums[0] + plain * sums[1]]
     if not isinstance(d_scale, SymbolicZero):

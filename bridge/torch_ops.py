@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from jax import lax
 from jax.core import Tracer
 
-from .slopes import absolute, angle, root
+from .slopes import absolute, angle, flat_at_zero, root
 from .torch_calls import OPS, op
 from .traced import default_float, jax_dtype, promoted
 
@@ -429,8 +430,6 @@ def norm(input: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, ord
         return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
     if p == 1:
         return jnp.sum(absolute(x), axis=axis, keepdims=keepdim)
-    size = absolute(x)
-    powers = pow_(jnp.where(size == 0, jnp.ones_like(size), size) if 0 < p < 1 else size, p)  # whose power has no derivative at zero
-    whole = jnp.sum(jnp.where(size == 0, jnp.zeros_like(powers), powers) if 0 < p < 1 else powers, axis=axis, keepdims=keepdim)
-    zero = whole == 0
-    return jnp.where(zero, jnp.zeros_like(whole), pow_(jnp.where(zero, jnp.ones_like(whole), whole), 1 / p))
+    power = functools.partial(pow_, exponent=p)
+    powers = flat_at_zero(power, absolute(x)) if 0 < p < 1 else power(absolute(x))
+    return flat_at_zero(lambda whole: pow_(whole, 1 / p), jnp.sum(powers, axis=axis, keepdims=keepdim))

@@ -76,26 +76,19 @@ def _dims(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None]) -
     return list(zip(range(2, x.ndim), map(int, sizes), scales, strict=True))
 
 
-def _factors(given: tuple[Any, ...]) -> list[float | None]:
-    """Factors as torch gives them: a list, or one argument for each dim."""
-    if len(given) == 1 and not isinstance(given[0], int | float):
-        return [] if given[0] is None else list(given[0])
-    return list(given) if any(x is not None for x in given) else []
-
-
 def _register() -> None:
     for dims in (1, 2, 3):
         for name, middle in (("nearest", 0.0), ("_nearest_exact", 0.5)):
             stem = "upsample_nearest" if name == "nearest" else "_upsample_nearest_exact"
 
-            def nearest(input: Any, output_size: Any, *scales: Any, middle: float = middle) -> Any:
-                return _nearest(input, output_size, _factors(scales), middle)
+            def nearest(input: Any, output_size: Any, scale_factors: Any = None, middle: float = middle) -> Any:
+                return _nearest(input, output_size, scale_factors or (), middle)
 
             op(f"{stem}{dims}d")(nearest)
     for name, taps in {"linear1d": _linear, "bilinear2d": _linear, "trilinear3d": _linear, "bicubic2d": _cubic}.items():
 
-        def smooth(input: Any, output_size: Any, align_corners: bool, *scales: Any, taps: _Taps = taps) -> Any:
-            return _resized(input, output_size, align_corners, _factors(scales), taps)
+        def smooth(input: Any, output_size: Any, align_corners: bool, scale_factors: Any = None, taps: _Taps = taps) -> Any:
+            return _resized(input, output_size, align_corners, scale_factors or (), taps)
 
         op(f"upsample_{name}")(smooth)
 

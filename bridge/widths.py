@@ -9,7 +9,7 @@ import jax
 import torch
 from jax.core import Tracer
 
-NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
+_NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
 
 def is_wide(x: Any) -> bool:
@@ -25,7 +25,7 @@ def keeps(asked: bool | None, flag: bool, given: Iterable[Any]) -> bool:
 def narrow(leaf: Any) -> Any:
     """Of 64 bits, 32."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.to(NARROW.get(leaf.dtype, leaf.dtype))
+        return leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and is_wide(leaf):
         return leaf.astype(str(leaf.dtype).replace("64", "32").replace("128", "64"))
     return leaf

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from bad_inputs_modules import Applies
 from torch import nn
 
 import bridge
@@ -80,15 +81,6 @@ TWICE = {
     "instance norm": (lambda x: F.instance_norm(x) ** 3, (2, 3, 4)),
     "causal attention": (lambda x: F.scaled_dot_product_attention(x, x.cos(), x.sin(), is_causal=True) ** 3, (2, 4, 3)),
 }
-
-
-class Applies(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 @pytest.mark.parametrize("name", TWICE)

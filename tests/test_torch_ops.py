@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_cases
-from torch import nn
+from bad_inputs_modules import Applies
 
 import bridge
 from bridge.dlpack import x64
@@ -23,17 +23,6 @@ LESS = {"unary: digamma": 1e-8, "activations: hardsigmoid": 1e-7}
 
 # jaxlib 0.10.2 ends the process by a failed check when it fuses several results of which some are gathered.
 PLAIN = {"xla_backend_extra_options": ""}
-
-
-class Applies(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(*inputs)
 
 
 def made(spec, dtype, generator):
