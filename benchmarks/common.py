@@ -23,6 +23,8 @@ import jax
 import torch
 from tqdm import tqdm
 
+from bridge.fusion import request
+
 Shape = tuple[int, ...]
 Params = list[torch.nn.Parameter]
 Step = Callable[[], Any]
@@ -296,7 +298,7 @@ def environment(section: str, settings: Settings) -> dict[str, Any]:
         "machine": machine(settings.device),
         "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}},
         "torch threads": torch.get_num_threads(),
-        "fused loops in XLA": "xla_cpu_use_multi_output_fusion" in os.environ.get("XLA_FLAGS", ""),
+        "fused loops in XLA": request(),
         "quick": settings.quick,
     }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before jax starts: torch needs memory of the device too
+os.environ.setdefault("MASKBRIDGE_XLA_FLAGS", "1")  # the peers in pure JAX have our loops as well
 
 import device
 import dlpack

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .facts import Facts, gather
-from .flags import FUSION_FLAG
+from .fusion import FUSION_FLAG, SWITCH
 from .step import was_forked
 
 # As pyproject.toml has them: at least, and below.
@@ -178,20 +178,21 @@ def _x64(facts: Facts) -> Iterator[Finding]:
 
 
 def _flags(facts: Facts) -> Iterator[Finding]:
-    flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get("MASKBRIDGE_XLA_FLAGS") == "0"
-    text = f"XLA_FLAGS={flags!r}"
+    flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get(SWITCH) == "0"
+    text, asks = f"XLA_FLAGS={flags!r}", facts.by_program and not opted_out
     slower = "Adam moves 40 bytes a parameter on the CPU instead of 28"
-    if facts.fuses or (facts.fuses is None and FUSION_FLAG in flags):
+    newer = "a newer jaxlib (0.6 does not know it, 0.10 does)"
+    if FUSION_FLAG in flags and facts.fuses is not False:
         yield Finding("XLA flags", OK, f"{text}: {'heard' if facts.fuses else 'set, jax will read it when it starts'}")
+    elif asks and facts.fuses is not False:
+        yield Finding("XLA flags", OK, f"{text}; each update asks for {FUSION_FLAG} by itself")
+    elif asks:
+        yield Finding("XLA flags", WARNING, f"this jaxlib does not know {FUSION_FLAG}; {slower}", newer)
     elif FUSION_FLAG in flags:
-        yield Finding(
-            "XLA flags",
-            WARNING,
-            f"{text}: jax started without it, or this jaxlib does not know it; {slower}",
-            "import bridge before jax computes anything; a newer jaxlib (0.6 does not know it, 0.10 does)",
-        )
+        fix = f"import bridge before jax computes anything; {newer}"
+        yield Finding("XLA flags", WARNING, f"{text}: jax started without it, or this jaxlib does not know it; {slower}", fix)
     elif opted_out:
-        yield Finding("XLA flags", NOTE, f"MASKBRIDGE_XLA_FLAGS=0: {slower}", "unset it")
+        yield Finding("XLA flags", NOTE, f"{SWITCH}=0: {slower}", "unset it")
     elif "xla_backend_extra_options" in flags:
         yield Finding("XLA flags", NOTE, f"{text}: your own options are kept; {slower}", f"add {FUSION_FLAG} to them, with a comma")
     else:

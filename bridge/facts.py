@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 
 from . import dlpack, openmp, storage
-from .flags import client_started
+from .fusion import by_program, client_started, compiled
 
 PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")
@@ -30,8 +30,9 @@ class Facts:
 
     `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
     started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
-    whether XLA writes two results from one loop, and `importer`, `exporter`, whether the calls beneath the public ones are
-    used. `threads_end`: a step may end torch's threads. `misaligned`: sizes at which torch gave memory that is not aligned to 64 bytes.
+    whether XLA writes two results of a program of ours from one loop (`by_program`: each can ask for it), and `importer`, `exporter`,
+    whether the calls beneath the public ones are used. `threads_end`: a step may end torch's threads. `misaligned`: sizes at which
+    torch gave memory that is not aligned to 64 bytes.
     """
 
     env: Mapping[str, str]
@@ -44,6 +45,7 @@ class Facts:
     failure: str | None = None
     x64: bool = False
     fuses: bool | None = None
+    by_program: bool = True
     misaligned: tuple[int, ...] = ()
     importer: bool | None = None
     exporter: bool | None = None
@@ -83,6 +85,7 @@ def gather(forked: bool = False, start: bool = False) -> Facts:
         failure=failure,
         x64=bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
         fuses=_fuses() if started else None,
+        by_program=by_program(),
         misaligned=tuple(n for n in _SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
         importer=dlpack._importer("cpu") is not dlpack._public_import if started else None,
         exporter=dlpack._exporter() is not torch.from_dlpack if started else None,
@@ -117,15 +120,15 @@ def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:
 
 
 def _fuses() -> bool:
-    """Whether XLA's CPU compiler writes two results from one loop, read from a small compiled program."""
-    anew = time.time_ns() % 2**20 / 2**10  # else the persistent cache may answer for a process that had the flag in time
+    """Whether XLA's CPU compiler writes two results from one loop for us, read from a small compiled program."""
+    anew = time.time_ns() % 2**20 / 2**10  # else the persistent cache may answer for a process that asked in time
 
     def two(x: Any) -> Any:
         return x * anew, jnp.sin(x) + x
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a cache that cannot be used, which has its own finding
-        text = jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")).compile().as_text()
+        text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")), fused=True).as_text()
     return (text or "").count(" fusion(") == 1
 
 

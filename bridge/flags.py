@@ -1,4 +1,4 @@
-"""What is asked of XLA before jax starts."""
+"""The compiler options of programs that are only counted, and of whole training steps."""
 
 from __future__ import annotations
 
@@ -10,54 +10,18 @@ import jax
 
 from .contents import Contents
 
-FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
-
-
-def request_fusion() -> bool:
-    """Ask XLA's CPU compiler to write several results from one loop; True if the request can still be heard.
-
-    XLA reads the environment when jax starts its CPU client, so this acts only before that, only where the user has
-    set no `--xla_backend_extra_options` of their own, and not with MASKBRIDGE_XLA_FLAGS=0. Without it every update is
-    as correct, and Adam moves 40 bytes a parameter instead of 28.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if os.environ.get("MASKBRIDGE_XLA_FLAGS") == "0" or "xla_backend_extra_options" in flags or client_started():
-        return FUSION_FLAG in flags
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_extra_options={FUSION_FLAG}".strip()
-    return True
-
-
-def client_started() -> bool:
-    """Whether jax has a client; a jax that no longer tells is taken to have none, and the flag then does nothing."""
-    try:
-        from jax._src.xla_bridge import backends_are_initialized
-    except ImportError:
-        return False
-    return backends_are_initialized()
-
-
-def as_without_request() -> Any:
-    """The compiler options of a program with code that is not ours: jax's own, without what `request_fusion` asks for.
-
-    jaxlib 0.10.2 ends the process where it looks for several results of one loop in some gradients of indexing
-    (symbolic_map.cc:196, "Check failed").
-    """
-    return {"xla_backend_extra_options": ""} if FUSION_FLAG in os.environ.get("XLA_FLAGS", "") else None
-
-
 # XLA's loops from MLIR, which it writes several results with in good code, and LLVM's effort.
 _EMITTERS_OPTION, _EFFORT_OPTION = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
 
 
-def of_counting(device: Any, fused: bool) -> Any:
+def of_counting(device: Any) -> dict[str, Any]:
     """The compiler options of a program that is only to be counted, never run: on a CPU a quarter to a third of the time.
 
-    What is fused is decided before machine code is made, so that may be as slow as it likes. `fused`: as `request_fusion` asks.
+    What is fused is decided before machine code is made, so that may be as slow as it likes.
     """
-    options = {} if fused else as_without_request() or {}
-    if device.platform == "cpu":
-        options = options | {_EFFORT_OPTION: 0} | ({_EMITTERS_OPTION: False} if _known(_EMITTERS_OPTION, False) else {})
-    return options or None
+    if device.platform != "cpu":
+        return {}
+    return {_EFFORT_OPTION: 0} | ({_EMITTERS_OPTION: False} if _known(_EMITTERS_OPTION, False) else {})
 
 
 # XLA's own name for what its CPU compiler hands to the YNN library, and of that all but convolutions.
@@ -68,8 +32,8 @@ _NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_
 _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
 
 
-def of_training(device: Any, contents: Contents) -> Any:
-    """The compiler options of a whole training step: `as_without_request`; on a CPU, barriers stay, and convolutions run on all cores.
+def of_training(device: Any, contents: Contents) -> dict[str, Any]:
+    """The compiler options of a whole training step: on a CPU, barriers stay, and convolutions run on all cores.
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for.
     Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
@@ -82,7 +46,7 @@ def of_training(device: Any, contents: Contents) -> Any:
 
     Matrix products are the library's as well, unless all are small: then XLA's own take less, and of larger ones up to twice as long.
     """
-    options, set_by_user = as_without_request() or {}, os.environ.get("XLA_FLAGS", "")
+    options, set_by_user = {}, os.environ.get("XLA_FLAGS", "")
     library = _SUMS_ALONE if contents.small else _NO_CONVOLUTIONS
     left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if contents.stores_in_loops else _BARRIERS_END
     for option, value, useful in (
@@ -90,8 +54,8 @@ def of_training(device: Any, contents: Contents) -> Any:
         (LIBRARY_OPTION, library, not contents.convolves_in_groups),
     ):
         if device.platform == "cpu" and useful and option not in set_by_user and _known(option, value):
-            options = options | {option: value}
-    return options or None
+            options[option] = value
+    return options
 
 
 @functools.cache

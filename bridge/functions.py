@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from .dlpack import dense_order, device_of, numpy_dtype, to_jax
 from .dlpack import x64 as scope
 from .dynamo import not_traced
-from .flags import client_started
+from .fusion import client_started
 from .masks import path_name
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording

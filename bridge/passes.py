@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .flags import of_counting
+from .fusion import compiled
 from .leaf_update import ONES, Passes, leaf_update, parted, repeatable
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Problem, buffer_shape, layout
@@ -49,7 +50,7 @@ def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: 
             order = sorted(ways)
             apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
             for way in dict.fromkeys([apart, *order]):
-                counts[way] = bytes_accessed(probe(way).lower().compile(compiler_options=of_counting(device, fused)))
+                counts[way] = bytes_accessed(compiled(probe(way).lower(), fused, of_counting(device)))
                 if counts[way] < 1.01 * least:  # the scalars
                     break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element

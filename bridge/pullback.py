@@ -18,7 +18,7 @@ import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from .dlpack import X64, Views, operands, results, wait_for, x64
-from .flags import as_without_request
+from .fusion import compiled
 from .plain import addresses_of
 from .residuals import IN_TORCH, crosses, reached, sources
 
@@ -53,7 +53,7 @@ class Call:
         flat = [jax.ShapeDtypeStruct((math.prod(aval.shape),), aval.dtype, sharding=sharding) for aval in tensors]
         with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
             lowered = jax.jit(call).lower(*flat, *map(spec, others))
-            self._compiled: Any = lowered.compile(compiler_options=as_without_request())
+            self._compiled: Any = compiled(lowered, fused=False)
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
         self._all_cross = all(self._cross)
         self._token = self._cross.index(True) if any(self._cross) else None

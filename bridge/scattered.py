@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from .dlpack import ALIGNMENT, numpy_dtype, x64
+from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
 _END = 1 << 47
@@ -43,7 +44,7 @@ def part(size: int) -> int | None:
 def in_place() -> bool:
     """Whether XLA's CPU compiler updates rows in place; asked once, of a small program: one that copies them has room for that.
 
-    jaxlib 0.10.2 does with the loops that `flags.request_fusion` asks for; else, as jaxlib 0.6.0, it copies all rows at each turn.
+    jaxlib 0.10.2 does with several results from one loop; else, as jaxlib 0.6.0, it copies all rows at each turn.
     """
     if not SUPPORTED:
         return False
@@ -59,7 +60,7 @@ def in_place() -> bool:
         return over_live_rows(adam, _LEAST_PART, range(3))([], [*arrays, Scattered(memory, order, *rows.shape)])
 
     with x64(), jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit(False):
-        needed = jax.jit(program, donate_argnums=0).lower([rows] * 3, *far).compile().memory_analysis()
+        needed = compiled(jax.jit(program, donate_argnums=0).lower([rows] * 3, *far), fused=True).memory_analysis()
     return needed is not None and needed.temp_size_in_bytes < math.prod(rows.shape) * 4
 
 

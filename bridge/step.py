@@ -27,7 +27,7 @@ from .calm import calmed, settings, undisturbed
 from .cells import Cells
 from .contents import calls_back
 from .dlpack import X64, behind_torch, operands, wait_for, x64
-from .flags import client_started, request_fusion
+from .fusion import client_started, compiled, request
 from .passes import bytes_accessed
 from .storage import Memory
 from .update import Plan, abstract, measured, stepped, traces
@@ -70,7 +70,7 @@ def was_forked() -> bool:
     return _forked
 
 
-request_fusion()
+request()
 os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -100,7 +100,7 @@ class Program:
     def compile(self) -> None:
         """Make it ready; several may be compiled at once, each in a thread."""
         with x64():
-            self.update, *measures = [lowered.compile() for lowered in self._lowered]
+            self.update, *measures = [compiled(lowered, fused=True) for lowered in self._lowered]
         self.measure = measures[0] if measures else None
         self._lowered = []
 

@@ -27,6 +27,7 @@ from .cells import Number
 from .contents import calls_back, contents_of
 from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
+from .fusion import compiled
 from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
@@ -268,7 +269,7 @@ class Program:
             self.jaxpr = traced.jaxpr
             self.loss = torch_dtype(traced.out_info[-3])
             options = of_training(self.plan.device, contents_of(self.jaxpr.jaxpr))
-            self.call: Any = traced.lower().compile(compiler_options=options)
+            self.call: Any = compiled(traced.lower(), False, options)
         self.packed = any(leaf.count is not None for leaf in self.plan.leaves)
         self.elements = bytes_accessed(self.call) / _ELEMENT
         step.count_compilation()

@@ -136,7 +136,7 @@ def update(
     """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and a result that nobody donates.
 
     The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have; `grads` as of `in_rows`.
-    `after`: zeros that are there when the program may begin. `fused`: whether it is compiled with what `flags.request_fusion` asks for.
+    `after`: zeros that are there when the program may begin. `fused`: as of `fusion.compiled`.
     """
     global _traces
     _traces += 1

@@ -58,7 +58,7 @@ def hasty_code(monkeypatch):
     from bridge import flags, train
 
     asked = train.of_training
-    monkeypatch.setattr(train, "of_training", lambda *of: (asked(*of) or {}) | {flags._EFFORT_OPTION: 0})
+    monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | {flags._EFFORT_OPTION: 0})
 
 
 def pytest_terminal_summary(terminalreporter):

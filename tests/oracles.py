@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bridge.flags import of_counting
+from bridge.fusion import request
 from bridge.problem import _literals_keep_their_type
-from bridge.step import request_fusion
 
 
 class NumpyAdam:
@@ -99,7 +99,7 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 
 def jitted(function):
     """`jax.jit` of a reference: its few numbers need no fast code, which takes XLA three times as long to make."""
-    return jax.jit(function, compiler_options=of_counting(jax.devices()[0], True))
+    return jax.jit(function, compiler_options=of_counting(jax.devices()[0]))
 
 
 # How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
@@ -108,9 +108,7 @@ CLOSE = 1e-6 if _literals_keep_their_type() else 3e-5
 
 
 # For tests of bytes: XLA's older CPU compiler writes each result from a loop of its own.
-FUSES = pytest.mark.skipif(
-    jax.__version_info__ < (0, 8) or not request_fusion(), reason="XLA writes each result from a loop of its own here"
-)
+FUSES = pytest.mark.skipif(jax.__version_info__ < (0, 8) or not request(), reason="XLA writes each result from a loop of its own here")
 
 
 def project_frames(call):

@@ -10,7 +10,7 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge import flags, slopes, torch_index, torch_ops, traced
+from bridge import slopes, torch_index, torch_ops, traced
 
 I = torch.tensor([0, 2, 1])  # noqa: E741
 MASK = torch.tensor([True, False, True])
@@ -132,7 +132,7 @@ def test_values_and_gradients_are_torchs(name):
     (out * weights).sum().backward()
     pure, given, by = bridge.module_function(Applies(function)), bridge.to_jax(x.detach()), bridge.to_jax(weights)
     both = jax.jit(jax.value_and_grad(lambda x: (pure({}, x) * by).sum())).lower(given)
-    value, grad = both.compile(compiler_options=flags.as_without_request())(given)  # see there
+    value, grad = both.compile()(given)
     np.testing.assert_allclose(pure({}, given), out.detach(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(value, (out * weights).sum().detach(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(grad, x.grad, rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ import pytest
 import bridge
 from bridge.doctor import BOUNDS, diagnosed
 from bridge.facts import Facts, gather
-from bridge.flags import FUSION_FLAG
+from bridge.fusion import FUSION_FLAG
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = {
@@ -95,8 +95,21 @@ PROBLEMS = {
     ),
     "75% of the GPU": (changed(ON_GPU, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]), "preallocation", "warning", "75%", "PREALLOCATE=false"),
     "x64": (changed(x64=True), "x64", "note", "makes float64", "not needed"),
-    "flag too late": (changed(ON_GPU, fuses=False), "XLA flags", "warning", "jax started without it", "import bridge before"),
-    "jax came first": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "before bridge was imported", "first"),
+    "older jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "a newer jaxlib"),
+    "flag too late": (
+        changed(ON_GPU, fuses=False, by_program=False),
+        "XLA flags",
+        "warning",
+        "jax started without it",
+        "import bridge before",
+    ),
+    "jax came first": (
+        changed(ON_GPU, without=["XLA_FLAGS"], fuses=False, by_program=False),
+        "XLA flags",
+        "warning",
+        "before bridge was imported",
+        "first",
+    ),
     "opted out": (
         changed(env={"MASKBRIDGE_XLA_FLAGS": "0"}, without=["XLA_FLAGS"]),
         "XLA flags",
@@ -104,7 +117,13 @@ PROBLEMS = {
         "MASKBRIDGE_XLA_FLAGS=0",
         "unset",
     ),
-    "own options": (changed(env={"XLA_FLAGS": "--xla_backend_extra_options=a"}), "XLA flags", "note", "your own options", FUSION_FLAG),
+    "own options": (
+        changed(env={"XLA_FLAGS": "--xla_backend_extra_options=a"}, by_program=False),
+        "XLA flags",
+        "note",
+        "your own options",
+        FUSION_FLAG,
+    ),
     "alignment": (changed(misaligned=(3, 100)), "alignment", "warning", "tensors of 3, 100 floats", "copy=None"),
     "public import": (changed(ON_GPU, importer=False), "fast paths", "note", "^import by jax's public call", "private names"),
     "public both ways": (changed(ON_GPU, importer=False, exporter=False), "fast paths", "note", "import and export by", "report"),
@@ -186,12 +205,12 @@ def run(code, **env):
 def test_it_starts_nothing_and_changes_nothing():
     done = run(["-c", """
 import os, jax, torch, bridge
-from bridge.flags import client_started
+from bridge.fusion import client_started
 before = dict(os.environ), {name: value for name, value in jax.config.values.items()}
 report = bridge.doctor()
 assert not client_started() and not torch.cuda.is_initialized()
 assert before == (dict(os.environ), {name: value for name, value in jax.config.values.items()})
-assert "chosen when jax starts" in str(report) and "jax will read it" in str(report)
+assert "chosen when jax starts" in str(report) and "each update asks" in str(report)
 report = bridge.doctor(start=True)
 assert client_started()
 rows = {row["check"]: row for row in report.rows}
@@ -202,8 +221,10 @@ assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
 
 @pytest.mark.slow
 def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
-    late = "import jax; jax.local_devices(); {}; import bridge; print(bridge.doctor())"
-    done = run(["-c", late.format("pass")])
+    """Where no program can ask by itself, here by a hook of which jax knows nothing."""
+    late = "import jax; jax.local_devices(); {}; from bridge import fusion; fusion.by_program = lambda: False\nimport bridge.facts"
+    late += "; bridge.facts.by_program = fusion.by_program; print(bridge.doctor())"
+    done = run(["-c", late.format("import os; os.environ['MASKBRIDGE_XLA_FLAGS'] = '1'")])
     assert "jax had started before bridge was imported" in done.stdout
     done = run(["-c", late.format(f"import os; os.environ['XLA_FLAGS'] = '--xla_backend_extra_options={FUSION_FLAG}'")])
     assert "jax started without it" in done.stdout

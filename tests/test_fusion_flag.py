@@ -1,9 +1,16 @@
-"""What importing asks of XLA must not reach programs with code that is not ours: jaxlib 0.10.2 ends the process in some of them."""
+"""What we ask of XLA must not reach programs with code that is not ours: jaxlib 0.10.2 ends the process in some of them."""
 
+import os
 import subprocess
 import sys
+import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from bridge import fusion
+from bridge.facts import _fuses
 
 # Gradients of many ways of indexing: what jaxlib 0.10.2 stumbles over when it looks for several results of one loop.
 INDEXING = """
@@ -15,6 +22,13 @@ i = torch.tensor([2, 0, 1, 1, 2])
 def loss(x, i):
     y = x[i] + x[i, :] + x[i, i][:, None] + x[jnp.array([0, 1, 2, 0, 1])] + jnp.take(x, i, 0) + x[i, 1:2]
     return jnp.sum(y * jnp.cos(jnp.arange(20.0).reshape(5, 4)))
+"""
+# An update of ours, compiled with it in the same process first.
+OURS = """
+q = torch.nn.Parameter(torch.ones(100))
+q.grad = torch.ones(100)
+torch_api.MaskedAdamW([q]).step()
+print("update", flush=True)
 """
 PROGRAMS = {
     "jax_function": """
@@ -30,18 +44,127 @@ assert value.isfinite()
 """,
 }
 
+OWN = {
+    "jit": """
+import jax
+from bridge import jax_function
+jax.jit(jax.grad(lambda x: loss(x, jnp.asarray(i))))(jnp.ones((3, 4), jnp.float32))
+"""
+}
 
-@pytest.fixture(scope="module")
-def ended():
+
+@pytest.fixture(scope="module", params=["", "1"], ids=["by program", "by process"])
+def ended(request):
     """What one process prints that runs the programs in turn and says which it got through, and its errors."""
-    code = INDEXING + "".join(f"{program}print({name!r}, flush=True)\n" for name, program in PROGRAMS.items())
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    programs = PROGRAMS | ({} if request.param else OWN)
+    code = INDEXING + OURS + "".join(f"{program}print({name!r}, flush=True)\n" for name, program in programs.items())
+    env = os.environ | {"MASKBRIDGE_XLA_FLAGS": request.param, "XLA_FLAGS": ""}
+    return programs, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_with_code_of_others_compile_without_the_flag(name, ended):
-    assert name in ended.stdout.split(), ended.stderr[-2000:]
+def test_programs_with_code_of_others_compile_without_the_flag(ended):
+    programs, done = ended
+    assert done.stdout.split() == ["update", *programs], done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_process_ends_well(ended):
-    assert ended.returncode == 0, ended.stderr[-2000:]
+FUSES = pytest.mark.skipif(
+    not fusion.by_program() or jax.__version_info__ < (0, 8), reason="XLA writes each result from a loop of its own here"
+)
+
+
+def lowered():
+    x = jax.ShapeDtypeStruct((1024,), "float32")
+    return jax.jit(lambda x: (x * 2.5, jnp.sin(x) + x)).lower(x)
+
+
+def loops(program):
+    return program.as_text().count(" fusion(")
+
+
+@FUSES
+def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatch):
+    monkeypatch.delenv(fusion.SWITCH, raising=False)
+    monkeypatch.setattr(fusion, "without_it", dict)  # as where the process does not ask
+    asks = "XLA_FLAGS" in os.environ and fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
+    inside, beside = [], []
+    asked = fusion._with_entry
+
+    def meanwhile(options):
+        thread = threading.Thread(target=lambda: beside.append(loops(lowered().compile())))
+        thread.start(), thread.join()
+        return asked(options)
+
+    monkeypatch.setattr(fusion, "_with_entry", meanwhile)
+    inside.append(loops(fusion.compiled(lowered(), fused=True)))
+    assert inside == [1]
+    assert beside == [1 if asks else 2]
+    assert loops(lowered().compile()) == beside[0]
+    assert loops(fusion.compiled(lowered(), fused=False)) == beside[0]
+    monkeypatch.setenv(fusion.SWITCH, "0")
+    assert loops(fusion.compiled(lowered(), fused=True)) == beside[0]
+
+
+@FUSES
+def test_a_failed_compilation_leaves_nothing_behind():
+    class Fails:
+        def compile(self, compiler_options):
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fusion.compiled(Fails(), fused=True)
+    assert not fusion._asked.now
+
+
+@FUSES
+def test_the_hook_is_in_place_once_and_gives_what_jax_gave():
+    from jax._src import compiler
+
+    fusion.compiled(lowered(), fused=True)
+    hook = compiler.get_compile_options
+    fusion.compiled(lowered(), fused=True)
+    assert compiler.get_compile_options is hook
+    plain = hook(num_replicas=1, num_partitions=1)
+    assert plain.SerializeAsString() == hook.__wrapped__(num_replicas=1, num_partitions=1).SerializeAsString()
+
+
+def test_options_that_cannot_be_read_again_stay_as_they_are():
+    class Options:
+        def SerializeAsString(self):  # noqa: N802 - jax's name
+            return b""
+
+    options = Options()
+    assert fusion._with_entry(options) is options
+
+
+def test_numbers_above_127_take_several_bytes():
+    """300 and a field of 5000 bytes, by hand from the description of the encoding."""
+    assert fusion._varint(300) == bytes([0b10101100, 0b00000010])
+    assert fusion._field(500, bytes(5000))[:4] == bytes([0b10100010, 0b00011111, 0b10001000, 0b00100111])
+
+
+@pytest.mark.parametrize("missing", ["get_compile_options", "ParseFromString"])
+def test_without_a_private_name_of_jax_no_program_asks(monkeypatch, missing):
+    from jax._src import compiler
+    from jax._src.lib import xla_client
+
+    class Options:
+        pass
+
+    fusion.by_program.cache_clear()
+    if missing == "get_compile_options":
+        monkeypatch.delattr(compiler, missing)
+    else:
+        monkeypatch.setattr(xla_client, "CompileOptions", Options)
+    assert not fusion.by_program()
+    monkeypatch.undo()
+    fusion.by_program.cache_clear()
+    assert fusion.by_program()
+
+
+@FUSES
+def test_the_doctor_reads_it_from_a_program_of_ours(monkeypatch):
+    monkeypatch.delenv(fusion.SWITCH, raising=False)
+    assert _fuses()
+    monkeypatch.setenv(fusion.SWITCH, "0")
+    assert _fuses() == (fusion.FUSION_FLAG in os.environ.get("XLA_FLAGS", ""))

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from torch import nn
 
 import torch_api
-from bridge import products, train, update
+from bridge import fusion, products, train, update
 from bridge.contents import operations, small
 from bridge.dlpack import x64
 
@@ -136,7 +136,7 @@ def test_no_donated_leaf_is_copied(monkeypatch):
     assert copies_of_donated() > 0
 
 
-@pytest.mark.skipif("xla_cpu_use_multi_output_fusion" not in __import__("os").environ.get("XLA_FLAGS", ""), reason="no fusion to leave out")
+@pytest.mark.skipif(not fusion.request(), reason="no fusion to leave out")
 def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
     asked = []
     chosen = update.chosen

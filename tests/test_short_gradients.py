@@ -127,7 +127,7 @@ def test_a_variance_whose_rule_leaves_out_the_mean_is_caught(monkeypatch):
 def sums_of(function, x, w, b):
     """How often a compiled gradient sums over all that is as large as x."""
     gradient = jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(function(*given))), argnums=(0, 1, 2)))
-    text = gradient.lower(x, w, b).compile(compiler_options=flags.of_counting(jax.devices()[0], False)).as_text()
+    text = gradient.lower(x, w, b).compile(compiler_options=flags.of_counting(jax.devices()[0])).as_text()
     return len(re.findall(r" reduce\(%?\S+, ", text))
 
 
@@ -201,9 +201,8 @@ def _asked_afresh():
 
 @pytest.mark.usefixtures("_asked_afresh")
 def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
-    base = flags.as_without_request()
-    assert flags.of_training(OnGPU, Contents()) == base
-    barriers = {**(base or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
+    assert flags.of_training(OnGPU, Contents()) == {}
+    barriers = {flags._PASSES_OPTION: flags._BARRIERS_END}
     monkeypatch.setattr(flags, "_NO_CONVOLUTIONS", "NONSENSE")
     assert flags.of_training(OnCPU, Contents()) == barriers  # as a jaxlib that does not know it
     monkeypatch.undo()
@@ -217,9 +216,9 @@ def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(m
     assert in_loops == {**known, flags._PASSES_OPTION: f"{flags._BARRIERS_END},{flags._LOOPS_AS_ONE}"}
     assert flags._PASSES_OPTION not in flags.of_training(OnCPU, Contents(stores_in_reductions=True))
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
-    assert flags.of_training(OnCPU, Contents()) == {**(flags.as_without_request() or {}), flags._PASSES_OPTION: flags._BARRIERS_END}
+    assert flags.of_training(OnCPU, Contents()) == barriers
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{flags._PASSES_OPTION}=dce")
-    assert flags.of_training(OnCPU, Contents()) == flags.as_without_request()
+    assert flags.of_training(OnCPU, Contents()) == {}
 
 
 def test_gelu_and_picked_classes_have_the_derivatives_of_the_plain_expressions():

@@ -14,13 +14,13 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, passes
+from bridge import flags, fusion, passes
 from bridge.dlpack import x64
 
 ROOT = Path(__file__).parent.parent
 fused_loops = pytest.mark.skipif(
-    flags.FUSION_FLAG not in os.environ.get("XLA_FLAGS", "") or jax.__version_info__ < (0, 10),
-    reason="XLA_FLAGS ask for other CPU code, or this XLA does not write several results from one loop",
+    not fusion.request() or jax.__version_info__ < (0, 10),
+    reason="the environment asks for other CPU code, or this XLA does not write several results from one loop",
 )
 
 
@@ -196,27 +196,38 @@ def run(code, **environment):
 
 
 OURS = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
+OTHER = "--xla_backend_extra_options=other"
+WHOLE = {"MASKBRIDGE_XLA_FLAGS": "1"}
+UNNAMED = "import jax._src.lib as lib; lib.xla_client.CompileOptions = object"
+# What comes before the import, the environment, XLA_FLAGS afterwards, and whether programs of ours ask for it.
 REQUESTS = {
-    "set": ("", {}, OURS),
-    "appended": ("", {"XLA_FLAGS": "--xla_dump_to="}, f"--xla_dump_to= {OURS}"),
-    "the user's own stays": ("", {"XLA_FLAGS": "--xla_backend_extra_options=other"}, "--xla_backend_extra_options=other"),
-    "opted out": ("", {"MASKBRIDGE_XLA_FLAGS": "0"}, ""),
-    "too late": ("jax.devices()", {}, ""),
+    "each program": ("", {}, "", True),
+    "each program, beside the user's own": ("", {"XLA_FLAGS": OTHER}, OTHER, True),
+    "each program, jax has started": ("jax.devices()", {}, "", True),
+    "opted out": ("", {"MASKBRIDGE_XLA_FLAGS": "0"}, "", False),
+    "the process": ("", WHOLE, OURS, True),
+    "the process, appended": ("", WHOLE | {"XLA_FLAGS": "--xla_dump_to="}, f"--xla_dump_to= {OURS}", True),
+    "the process, the user's own stays": ("", WHOLE | {"XLA_FLAGS": OTHER}, OTHER, True),
+    "the process, too late": ("jax.devices()", WHOLE, "", True),
+    "no private name": (UNNAMED, {}, OURS, True),
+    "no private name, opted out": (UNNAMED, {"MASKBRIDGE_XLA_FLAGS": "0"}, "", False),
+    "no private name, the user's own stays": (UNNAMED, {"XLA_FLAGS": OTHER}, OTHER, False),
+    "no private name, too late": (f"jax.devices(); {UNNAMED}", {}, "", False),
 }
 
 
 @pytest.fixture(scope="module")
 def requests():
-    """XLA_FLAGS after the import of bridge in a process of each of `REQUESTS`, all forked where torch and jax are imported but idle."""
+    """XLA_FLAGS and the answer after the import in a process of each of `REQUESTS`, forked where torch and jax are imported but idle."""
     code = f"""
 import json, os, jax, optax, torch
-for name, (before, environment, _) in {REQUESTS!r}.items():
+for name, (before, environment, *_) in {REQUESTS!r}.items():
     child = os.fork()
     if not child:
         os.environ.update(environment)
         exec(before)
         import bridge
-        print(json.dumps([name, os.environ.get("XLA_FLAGS", "")]), flush=True)
+        print(json.dumps([name, [os.environ.get("XLA_FLAGS", ""), bridge.fusion.request()]]), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name
 """
@@ -225,8 +236,8 @@ for name, (before, environment, _) in {REQUESTS!r}.items():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_fusion_flag_is_requested_only_where_it_can_be_heard_and_is_wanted(requests, name):
-    assert requests[name] == REQUESTS[name][2]
+def test_the_process_asks_for_fused_loops_only_where_programs_cannot_and_it_is_heard_and_wanted(requests, name):
+    assert requests[name] == list(REQUESTS[name][2:])
 
 
 @fused_loops
@@ -242,9 +253,11 @@ for _ in range(20):
     o.step()
 print(p.double().sum().item(), o.bytes_accessed() / p.numel() > 35)
 """
-    with_flag, without = run(code).split(), run(code, MASKBRIDGE_XLA_FLAGS="0").split()
-    assert float(with_flag[0]) == pytest.approx(float(without[0]), rel=1e-6)
-    assert (with_flag[1], without[1]) == ("False", "True")
+    runs = {switch: run(code, **({"MASKBRIDGE_XLA_FLAGS": switch} if switch else {})).split() for switch in ("", "1", "0")}
+    runs["late"] = run(f"import jax; jax.devices(){code}").split()
+    assert {switch: found[1] for switch, found in runs.items()} == {"": "False", "1": "False", "late": "False", "0": "True"}
+    for found in runs.values():
+        assert float(found[0]) == pytest.approx(float(runs["0"][0]), rel=1e-6)
 
 
 @fused_loops
@@ -293,7 +306,7 @@ def test_what_is_only_counted_has_the_bytes_of_what_runs(make, monkeypatch):
     stepped(optimizer, params)
     asked = passes.bytes_accessed
     monkeypatch.setattr(passes, "_shares", lambda jaxpr: not jaxpr.eqns)  # all ways
-    for options in (passes.of_counting, lambda device, fused: None):
+    for options in (passes.of_counting, lambda device: {}):
         monkeypatch.setattr(passes, "_chosen", {})
         monkeypatch.setattr(passes, "of_counting", options)
         monkeypatch.setattr(passes, "bytes_accessed", lambda program, found=counts.append: found(asked(program)) or asked(program))
@@ -305,13 +318,11 @@ def test_what_is_only_counted_has_the_bytes_of_what_runs(make, monkeypatch):
 
 def test_options_of_counting_are_those_that_this_jaxlib_has(monkeypatch):
     cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_backend_extra_options={flags.FUSION_FLAG}")
-    assert flags.of_counting(gpu, True) is None
-    assert flags.of_counting(gpu, False) == {"xla_backend_extra_options": ""}
+    assert flags.of_counting(gpu) == {}
     monkeypatch.setattr(flags, "_known", lambda option, value: True)
-    assert flags.of_counting(cpu, True) == {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    assert flags.of_counting(cpu) == {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     monkeypatch.setattr(flags, "_known", lambda option, value: False)
-    assert flags.of_counting(cpu, False) == {"xla_backend_extra_options": "", "xla_backend_optimization_level": 0}
+    assert flags.of_counting(cpu) == {"xla_backend_optimization_level": 0}
 
 
 def _asked(optimizer):
