@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -32,10 +33,19 @@ META = frozenset(
     {"__get__", "stride", "element_size", "get_device", "storage_offset", "dim_order", "is_same_size", "has_names", "is_contiguous"}
 )
 
+# Where torch promotes no type: numbers that it multiplies must have one dtype, elsewhere those with a fraction.
+_PRODUCTS = (
+    "linear bilinear matmul mm bmm mv dot vdot inner tensordot __matmul__ __rmatmul__ addmm addmv addbmm baddbmm linalg_matmul "
+    "linalg_vecdot linalg_solve conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu lerp cdist"
+)
+_FLOATS = "scaled_dot_product_attention binary_cross_entropy nll_loss scatter index_put"
+ONE_TYPE: dict[str, Any] = {**dict.fromkeys(_PRODUCTS.split(), jnp.number), **dict.fromkeys(_FLOATS.split(), jnp.inexact)}
+
 
 class Op(NamedTuple):
     """An implementation over arrays.
 
+    `one_type`: which arguments must have one dtype, by what numpy calls their kind; None: torch promotes.
     `always`: also where no argument is traced (what makes tensors or draws numbers). `views`: torch's result shares memory.
     `raw`: it takes traced tensors themselves, and may write into them.
     """
@@ -46,6 +56,7 @@ class Op(NamedTuple):
     views: bool = False
     raw: bool = False
     inplace: bool = False
+    one_type: Any = None
 
 
 OPS: dict[Any, Op] = {}
@@ -66,7 +77,7 @@ def op(*names: str, always: bool = False, views: bool = False, raw: bool = False
             signature = inspect.signature(handler)
         except ValueError:  # a function of jax without one
             signature = None
-        entry = Op(handler, signature, always, views, raw)
+        entry = Op(handler, signature, always, views, raw, one_type=next((ONE_TYPE[name] for name in names if name in ONE_TYPE), None))
         for name in names:
             for func in functions_named(name):
                 OPS[func] = entry
@@ -184,6 +195,8 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         if "inplace" in found.signature.parameters:
             inplace |= bool(bound.arguments.pop("inplace", False))
             args, kwargs = bound.args, bound.kwargs
+    if found.one_type is not None:
+        _refuse_two_types(found.one_type, func, args, kwargs)
     if found.raw:
         with _known_values(found, arrays(args), arrays(kwargs)):
             return wrapped(found.handler(*args, **kwargs))
@@ -196,6 +209,15 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if target is None:
         return wrapped(result)
     return _write(target, result, func)
+
+
+def _refuse_two_types(kind: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    types = dict.fromkeys(x.dtype for x in leaves(arrays((args, kwargs))) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, kind))
+    if len(types) > 1:
+        raise RuntimeError(  # a TypeError in an operator would become NotImplemented
+            f"{getattr(func, '__name__', func)} is given tensors of {' and '.join(map(str, types))} {where_now()}, and torch takes one "
+            "dtype there. Convert one with .to(dtype): the batch to the model's dtype, or the model to the batch's."
+        )
 
 
 def _known_values(found: Op, args: Any, kwargs: Any) -> Any:

@@ -198,8 +198,8 @@ OPS[torch.Tensor.unfold] = Op(unfold, inspect.signature(unfold))  # that of torc
 @op("cat", "concat", "concatenate")
 def cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
     """Joined along a dim; empty vectors are left out, as in torch."""
-    kept = [x for x in tensors if x.shape != (0,)] or list(tensors)
-    return jnp.concatenate(promoted(*kept), axis=named.get("axis", dim))
+    parts = promoted(*tensors)
+    return jnp.concatenate([x for x in parts if x.shape != (0,)] or parts, axis=named.get("axis", dim))
 
 
 @op("stack")
