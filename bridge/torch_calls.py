@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -25,7 +25,13 @@ from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 from .traced import TRACE, Traced, as_array, unnoticed, where_now
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
-SPACES: list[Any] = [torch, torch.Tensor, F, torch._C._nn, torch._C._linalg, torch._C._fft, torch._C._special]  # pyright: ignore
+_C: Any = torch._C
+SPACES: dict[str, Any] = {
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": F,
+    **{f"torch._C.{name}": getattr(_C, name) for name in ("_nn", "_linalg", "_fft", "_special")},
+}
 
 
 # What a tensor without memory can tell of itself: attributes, and how torch would lay it out.
@@ -65,7 +71,7 @@ BODIES: set[Any] = set()  # written in Python in torch, and better so than torch
 
 def functions_named(name: str) -> list[Any]:
     """The torch functions and methods of this name, in each place where torch has it."""
-    found = [getattr(space, name, None) for space in SPACES]
+    found = [getattr(space, name, None) for space in SPACES.values()]
     return [f for f in found if callable(f)]
 
 
@@ -169,9 +175,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return body(*args, **kwargs)
 
 
+def _importable(func: Any) -> str:
+    """Where a function can be imported from; torch's own names for some are those of classes that nobody can."""
+    plain, theirs = getattr(func, "__name__", ""), torch.overrides.resolve_name(func) or getattr(func, "__qualname__", "")
+    with suppress(AttributeError):
+        if functools.reduce(getattr, theirs.split(".")[1:], torch) is func and theirs.startswith("torch."):
+            return theirs
+    found = next((f"{path}.{plain}" for path, space in SPACES.items() if getattr(space, plain, None) is func), None)
+    if found is None and "_VariableFunctions" in theirs and hasattr(torch, plain):
+        return f"torch.{plain}"  # which is written in Python, and calls this one
+    return found or (f"torch.ops.{theirs}" if theirs.startswith("aten.") else theirs) or repr(func)
+
+
 def unsupported(func: Any, why: str = "") -> NotImplementedError:
     """The error for a function without an implementation, or not for these arguments."""
-    name = torch.overrides.resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
+    name = _importable(func)
     return NotImplementedError(
         f"{name} has no implementation in jax, and is called {where_now()}{why}. Give one with "
         f"torch2jax.implements({name}), replace that submodule's forward by other operations, or ask for it in an issue."

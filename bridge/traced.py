@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -252,8 +252,19 @@ class Traced(Tensor, Torchish):
     def __repr__(self) -> str:
         return f"Traced({self._value!r})"
 
-    __format__ = object.__format__
     __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Not of use to a traced value, as all that follows torch's graph; likewise hooks."""
+        raise NotImplementedError(
+            f"backward, retain_grad and hooks of a tensor belong to torch's graph, and are called {where_now()} on a value that jax "
+            "traces. Take the gradient outside, or give that code its own by torch.autograd.Function."
+        )
+
+    retain_grad = register_hook = register_post_accumulate_grad_hook = backward
 
     def __deepcopy__(self, memo: Any) -> Traced:
         return Traced(self.value)

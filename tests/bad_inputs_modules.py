@@ -146,6 +146,7 @@ FUNCTION = [
     Bad("an operation that jax has not", applied(torch.histc)),
     Bad("arguments that an implementation has not", applied(lambda x: torch.diff(x, prepend=x))),
     Bad("two dtypes in a product", applied(lambda x: F.linear(x, torch.ones(2, x.shape[-1], dtype=torch.float16)))),
+    Bad("a hook on a tensor", applied(lambda x: x.register_hook(print))),
     Bad("an operation that torch2jax has in part", applied(lambda x: torch.poisson(x, torch.Generator()))),
     Bad("a parameter of another module", applied(lambda x: x @ OTHER)),
     Bad("a traced value written into a plain tensor", applied(into_a_plain_tensor)),

@@ -1,5 +1,8 @@
 """Where torch and jax go apart, traced torch code does as torch: writes in place, indices, derivatives at zero, older arguments."""
 
+import functools
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge import slopes, torch_index, torch_ops, traced
+from bridge import slopes, torch_calls, torch_index, torch_ops, traced
 
 I = torch.tensor([0, 2, 1])  # noqa: E741
 MASK = torch.tensor([True, False, True])
@@ -196,3 +199,29 @@ def test_what_torch_returns_as_a_named_tuple_holds_arrays():
     values, _ = train_step(torch.ones(2, 3))[1]
     assert isinstance(values, torch.Tensor)
     assert values.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.histc", "torch.nn.functional.fractional_max_pool2d", "torch.Tensor.apply_", "torch.ops.aten.slice"]
+)
+def test_an_error_names_what_can_be_imported_and_registered(name):
+    """torch calls some of them by names of classes that nobody can import."""
+    func = functools.reduce(getattr, name.split(".")[1:], torch)
+    with pytest.raises(NotImplementedError, match=rf"^{re.escape(name)} has no .* torch2jax\.implements\({re.escape(name)}\)"):
+        raise torch_calls.unsupported(func)
+
+
+def test_the_name_of_a_function_beneath_one_in_python_is_that_one():
+    beneath = torch._C._VariableFunctions.block_diag
+    assert beneath is not torch.block_diag
+    assert "implements(torch.block_diag)" in str(torch_calls.unsupported(beneath))
+
+
+def test_a_known_value_is_formatted_and_a_traced_one_is_an_error():
+    seen = []
+    pure = bridge.module_function(Applies(lambda x: seen.append(f"{torch.ones(3).sum() + x.shape[0]:.1f} {x}") or x))
+    pure({}, jax.numpy.ones(2))
+    assert seen[0].startswith("5.0 Traced(")
+    broken = bridge.module_function(Applies(lambda x: x * len(f"{x.sum():.1f}")))
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(lambda x: broken({}, x))(jax.numpy.ones(2))
