@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from torch2jax import RngPooperContext
 from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_resize, torch_shapes, torch_windows
 from .autograd import tracing
 from .dlpack import to_jax
+from .dlpack import x64 as scope
 from .masks import near, path_name
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
@@ -91,7 +93,7 @@ def traced_call(
 
     The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
     `args` arrive as tensors that torch functions, methods, operators and jax's functions take alike. `rng`, `train`, errors
-    as in `module_function`. `x64`: jax's flag for a `jax_function` in it, where the flag is another now.
+    as in `module_function`. `x64`: jax's flag for code in jax in it, where torch's is to have 64 bits.
 
     Returns:
       What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
@@ -105,7 +107,8 @@ def traced_call(
     with RngPooperContext(KEYS), _started(module, rng, x64):
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
-        out = function(stand_in.root, *inputs, **keywords)
+        with nullcontext() if x64 is None else scope(x64):
+            out = function(stand_in.root, *inputs, **keywords)
         stand_in.refuse_written()
         return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())
 

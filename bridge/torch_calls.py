@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
+from .dlpack import x64
 from .traced import TRACE, Traced, as_array, unnoticed, where_now
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
@@ -145,6 +146,9 @@ def autocasts() -> bool:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a torch function on traced tensors."""
+    if TRACE.x64 is False and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        with x64():
+            return dispatch(func, args, kwargs)
     if autocasts() and not TRACE.autocast:
         raise RuntimeError(
             f"torch.autocast is entered {where_now()}, and its casts happen in torch's dispatcher, which no traced program passes through. "

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch2jax import Torchish as _Torchish
 
-from .dlpack import EXTENSION_DTYPES, to_jax
+from .dlpack import EXTENSION_DTYPES, to_jax, x64
 
 Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
 Torchish: Any = _Torchish
@@ -35,7 +35,7 @@ class Trace(threading.local):
     drawn: int = 0
     dispatch: Callable[..., Any] | None = None
     constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
-    x64: bool | None = None  # jax's flag where the trace was asked for, if it has another within; None: as it is
+    x64: bool | None = None  # the flag of code in jax, where torch functions keep 64 bits; None: the same
     autocast: bool = False  # whether it began within torch.autocast, of which it sees nothing
 
 
@@ -151,7 +151,12 @@ class Traced(Tensor, Torchish):
         return _dispatch(func, args, kwargs or {})
 
     def __jax_array__(self) -> Any:
-        return self.value
+        """The value for code in jax: as jax would take it in, of 32 bits where it keeps no others."""
+        if TRACE.x64 is not False:
+            return self.value
+        with x64():
+            value = self.value
+        return value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
 
     @property
     def dtype(self) -> Any:
@@ -201,7 +206,7 @@ class Traced(Tensor, Torchish):
         """For code in jax: what torch's tensors have not and jax's arrays have."""
         if name.startswith("_") or "_value" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.value, name)
+        return getattr(self.__jax_array__(), name)
 
     def dim(self) -> int:
         return self.ndim
@@ -325,7 +330,7 @@ for _name in [
         setattr(Traced, _name, _dunder(_name))
 
 # What jax's functions get in a traced tensor's place is the array: jax 0.6 does not take another type everywhere.
-jax.tree_util.register_pytree_node(Traced, lambda x: ((x.value,), None), lambda _, children: children[0])
+jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])
 
 
 def as_traced(tree: Any) -> Any:

@@ -1,15 +1,18 @@
-"""A jax_function in a train step has jax's own flag for 64 bits, though the step itself keeps them."""
+"""Code in jax in a train step has jax's own flag for 64 bits, though torch's code in it keeps them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import optax
 import torch
+import torch.nn.functional as F
 from jax import lax
 from torch import nn
 
 import bridge
 import torch_api
+from bridge import modules
 from bridge.dlpack import x64
 from bridge.widths import is_wide, keeps, narrow
 
@@ -24,14 +27,53 @@ def noisy(x):
 
 
 @pytest.mark.parametrize("function", [carried, noisy])
-def test_it_computes_as_outside_of_the_step(function):
+def test_it_computes_as_outside_of_the_step(function, monkeypatch):
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
     expected = bridge.jax_function(function)(model(x)).item()
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
     train_step = torch_api.JaxTrainStep(model, lambda m, x: bridge.jax_function(function)(m(x)), optimizer)
+    waiting = torch_api.JaxTrainStep(model, lambda m, x: function(jnp.asarray(m(x))), optimizer, accumulate=2)  # which does not update yet
+    np.testing.assert_allclose(waiting(x).item(), expected, rtol=1e-5)
     np.testing.assert_allclose(train_step(x).item(), expected, rtol=1e-5)
-    with pytest.raises((TypeError, ValueError), match="float64"):  # the same code as it stands meets its own float64 numbers
+    monkeypatch.setattr(modules, "scope", lambda on: x64())
+    with pytest.raises((TypeError, ValueError), match="float64"):  # the code meets its own float64 numbers
         torch_api.JaxTrainStep(model, lambda m, x: function(jnp.asarray(m(x))), optimizer)(x)
+
+
+def kinds_seen(model, *batch):
+    """The dtypes that code in jax and in torch has in a loss, and the loss of the first step."""
+    seen = {}
+
+    def loss(m, x, y):
+        out, labels = jnp.asarray(m(x)), jnp.asarray(y)
+        seen.update(made=jnp.zeros(2).dtype, out=out.dtype, labels=labels.dtype, leaf=jax.tree.leaves([y])[0].dtype, torch=y.dtype)
+        far = (y * 2**40) // 2**40  # 64 bits in torch
+        seen.update(far=far.dtype, view=jnp.asarray(y.view(2, -1)).dtype)
+        chosen = optax.softmax_cross_entropy_with_integer_labels(out, labels).mean()
+        return chosen + jnp.asarray(F.cross_entropy(m(x), far)) + (out * jnp.linspace(0, 1, out.shape[-1])).sum().astype(chosen.dtype)
+
+    optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
+    value = float(torch_api.JaxTrainStep(model, loss, optimizer)(*batch))
+    return value, {name: str(kind) for name, kind in seen.items()}
+
+
+def test_a_loss_in_jax_has_32_bits_and_torch_within_it_64():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 4), torch.randn(4, 3), torch.tensor([0, 3, 1, 2])
+    logits = model(x)
+    expected = 2 * F.cross_entropy(logits, y) + (logits * torch.linspace(0, 1, 4)).sum()
+    value, seen = kinds_seen(model, x, y)
+    narrow = dict.fromkeys(("made", "out"), "float32") | dict.fromkeys(("labels", "leaf", "view"), "int32")
+    assert seen == narrow | {"torch": "torch.int64", "far": "torch.int64"}
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+
+
+def test_a_loss_in_jax_of_a_float64_model_keeps_64_bits():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 3, 1, 2])
+    _, seen = kinds_seen(model, x, y)
+    wide = dict.fromkeys(("made", "out"), "float64") | dict.fromkeys(("labels", "leaf", "view"), "int64")
+    assert seen == wide | {"torch": "torch.int64", "far": "torch.int64"}
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [(None, torch.float64), (True, torch.float32)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from bridge import train
@@ -25,7 +26,9 @@ class TracedLoss:
     def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> None:
         self._module, self._loss_fn, self._has_aux, self._items = module, loss_fn, has_aux, items
         self._names = list(watch.params), list(watch.buffers)
-        self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        given = [*(numpy_dtype(p.dtype) for p in watch.params.values()), *(x.dtype for x in items.arrays)]
+        wide = any(dtype in (np.float64, np.complex128) for dtype in given)
+        self._x64: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree: Any = None
         self._leaves: list[Any] = []
 
