@@ -24,6 +24,7 @@ from .dlpack import x64
 from .masks import path_name
 from .precision import BESIDE, NOTHING, Kept
 from .scalars import Scalar
+from .widths import literals_keep_their_type
 
 Path = tuple[str, ...]
 Signature = tuple[tuple[int, ...], str]  # of an array: shape and dtype
@@ -185,27 +186,11 @@ class Problem(NamedTuple):
         A jax that cannot switch inside a program (0.6) stays in 64-bit mode: then what a transformation makes of no given
         type, such as samples of the default type, is float64 until it meets a parameter.
         """
-        return x64(not self.row.scaled or self.wide or not _literals_keep_their_type())
+        return x64(not self.row.scaled or self.wide or not literals_keep_their_type())
 
     def scalars(self, values: Any) -> list[Any]:
         """The row's numbers, float64 0-d arrays, as the transformation takes them."""
         return [Scalar(values[i], np.float64 if self.wide else np.float32) for i in range(self.row.width)] if self.row.scaled else values
-
-
-@functools.cache
-def _literals_keep_their_type() -> bool:
-    """Whether this jax lowers what was traced in 32-bit mode inside a program of 64-bit mode (0.6 does not)."""
-
-    def halved(values: Any, x: Any) -> Any:
-        with x64(False):
-            return values[0].astype(jnp.float32) * (x * 0.5)
-
-    try:
-        with x64():
-            jax.jit(halved).lower(jax.ShapeDtypeStruct((2,), np.float64), jax.ShapeDtypeStruct((), np.float32))
-    except ValueError:
-        return False
-    return True
 
 
 def real(x: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from bridge.flags import of_counting
 from bridge.fusion import request
-from bridge.problem import _literals_keep_their_type
+from bridge.widths import literals_keep_their_type
 
 
 class NumpyAdam:
@@ -104,7 +104,7 @@ def jitted(function):
 
 # How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
 # program works out powers of a decay rate in float64 there, which pure JAX does in float32.
-CLOSE = 1e-6 if _literals_keep_their_type() else 3e-5
+CLOSE = 1e-6 if literals_keep_their_type() else 3e-5
 
 
 # For tests of bytes: XLA's older CPU compiler writes each result from a loop of its own.

@@ -15,6 +15,7 @@ ORDER = {
     "bridge": [
         "masks",
         "dlpack",
+        "widths",
         "windows",
         "borrowed",
         "calm",
@@ -76,7 +77,6 @@ ORDER = {
         "plain",
         "residuals",
         "pullback",
-        "widths",
         "functions",
         "__init__",
     ],

@@ -14,7 +14,9 @@ import bridge
 import torch_api
 from bridge import modules
 from bridge.dlpack import x64
-from bridge.widths import is_wide, keeps, narrow
+from bridge.widths import is_wide, keeps, literals_keep_their_type, narrow
+
+SWITCHES = pytest.mark.skipif(not literals_keep_their_type(), reason="this jax keeps 64 bits within a program of 64 bits")
 
 
 def carried(x):
@@ -26,18 +28,22 @@ def noisy(x):
     return (x * jax.random.normal(jax.random.key(1), x.shape)).sum()
 
 
+WRITTEN = {
+    "as a jax_function": lambda function: lambda m, x: bridge.jax_function(function)(m(x)),
+    "as it stands": lambda function: lambda m, x: function(jnp.asarray(m(x))),
+}
+
+
 @pytest.mark.parametrize("function", [carried, noisy])
-def test_it_computes_as_outside_of_the_step(function, monkeypatch):
+@pytest.mark.parametrize("written", ["as a jax_function", pytest.param("as it stands", marks=SWITCHES)])
+def test_it_computes_as_outside_of_the_step(function, written, monkeypatch):
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
     expected = bridge.jax_function(function)(model(x)).item()
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
-    train_step = torch_api.JaxTrainStep(model, lambda m, x: bridge.jax_function(function)(m(x)), optimizer)
-    waiting = torch_api.JaxTrainStep(model, lambda m, x: function(jnp.asarray(m(x))), optimizer, accumulate=2)  # which does not update yet
-    np.testing.assert_allclose(waiting(x).item(), expected, rtol=1e-5)
-    np.testing.assert_allclose(train_step(x).item(), expected, rtol=1e-5)
+    np.testing.assert_allclose(torch_api.JaxTrainStep(model, WRITTEN[written](function), optimizer)(x).item(), expected, rtol=1e-5)
     monkeypatch.setattr(modules, "scope", lambda on: x64())
     with pytest.raises((TypeError, ValueError), match="float64"):  # the code meets its own float64 numbers
-        torch_api.JaxTrainStep(model, lambda m, x: function(jnp.asarray(m(x))), optimizer)(x)
+        torch_api.JaxTrainStep(model, WRITTEN["as it stands"](function), optimizer)(x)
 
 
 def kinds_seen(model, *batch):
@@ -57,6 +63,7 @@ def kinds_seen(model, *batch):
     return value, {name: str(kind) for name, kind in seen.items()}
 
 
+@SWITCHES
 def test_a_loss_in_jax_has_32_bits_and_torch_within_it_64():
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 4), torch.randn(4, 3), torch.tensor([0, 3, 1, 2])
