@@ -59,7 +59,6 @@ def test_the_gradient_of_a_median_is_shared_among_equals_that_of_a_line_is_not()
     x = torch.tensor([2.0, 1.0, 2.0, 3.0, 2.0])
     compare(torch.median, x)
     compare(lambda x: x.cummax(0).values, x)
-    compare(lambda x: torch.stack(torch.aminmax(x)), x.sub(2).abs())
     out = jax.grad(lambda x: bridge.module_function(Applies(lambda x: x.median(0).values))({}, x))(bridge.to_jax(x))
     assert sorted(out.tolist()) == [0, 0, 0, 0, 1]  # which of equals, torch does not say
 
