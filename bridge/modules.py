@@ -13,7 +13,21 @@ import torch
 from torch import nn
 from torch2jax import RngPooperContext
 
-from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_resize, torch_shapes, torch_windows
+from . import (
+    torch_create,
+    torch_index,
+    torch_layers,
+    torch_losses,
+    torch_ops,
+    torch_order,
+    torch_recurrent,
+    torch_reductions,
+    torch_resize,
+    torch_scatter,
+    torch_shapes,
+    torch_views,
+    torch_windows,
+)
 from .autograd import tracing
 from .dlpack import to_jax
 from .dlpack import x64 as scope
@@ -26,8 +40,12 @@ from .widths import literals_keep_their_type
 
 TABLES = (
     torch_ops,
+    torch_order,
+    torch_reductions,
     torch_create,
     torch_shapes,
+    torch_views,
+    torch_scatter,
     torch_index,
     torch_layers,
     torch_windows,

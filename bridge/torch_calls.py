@@ -49,6 +49,9 @@ _FLOATS = "scaled_dot_product_attention binary_cross_entropy nll_loss scatter in
 ONE_TYPE: dict[str, Any] = {**dict.fromkeys(_PRODUCTS.split(), jnp.number), **dict.fromkeys(_FLOATS.split(), jnp.inexact)}
 
 
+NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}  # which torch takes too
+
+
 class Op(NamedTuple):
     """An implementation over arrays.
 
@@ -112,8 +115,10 @@ def leaves(x: Any) -> Any:
 
 def arrays(x: Any) -> Any:
     """The same containers with arrays for traced tensors and constants."""
-    if type(x) in (tuple, list) or type(x) is torch.Size:
-        return type(x)(map(arrays, x)) if type(x) is not torch.Size else tuple(x)
+    if type(x) is list:
+        return list(map(arrays, x))
+    if isinstance(x, tuple):  # torch.return_types too, and torch.Size
+        return tuple(map(arrays, x))
     if type(x) is dict:
         return {k: arrays(v) for k, v in x.items()}
     return as_array(x)
@@ -210,12 +215,15 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     out = kwargs.pop("out", None)
     inplace = found.inplace
     if found.signature is not None:
+        names = found.signature.parameters
+        kwargs = {name if name in names else NUMPY_NAMES.get(name, name): x for name, x in kwargs.items()}
         try:
             bound = found.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise unsupported(func, f" with arguments for which it has none ({error})") from error
-        if "inplace" in found.signature.parameters:
+        if "inplace" in names:
             inplace |= bool(bound.arguments.pop("inplace", False))
+        if "inplace" in names or not args:
             args, kwargs = bound.args, bound.kwargs
     if found.one_type is not None:
         _refuse_two_types(found.one_type, func, args, kwargs)

@@ -52,6 +52,10 @@ def _register_filled() -> None:
         for func, handler in ((name, make), (f"{name}_like", like), (f"new_{name}", new)):
             _always(func, handler)
 
+    _always("empty_strided", lambda size, stride, *, dtype=None, **_: make(size, dtype=dtype, value=0))
+    _always("empty_permuted", lambda size, physical_layout, *, dtype=None, **_: make(size, dtype=dtype, value=0))
+    _always("new_empty_strided", lambda input, size, stride, *, dtype=None, **_: new(input, size, dtype=dtype, value=0))
+
 
 def _dtype_of(x: Any) -> Any:
     return jax_dtype(x.dtype) if isinstance(x, torch.Tensor) else x.dtype
@@ -161,7 +165,8 @@ def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.
 def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> Any:
     """Whole numbers in this shape."""
     low, high = (0, low) if high is None else (low, high)
-    return jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(dtype) if dtype else input.dtype)
+    drawn = jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(torch.int64))
+    return drawn.astype(jax_dtype(dtype) if dtype else input.dtype)
 
 
 @op("randperm", always=True)
@@ -216,15 +221,31 @@ _inplace_draw("bernoulli_", lambda key, x, p=0.5: jax.random.bernoulli(key, p, x
 _inplace_draw("exponential_", lambda key, x, lambd=1.0: jax.random.exponential(key, x.shape, x.dtype) / lambd)
 
 
-def _fill(name: str, value: Any) -> None:
-    def fill(input: Any, *args: Any) -> Any:
-        return jnp.full(input.shape, value if value is not None else args[0], input.dtype)
-
-    OPS[getattr(torch.Tensor, name)] = Op(fill, None, inplace=True)
+_inplace_draw("geometric_", lambda key, x, p: jax.random.geometric(key, p, x.shape))
+_inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy(key, x.shape, x.dtype) * sigma + median)
+_inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, x.dtype) * std + mean))
 
 
-_fill("zero_", 0)
-_fill("fill_", None)
+def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> Any:
+    low, high = bounds.get("from", low), high if to is None else to
+    if high is None:  # one number is the end; without one it is what the dtype holds
+        real = jnp.issubdtype(x.dtype, jnp.floating)
+        most = 2 ** (jnp.finfo(x.dtype).nmant + 1) if real else 2 if x.dtype == bool else int(jnp.iinfo(x.dtype).max)
+        low, high = 0, most if low is None else low
+    return jax.random.randint(key, x.shape, low or 0, high, jax_dtype(torch.int64))
+
+
+_inplace_draw("random_", _random)
+
+
+@op("fill")
+def fill(input: Any, value: Any) -> Any:
+    """One value everywhere."""
+    return jnp.full(input.shape, value, input.dtype)
+
+
+for _func in (torch.zero_, torch.Tensor.zero_):
+    OPS[_func] = Op(lambda input: jnp.zeros(input.shape, input.dtype), None, inplace=True)
 OPS[torch.Tensor.copy_] = Op(
     lambda input, src, non_blocking=False: jnp.broadcast_to(jnp.asarray(src, input.dtype), input.shape), None, inplace=True
 )
@@ -342,12 +363,6 @@ def einsum(equation: Any, *operands: Any) -> Any:
 def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
     """A contraction."""
     return jnp.tensordot(a, b, axes=dims)
-
-
-@op("diff")
-def diff(input: Any, n: int = 1, dim: int = -1) -> Any:
-    """Differences of neighbours."""
-    return jnp.diff(input, n=n, axis=dim)
 
 
 def _register_linalg() -> None:

@@ -18,7 +18,7 @@ from .attention import attended, bounded
 from .slopes import root
 from .stored import gradient_once, on_cpu, once
 from .torch_calls import BODIES, OPS, Op, op
-from .torch_ops import cast, norm, places
+from .torch_ops import cast, lines, norm, places
 from .traced import as_array, next_key, promoted
 
 
@@ -132,6 +132,7 @@ def _softmax_dim(dim: int | None, ndim: int) -> int:
 
 
 @op("softmax", "special_softmax")
+@lines
 def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Shares that sum to one."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
@@ -139,6 +140,7 @@ def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any
 
 
 @op("log_softmax", "special_log_softmax")
+@lines
 def log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """The logarithm of `softmax`."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype

@@ -249,7 +249,23 @@ def axes(dim: Dims) -> Any:
     return None if dim is None or (not isinstance(dim, int) and len(dim) == 0) else dim if isinstance(dim, int) else tuple(dim)
 
 
+def lines(handler: Any) -> Any:
+    """A function of lines along a dim, also of a number: torch takes it as a line of one element."""
+
+    @functools.wraps(handler)
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(input, *args, **kwargs) if jnp.ndim(input) else numbers(handler(input[None], *args, **kwargs))
+
+    return run
+
+
+def numbers(out: Any) -> Any:
+    """Of vectors of one element, alone or in a tuple, the numbers in them."""
+    return type(out)(list(map(numbers, out))) if isinstance(out, tuple) else out.reshape(())
+
+
 @op("sum")
+@lines
 def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A sum; of bools and small integers in int64, as torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
@@ -257,19 +273,15 @@ def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dt
     return jnp.sum(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
 
 
-@op("nansum")
-def nansum(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """A sum of what is a number."""
-    return sum_(jnp.where(jnp.isnan(input), jnp.zeros((), input.dtype), input), dim, keepdim, dtype=dtype)
-
-
 @op("mean")
+@lines
 def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A mean."""
     return jnp.mean(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
 
 
 @op("prod")
+@lines
 def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A product."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
@@ -278,6 +290,7 @@ def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: to
 
 
 @op("var")
+@lines
 def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """A variance, with Bessel's correction unless told otherwise."""
     if isinstance(dim, bool):
@@ -287,24 +300,28 @@ def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = Fals
 
 
 @op("std")
+@lines
 def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """The root of `var`."""
     return root(var(input, dim, unbiased, keepdim, correction=correction))
 
 
 @op("var_mean")
+@lines
 def var_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """Variance and mean."""
     return var(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
 
 
 @op("std_mean")
+@lines
 def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
     """Deviation and mean."""
     return std(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
 
 
 @op("all")
+@lines
 def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether all are nonzero."""
     return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim)
@@ -317,107 +334,28 @@ def is_all_true(input: Any) -> Any:
 
 
 @op("any")
+@lines
 def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     """Whether one is nonzero."""
     return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim)
 
 
 @op("amax")
+@lines
 def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
     """The largest; the gradient is shared among equals, as in torch."""
     return jnp.max(input, axis=axes(dim), keepdims=keepdim)
 
 
 @op("amin")
+@lines
 def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
     """The smallest."""
     return jnp.min(input, axis=axes(dim), keepdims=keepdim)
 
 
-def _extreme(whole: Any, arg: Any, pair: Any, returns: Any) -> Any:
-    def extreme(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-        other = dim if hasattr(dim, "ndim") else other
-        if other is not None:
-            return pair(*promoted(input, other))
-        if dim is None:
-            return whole(input)
-        where_ = jnp.expand_dims(arg(input, axis=dim), dim)
-        both = jnp.take_along_axis(input, where_, axis=dim), where_.astype(jax_dtype(torch.int64))
-        return returns(both if keepdim else [jnp.squeeze(x, dim) for x in both])
-
-    return extreme
-
-
-op("max")(_extreme(jnp.max, jnp.argmax, jnp.maximum, torch.return_types.max))
-op("min")(_extreme(jnp.min, jnp.argmin, jnp.minimum, torch.return_types.min))
-
-
-@op("argmax")
-def argmax(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The place of the largest."""
-    return jnp.argmax(input, axis=dim, keepdims=keepdim).astype(jax_dtype(torch.int64))
-
-
-@op("argmin")
-def argmin(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The place of the smallest."""
-    return jnp.argmin(input, axis=dim, keepdims=keepdim).astype(jax_dtype(torch.int64))
-
-
-@op("logsumexp", "special_logsumexp")
-def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
-    """The logarithm of a sum of exponentials."""
-    return jax.scipy.special.logsumexp(floating(input), axis=axes(dim), keepdims=keepdim)
-
-
-@op("cumsum")
-def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """Sums from the start."""
-    if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
-        dtype = torch.int64
-    return jnp.cumsum(cast(input, dtype), axis=dim)
-
-
-@op("cumprod")
-def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """Products from the start."""
-    return jnp.cumprod(cast(input, dtype), axis=dim)
-
-
-def _in_order(x: Any, dim: int, descending: bool) -> Any:
-    """Values and their places in order, equal ones as they came, NaN as the largest."""
-    places = (
-        lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % max(x.ndim, 1)) if x.ndim else jnp.zeros((), jax_dtype(torch.int64))
-    )
-    both = [jnp.flip(a, dim) for a in (x, places)] if descending and x.ndim else [x, places]
-    both = lax.sort(both, dimension=dim, num_keys=1, is_stable=True) if x.ndim else both
-    return tuple(jnp.flip(a, dim) for a in both) if descending and x.ndim else tuple(both)
-
-
-@op("sort")
-def sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """Values and their places."""
-    return torch.return_types.sort(_in_order(input, dim, descending))
-
-
-@op("argsort")
-def argsort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """The places of values in order."""
-    return _in_order(lax.stop_gradient(input), dim, descending)[1]
-
-
-@op("topk")
-def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The k largest or smallest, and their places."""
-    if largest:
-        both: Any = [jnp.moveaxis(x, -1, dim) for x in lax.top_k(jnp.moveaxis(input, dim, -1), k)]
-        both[1] = both[1].astype(jax_dtype(torch.int64))
-    else:
-        both = [lax.slice_in_dim(x, 0, k, axis=dim) for x in _in_order(input, dim, False)]
-    return torch.return_types.topk(both)
-
-
 @op("norm", "linalg_vector_norm", "linalg_norm")
+@lines
 def norm(input: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, ord: Any = None, dtype: torch.dtype | None = None) -> Any:
     """The p-norm of all elements or along dims; of matrices only Frobenius'."""
     p = ord if ord is not None else p

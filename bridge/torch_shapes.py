@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from .torch_calls import OPS, Op, is_traced, op
 from .torch_create import flat
-from .torch_ops import places
 from .traced import jax_dtype, promoted
 
 
@@ -93,7 +94,7 @@ def adjoint(input: Any) -> Any:
 @op("movedim", "moveaxis", views=True)
 def movedim(input: Any, source: Any, destination: Any) -> Any:
     """Dims moved."""
-    return jnp.moveaxis(input, source, destination)
+    return jnp.moveaxis(input, source, destination) if input.ndim else input
 
 
 @op("squeeze", views=True)
@@ -145,7 +146,7 @@ def unbind(input: Any, dim: int = 0) -> Any:
     return tuple(jnp.squeeze(part, dim) for part in split(input, 1, dim))  # a gradient is one concatenation
 
 
-@op("split", "split_with_sizes", "unsafe_split", views=True)
+@op("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", views=True)
 def split(input: Any, split_size: Any, dim: int = 0, **_: Any) -> Any:
     """Parts of these sizes, or of one size and a rest."""
     n = input.shape[dim]
@@ -155,7 +156,7 @@ def split(input: Any, split_size: Any, dim: int = 0, **_: Any) -> Any:
     return tuple(jax.lax.split(input, sizes, axis=dim % input.ndim))
 
 
-@op("chunk", views=True)
+@op("chunk", "unsafe_chunk", views=True)
 def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
     """At most this many parts of equal size."""
     return split(input, max(1, math.ceil(input.shape[dim] / chunks)), dim)
@@ -187,6 +188,8 @@ op("view_as_real")(lambda input: jnp.stack([input.real, input.imag], -1))
 
 def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
     """Windows along one dim, their elements in a new last dim."""
+    if input.ndim == 0:
+        return input[None][:size]
     starts = jnp.arange(0, input.shape[dimension] - size + 1, step)
     windows = jnp.take(input, (starts[:, None] + jnp.arange(size)).reshape(-1), axis=dimension)
     return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _axis(dimension, input.ndim) + 1, -1)
@@ -220,6 +223,18 @@ def vstack(tensors: Any) -> Any:
     return jnp.vstack(promoted(*tensors))
 
 
+@op("dstack")
+def dstack(tensors: Any) -> Any:
+    """One behind the other."""
+    return jnp.dstack(promoted(*tensors))
+
+
+@op("column_stack")
+def column_stack(tensors: Any) -> Any:
+    """Vectors as columns, side by side."""
+    return jnp.column_stack(promoted(*tensors))
+
+
 @op("repeat")
 def repeat(input: Any, *repeats: Any) -> Any:
     """The whole, this many times along each dim."""
@@ -239,9 +254,19 @@ def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, outpu
 
 
 @op("flip")
-def flip(input: Any, *dims: Any) -> Any:
+def flip(input: Any, *dims: Any, **named: Any) -> Any:
     """Reversed."""
-    return jnp.flip(input, flat(dims))
+    return jnp.flip(input, flat((named["dims"],) if named else dims)) if input.ndim else input
+
+
+op("fliplr")(lambda input: jnp.flip(input, 1))
+op("flipud")(lambda input: jnp.flip(input, 0))
+
+
+@op("rot90")
+def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
+    """Turned by quarters in the plane of two dims."""
+    return jnp.rot90(input, k, tuple(dims))
 
 
 @op("roll")
@@ -268,6 +293,26 @@ def diag(input: Any, diagonal: int = 0) -> Any:
     return jnp.diag(input, diagonal)
 
 
+@op("diagflat")
+def diagflat(input: Any, offset: int = 0) -> Any:
+    """All elements as a diagonal."""
+    return jnp.diagflat(input, offset)
+
+
+@op("combinations")
+def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """All choices of r elements, as rows."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    return input[np.array(list(choose(range(input.size), r)), int).reshape(-1, r)] if r else input[:0]
+
+
+@op("constant_pad_nd")
+def constant_pad_nd(input: Any, pad: Any, value: Any = 0) -> Any:
+    """Wider by these numbers before and after, from the last dim on; narrower by negative ones."""
+    widths = [(before, after, 0) for before, after in zip(pad[::2], pad[1::2], strict=True)]
+    return jax.lax.pad(input, jnp.asarray(value, input.dtype), [(0, 0, 0)] * (input.ndim - len(widths)) + widths[::-1])
+
+
 @op("diag_embed")
 def diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """Vectors as diagonals of matrices."""
@@ -280,7 +325,7 @@ def diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> A
 @op("meshgrid")
 def meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
     """Coordinates of a grid."""
-    return tuple(jnp.meshgrid(*(tensors[0] if isinstance(tensors[0], list | tuple) else tensors), indexing=indexing))
+    return tuple(jnp.meshgrid(*map(jnp.ravel, tensors[0] if isinstance(tensors[0], list | tuple) else tensors), indexing=indexing))
 
 
 @op("broadcast_tensors")
@@ -289,77 +334,9 @@ def broadcast_tensors(*tensors: Any) -> Any:
     return tuple(jnp.broadcast_arrays(*(tensors[0] if isinstance(tensors[0], list | tuple) else tensors)))
 
 
-@op("index_select")
-def index_select(input: Any, dim: int, index: Any) -> Any:
-    """Places of one dim."""
-    return jnp.take(input, places(index, input.shape[dim]) if input.ndim else index, axis=dim if input.ndim else None)
-
-
-@op("gather")
-def gather(input: Any, dim: int, index: Any, **_: Any) -> Any:
-    """Of each line along dim the places in index."""
-    dim = _axis(dim, input.ndim)
-    part = input[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(index.shape))]
-    return jnp.take_along_axis(part, places(index, part.shape[dim]), axis=dim)
-
-
-@op("take_along_dim")
-def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
-    """As numpy's."""
-    return jnp.take_along_axis(input, indices, axis=dim)
-
-
-def _lines(index: Any, dim: int) -> Any:
-    places = list(jnp.indices(index.shape, sparse=True))
-    places[_axis(dim, index.ndim)] = index
-    return tuple(places)
-
-
-@op("scatter")
-def scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
-    """Values written at places of each line along dim."""
-    src = value if src is None else src
-    new = jnp.asarray(src, input.dtype)
-    new = new[tuple(map(slice, index.shape))] if new.ndim else new
-    at = input.at[_lines(index, dim)]
-    return at.set(new) if reduce is None else {"add": at.add, "multiply": at.multiply}[reduce](new)
-
-
-@op("scatter_add")
-def scatter_add(input: Any, dim: int, index: Any, src: Any) -> Any:
-    """Values added at places of each line along dim."""
-    return input.at[_lines(index, dim)].add(src[tuple(map(slice, index.shape))])
-
-
-@op("index_add")
-def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    """Values added at places of one dim."""
-    at = (slice(None),) * _axis(dim, input.ndim) + (index,)
-    return input.at[at].add(source * jnp.asarray(alpha, source.dtype))
-
-
-@op("index_copy")
-def index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
-    """Values written at places of one dim."""
-    return input.at[(slice(None),) * _axis(dim, input.ndim) + (index,)].set(source)
-
-
-@op("index_put")
-def index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """Values written, or added, at places."""
-    at = input.at[tuple(slice(None) if i is None else i for i in indices)]
-    return at.add(values) if accumulate else at.set(values)
-
-
 @op("one_hot")
 def one_hot(tensor: Any, num_classes: int = -1) -> Any:
     """Classes as rows of zeros and a one."""
     if num_classes < 0:
         num_classes = int(tensor.max()) + 1
     return jax.nn.one_hot(tensor, num_classes, dtype=jax_dtype(torch.int64))
-
-
-@op("bincount")
-def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """How often each number occurs."""
-    return jnp.bincount(input, weights, length=max(minlength, int(input.max()) + 1))

@@ -1,0 +1,161 @@
+"""Torch functions that sum along a dim, or take differences along one; comparisons of whole tensors; whole numbers bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from .torch_calls import op
+from .torch_ops import Dims, axes, cast, floating, lines, nonzero, sum_
+from .traced import jax_dtype, promoted
+
+
+@op("logsumexp", "special_logsumexp")
+@lines
+def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
+    """The logarithm of a sum of exponentials."""
+    return jax.scipy.special.logsumexp(floating(input), axis=axes(dim), keepdims=keepdim)
+
+
+@op("cumsum")
+@lines
+def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Sums from the start."""
+    return jnp.cumsum(cast(input, _summed(input, dtype)), axis=dim)
+
+
+@op("cumprod")
+@lines
+def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Products from the start."""
+    return jnp.cumprod(cast(input, _summed(input, dtype)), axis=dim)
+
+
+def _summed(x: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a sum is asked in; that of whole numbers is int64."""
+    return torch.int64 if dtype is None and not jnp.issubdtype(x.dtype, jnp.inexact) else dtype
+
+
+@op("logcumsumexp")
+@lines
+def logcumsumexp(input: Any, dim: int) -> Any:
+    """`logsumexp` from the start."""
+    return lax.cumlogsumexp(floating(input), axis=dim % input.ndim)
+
+
+@op("nansum")
+def nansum(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A sum of what is a number."""
+    return sum_(jnp.where(jnp.isnan(input), jnp.zeros((), input.dtype), input), dim, keepdim, dtype=dtype)
+
+
+@op("nanmean")
+def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A mean of what is a number."""
+    whole = nansum(input, dim, keepdim, dtype=dtype)
+    return whole / sum_(~jnp.isnan(input), dim, keepdim).astype(whole.dtype)
+
+
+@op("count_nonzero")
+@lines
+def count_nonzero(input: Any, dim: Dims = None) -> Any:
+    """How many are not zero."""
+    return jnp.sum(nonzero(input), axis=axes(dim), dtype=jax_dtype(torch.int64))
+
+
+@op("sum_to_size")
+def sum_to_size(input: Any, *size: Any) -> Any:
+    """A sum to the shape that broadcast to this one."""
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    lead = input.ndim - len(shape)
+    dims = [d for d in range(input.ndim) if d < lead or (shape[d - lead] == 1 and input.shape[d] != 1)]
+    return jnp.sum(input, axis=tuple(dims)).reshape(shape) if dims else input
+
+
+@op("diff")
+def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences of neighbours."""
+    if n == 0:
+        return input
+    parts = promoted(*[x for x in (prepend, input, append) if x is not None])
+    return jnp.diff(jnp.concatenate(parts, dim), n=min(n, sum(x.shape[dim] for x in parts)), axis=dim)
+
+
+def _areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
+    """Of trapezoids between neighbours, dim at the end."""
+    y = jnp.moveaxis(y, dim, -1)
+    if x is not None:
+        dx = jnp.diff(x if x.ndim == 1 else jnp.moveaxis(x, dim, -1))
+    ends, dx = promoted(y[..., 1:] + y[..., :-1], 1 if dx is None else dx)
+    return ends * dx / 2
+
+
+@op("trapezoid", "trapz")
+def trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
+    """An integral by trapezoids."""
+    return jnp.sum(_areas(y, x, dx, dim), axis=-1)
+
+
+@op("cumulative_trapezoid")
+def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
+    """The integral up to each place."""
+    return jnp.moveaxis(jnp.cumsum(_areas(y, x, dx, dim), axis=-1), -1, dim)
+
+
+def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> Any:
+    """The derivative along one dim of the parabola through three neighbours; at an edge of it, or of the line through two."""
+    y = jnp.moveaxis(y, dim, -1)
+    h = jnp.broadcast_to(jnp.asarray(steps, y.dtype), (y.shape[-1] - 1,))
+    lines = jnp.diff(y) / h
+    before, after = h[:-1], h[1:]
+    inner = (lines[..., :-1] * after + lines[..., 1:] * before) / (before + after)
+    first, last = lines[..., :1], lines[..., -1:]
+    if edge_order == 2:
+        bend = (lines[..., 1:] - lines[..., :-1]) / (before + after)
+        first, last = first - bend[..., :1] * h[:1], last + bend[..., -1:] * h[-1:]
+    return jnp.moveaxis(jnp.concatenate([first, inner, last], -1), -1, dim)
+
+
+@op("gradient")
+def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
+    """Slopes along each dim, from neighbours at distances or places that are given."""
+    dims = [dim] if isinstance(dim, int) else list(range(input.ndim) if dim is None else dim)
+    spacing = 1 if spacing is None else spacing
+    given = list(spacing) if isinstance(spacing, list | tuple) else [spacing] * len(dims)
+    steps = [jnp.diff(x) if getattr(x, "ndim", 0) else x for x in given]
+    return tuple(_slope(input, h, d, edge_order) for h, d in zip(steps, dims, strict=True))
+
+
+@op("isclose")
+def isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """Whether each is near another."""
+    return jnp.isclose(*promoted(input, other), rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+@op("allclose")
+def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """Whether all are near another; a bool where the values are known."""
+    return jnp.all(isclose(input, other, rtol, atol, equal_nan))
+
+
+@op("equal")
+def equal(input: Any, other: Any) -> Any:
+    """Whether two tensors have one shape and the same elements; a bool where the values are known."""
+    return input.shape == other.shape and jnp.all(input == other)
+
+
+def _register_whole_numbers() -> None:
+    table: dict[str, Any] = {"gcd": jnp.gcd, "lcm": jnp.lcm}
+    for name, f in {"left_shift": jnp.left_shift, "right_shift": jnp.right_shift}.items():
+        table[f"bitwise_{name}"] = table[f"__{name[0]}shift__"] = f
+    for name, f in table.items():
+        op(name)(lambda input, other, f=f: f(*promoted(input, other)))
+    for name in ("lshift", "rshift"):
+        op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
+
+
+_register_whole_numbers()
