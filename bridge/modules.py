@@ -12,7 +12,23 @@ import torch
 from torch import nn
 from torch2jax import RngPooperContext
 
-from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_resize, torch_shapes, torch_windows
+from . import (
+    torch_bags,
+    torch_create,
+    torch_distances,
+    torch_index,
+    torch_layers,
+    torch_losses,
+    torch_margins,
+    torch_native,
+    torch_ops,
+    torch_pools,
+    torch_recurrent,
+    torch_resize,
+    torch_sampling,
+    torch_shapes,
+    torch_windows,
+)
 from .autograd import tracing
 from .dlpack import to_jax
 from .masks import near, path_name
@@ -27,9 +43,15 @@ TABLES = (
     torch_shapes,
     torch_index,
     torch_layers,
+    torch_native,
+    torch_distances,
+    torch_bags,
     torch_windows,
+    torch_pools,
     torch_resize,
+    torch_sampling,
     torch_losses,
+    torch_margins,
     torch_recurrent,
 )  # imported for what they register
 KEYS: Any = Keys()
