@@ -14,15 +14,21 @@ from torch import nn
 from torch2jax import RngPooperContext
 
 from . import (
+    torch_bags,
     torch_create,
+    torch_distances,
     torch_index,
     torch_layers,
     torch_losses,
+    torch_margins,
+    torch_native,
     torch_ops,
     torch_order,
+    torch_pools,
     torch_recurrent,
     torch_reductions,
     torch_resize,
+    torch_sampling,
     torch_scatter,
     torch_shapes,
     torch_views,
@@ -48,9 +54,15 @@ TABLES = (
     torch_scatter,
     torch_index,
     torch_layers,
+    torch_native,
+    torch_distances,
+    torch_bags,
     torch_windows,
+    torch_pools,
     torch_resize,
+    torch_sampling,
     torch_losses,
+    torch_margins,
     torch_recurrent,
 )  # imported for what they register
 KEYS: Any = Keys()

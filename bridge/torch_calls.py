@@ -100,6 +100,18 @@ def op(*names: str, always: bool = False, views: bool = False, raw: bool = False
     return register
 
 
+def primitive(*names: str, always: bool = False) -> Callable[[Any], Any]:
+    """Register an implementation for what torch has in C++ alone: torch.nn.functional's Python of that name, which calls it, stays."""
+
+    def register(handler: Any) -> Any:
+        entry = Op(handler, inspect.signature(handler), always)
+        for name in names:
+            OPS.update({func: entry for func in functions_named(name) if not isinstance(func, FunctionType)})
+        return handler
+
+    return register
+
+
 def leaves(x: Any) -> Any:
     """What lies in the containers that torch functions take."""
     if type(x) in (tuple, list) or (isinstance(x, tuple) and type(x) is not torch.Size):

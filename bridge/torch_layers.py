@@ -15,11 +15,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .attention import attended, bounded
-from .slopes import root
 from .stored import gradient_once, on_cpu, once
-from .torch_calls import BODIES, OPS, Op, op
-from .torch_ops import cast, lines, norm, places
-from .traced import as_array, next_key, promoted
+from .torch_calls import BODIES, OPS, Op, op, primitive
+from .torch_ops import cast, lines, places
+from .traced import as_array, next_key, unnoticed
 
 
 def _register_activations() -> None:
@@ -127,8 +126,9 @@ def glu(input: Any, dim: int = -1) -> Any:
     return jax.nn.glu(input, axis=dim)
 
 
-def _softmax_dim(dim: int | None, ndim: int) -> int:
-    return dim if dim is not None else 0 if ndim in (0, 1, 3) else 1
+def _shares(function: Any, input: Any, dim: int | None) -> Any:
+    """Along a dim; torch chooses one by itself where none is given."""
+    return function(input, axis=dim if dim is not None else 0 if input.ndim in (1, 3) else 1)
 
 
 @op("softmax", "special_softmax")
@@ -136,7 +136,7 @@ def _softmax_dim(dim: int | None, ndim: int) -> int:
 def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Shares that sum to one."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
-    return jax.nn.softmax(cast(input, dtype), axis=_softmax_dim(dim, input.ndim))
+    return _shares(jax.nn.softmax, cast(input, dtype), dim)
 
 
 @op("log_softmax", "special_log_softmax")
@@ -144,7 +144,7 @@ def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any
 def log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """The logarithm of `softmax`."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
-    return jax.nn.log_softmax(cast(input, dtype), axis=_softmax_dim(dim, input.ndim))
+    return _shares(jax.nn.log_softmax, cast(input, dtype), dim)
 
 
 @op("softmin")
@@ -174,15 +174,36 @@ def feature_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: 
     return input * _kept(shape, p, "dropout of channels", input) if training and p > 0 else input
 
 
-@op("alpha_dropout", "feature_alpha_dropout")
-def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-    """Dropped to SELU's floor, mean and variance kept."""
+def _to_the_floor(input: Any, p: float, training: bool, shape: tuple[int, ...], what: str) -> Any:
     if not training or p == 0:
         return input
+    if p == 1:
+        return input * 0
     floor = -1.7580993408473766
     a = ((1 - p) * (1 + p * floor**2)) ** -0.5
-    keep = jax.random.bernoulli(next_key("alpha_dropout"), jnp.float32(1 - p), input.shape)
+    keep = jax.random.bernoulli(next_key(what), jnp.float32(1 - p), shape)
     return jnp.where(keep, input, jnp.asarray(floor, input.dtype)) * a - a * floor * p
+
+
+@op("alpha_dropout")
+def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    """Dropped to SELU's floor, mean and variance kept."""
+    return _to_the_floor(input, p, training, input.shape, "alpha_dropout")
+
+
+@op("feature_alpha_dropout")
+def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    """As `alpha_dropout`, whole channels."""
+    return _to_the_floor(input, p, training, input.shape[:2] + (1,) * (input.ndim - 2), "feature_alpha_dropout")
+
+
+@op("rrelu")
+def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
+    """x, or below zero x times a slope drawn by key; by the middle one without training."""
+    if not training:
+        return leaky_relu(input, (lower + upper) / 2)
+    slope = jax.random.uniform(next_key("rrelu"), input.shape, input.dtype, lower, upper)
+    return jnp.where(input <= 0, input * slope, input)
 
 
 @op("linear")
@@ -199,11 +220,14 @@ def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
     return out if bias is None else out + bias
 
 
-def _embedding(input: Any, weight: Any, padding_idx: int | None = None) -> Any:
-    rows = jnp.take(weight, places(input, weight.shape[0]), axis=0)
-    if padding_idx is None or padding_idx == -1:
+def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> Any:
+    """Rows of a weight, NaN for one that is not there. `by_frequency`: their gradient is divided by how often each is taken."""
+    index = places(index, weight.shape[0])
+    rows = jnp.take(weight, index, axis=0)
+    if not by_frequency:
         return rows
-    return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)
+    often = jnp.take(jnp.zeros(weight.shape[0], jnp.int32).at[index].add(1), index)
+    return unnoticed(rows / jnp.maximum(often, 1)[..., None].astype(rows.dtype), rows)
 
 
 @op("embedding")
@@ -217,13 +241,17 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """Rows of the weight; none but a gradient's path is closed for `padding_idx`. NaN for a row that is not there."""
-    if max_norm is not None or scale_grad_by_freq:
-        raise NotImplementedError(
-            "embedding: max_norm and scale_grad_by_freq, which change the weight or its gradient, are not there in jax."
-        )
-    if not jnp.issubdtype(input.dtype, jnp.integer):
-        input, weight = weight, input  # torch.embedding has them the other way round
-    return _embedding(input, weight, padding_idx)
+    if max_norm is not None:
+        raise NotImplementedError("embedding: max_norm, which changes the weight, is not there in jax.")
+    rows = rows_of(weight, input, scale_grad_by_freq)
+    if padding_idx is None:
+        return rows
+    return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)
+
+
+@primitive("embedding")
+def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+    return embedding(indices, weight, None if padding_idx == -1 else padding_idx, None, 2.0, scale_grad_by_freq)
 
 
 @op("layer_norm")
@@ -278,7 +306,7 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 @op("group_norm")
 def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """Mean zero and variance one over groups of channels."""
-    grouped = input.reshape(input.shape[0], num_groups, -1)
+    grouped = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
     out = _normalised(grouped, (2,), eps).reshape(input.shape)
     return _affine(out, *_by_channel(input.ndim, weight, bias)).astype(input.dtype)
 
@@ -317,6 +345,8 @@ def batch_norm(
 def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: Any, eps: float, axes: Any) -> Any:
     """`axes`: those that share statistics, with channels last."""
     raw = as_array(input)
+    if raw.size == 0:
+        return raw
     # On a CPU convolutions compute with channels last: no transposition in between.
     x = jnp.moveaxis(raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw, 1, -1)
     weight, bias = as_array(weight), as_array(bias)
@@ -401,36 +431,6 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     """g * v / |v|, the norm over all dims but one."""
     axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim % v.ndim)
     return v * (g / jnp.sqrt(jnp.sum(jnp.square(v), axes, keepdims=True)))
-
-
-@op("cosine_similarity")
-def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The cosine of the angle between."""
-    x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
-    lengths = [jnp.maximum(root(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
-    return jnp.sum(x1 / lengths[0] * (x2 / lengths[1]), dim)
-
-
-@op("cdist")
-def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """The distances of all rows of one from all of the other, by their differences."""
-    return norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
-
-
-@op("pairwise_distance")
-def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    """The distances of rows, eps added to each difference."""
-    return norm(x1 - x2 + jnp.asarray(eps, x1.dtype), p, -1, keepdim)
-
-
-@op("pixel_shuffle")
-def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
-    """Channels spread over a finer grid."""
-    *lead, c, h, w = input.shape
-    r = upscale_factor
-    x = input.reshape(*lead, c // r**2, r, r, h, w)
-    n = len(lead)
-    return jnp.transpose(x, (*range(n), n, n + 3, n + 1, n + 4, n + 2)).reshape(*lead, c // r**2, h * r, w * r)
 
 
 # Written in Python, of operations that are there: as it stands, with masks, biases and dropout that torch2jax's own lacks.

@@ -37,9 +37,9 @@ def loss_of(*names: str) -> Callable[[Any], Any]:
     return register
 
 
-def reduced(loss: Any, reduction: str) -> Any:
-    """The mean, the sum, or each."""
-    return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) if reduction == "sum" else loss
+def reduced(loss: Any, reduction: Any) -> Any:
+    """The mean, the sum, or each; as torch's C++ has it 1, 2 or 0."""
+    return jnp.mean(loss) if reduction in ("mean", 1) else jnp.sum(loss) if reduction in ("sum", 2) else loss
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -12,6 +12,7 @@ import numpy as np
 from .torch_calls import op
 
 _CUBIC = -0.75  # torch's coefficient, as of OpenCV
+_SMOOTH = -0.5  # and Pillow's, which torch has where it smooths
 _Taps = Callable[[np.ndarray[Any, Any], int], list[tuple[Any, Any]]]
 
 
@@ -35,14 +36,45 @@ def _linear(at: np.ndarray[Any, Any], size: int) -> list[tuple[Any, Any]]:
     return [(low, 1 - share), (np.minimum(low + 1, size - 1), share)]
 
 
+def cubic_weight(d: Any, a: float = _CUBIC) -> Any:
+    """Keys' convolution, https://doi.org/10.1109/TASSP.1981.1163711, at a distance from zero to two."""
+    near, far = ((a + 2) * d - (a + 3)) * d * d + 1, ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return (np if isinstance(d, np.ndarray) else jnp).where(d <= 1, near, far)
+
+
 def _cubic(at: np.ndarray[Any, Any], size: int) -> list[tuple[Any, Any]]:
-    """Keys' convolution, https://doi.org/10.1109/TASSP.1981.1163711, over the four next to a place; beyond the edge the edge."""
-    low, a, taps = np.floor(at).astype(int), _CUBIC, []
-    for offset in (-1, 0, 1, 2):
-        d = np.abs(at - low - offset)
-        near, far = ((a + 2) * d - (a + 3)) * d * d + 1, ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-        taps.append((np.clip(low + offset, 0, size - 1), np.where(d <= 1, near, far)))
-    return taps
+    """`cubic_weight` over the four next to a place; beyond the edge the edge."""
+    low = np.floor(at).astype(int)
+    return [(np.clip(low + i, 0, size - 1), cubic_weight(np.abs(at - low - i))) for i in (-1, 0, 1, 2)]
+
+
+def _lanczos(d: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.where(d < 3, np.sinc(d) * np.sinc(d / 3), 0.0)
+
+
+# Filters of a distance, each zero beyond its reach.
+_FILTERS: dict[str, tuple[Any, int]] = {
+    "bilinear": (lambda d: np.maximum(1 - d, 0.0), 1),
+    "bicubic": (lambda d: np.where(d < 2, cubic_weight(d, _SMOOTH), 0.0), 2),
+    "lanczos": (_lanczos, 3),
+}
+
+
+def _smoothed(x: Any, sizes: Sequence[int] | None, align_corners: bool, scales: Sequence[float | None], kernel: tuple[Any, int]) -> Any:
+    """With `antialias`: where it shrinks, the filter is as wide as what a place of the output stands for."""
+    weight, reach = kernel
+    for axis, out, given in _dims(x, sizes, scales):
+        size = x.shape[axis]
+        scale = ((size - 1) / (out - 1) if out > 1 else 0.0) if align_corners else _scale(given, size, out)
+        wide = max(scale, 1.0)
+        centre = scale * (np.arange(out) + 0.5)[:, None]
+        first = np.maximum(np.trunc(centre - reach * wide + 0.5), 0)
+        last = np.minimum(np.trunc(centre + reach * wide + 0.5), size)
+        at = np.arange(size)
+        shares = np.where((at >= first) & (at < last), weight(np.abs(at - centre + 0.5) / wide), 0.0)
+        shares = jnp.asarray(shares / shares.sum(1, keepdims=True), x.dtype)
+        x = jnp.moveaxis(jnp.tensordot(x, shares, ((axis,), (1,)), precision="highest"), -1, axis)
+    return x
 
 
 def _resized(x: Any, sizes: Sequence[int] | None, align_corners: bool, scales: Sequence[float | None], taps: _Taps) -> Any:
@@ -91,6 +123,12 @@ def _register() -> None:
             return _resized(input, output_size, align_corners, scale_factors or (), taps)
 
         op(f"upsample_{name}")(smooth)
+    for name, kernel in _FILTERS.items():
+
+        def smoothed(input: Any, output_size: Any, align_corners: bool, scale_factors: Any = None, kernel: Any = kernel) -> Any:
+            return _smoothed(input, output_size, align_corners, scale_factors or (), kernel)
+
+        op(f"_upsample_{name}2d_aa")(smoothed)
 
 
 _register()

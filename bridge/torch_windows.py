@@ -175,17 +175,23 @@ def max_pool_with_indices(
     padded = lax.pad(input, np.asarray(-jnp.inf, input.dtype), spatial)
     places = lax.pad(places, np.asarray(0, np.int32), spatial)
     starts = [
-        jnp.arange(0, size - d * (k - 1), s) for size, k, s, d in zip(padded.shape[2:], window[2:], strides[2:], dilations[2:], strict=True)
+        np.arange(0, size - d * (k - 1), s) for size, k, s, d in zip(padded.shape[2:], window[2:], strides[2:], dilations[2:], strict=True)
     ]
-    for i, (start, k, d) in enumerate(zip(starts, window[2:], dilations[2:], strict=True)):
-        reach = start[:, None] + jnp.arange(k) * d
-        padded, places = (jnp.take(x, reach, axis=2 + 2 * i) for x in (padded, places))
+    reaches = [start[:, None] + np.arange(k) * d for start, k, d in zip(starts, window[2:], dilations[2:], strict=True)]
+    out = largest_of(padded, places, reaches)
+    return tuple(x[0] for x in out) if alone else out
+
+
+def largest_of(input: Any, places: Any, reaches: list[Any]) -> tuple[Any, Any]:
+    """The largest of each window of (N, C, ...) and its place; `reaches` has for each dim where its windows look, (windows, elements)."""
+    n, counts = len(reaches), [len(reach) for reach in reaches]
+    for i, reach in enumerate(reaches):
+        input, places = (jnp.take(x, reach, axis=2 + 2 * i) for x in (input, places))
     order = (0, 1, *range(2, 2 + 2 * n, 2), *range(3, 3 + 2 * n, 2))
-    padded, places = (jnp.transpose(x, order).reshape(*input.shape[:2], *map(len, starts), -1) for x in (padded, places))
-    best = jnp.argmax(padded, -1, keepdims=True)
-    out = [jnp.take_along_axis(x, best, -1)[..., 0] for x in (padded, places)]
-    out[1] = out[1].astype(jax_dtype(torch.int64))
-    return tuple(x[0] for x in out) if alone else tuple(out)
+    input, places = (jnp.transpose(x, order).reshape(*x.shape[:2], *counts, math.prod(x.shape[3::2])) for x in (input, places))
+    best = jnp.argmax(input, -1, keepdims=True)
+    values, places = (jnp.take_along_axis(x, best, -1)[..., 0] for x in (input, places))
+    return values, places.astype(jax_dtype(torch.int64))
 
 
 def avg_pool(
@@ -293,9 +299,14 @@ _register_pools()
 
 
 def pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    """Padded from the last dim on; negative padding cuts."""
+    """Padded from the last dim on; negative padding cuts. Of replicas, more may be cut than there is."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     widths = [(0, 0)] * (input.ndim - len(pairs)) + pairs[::-1]
+    if mode == "replicate" and min(pad, default=0) < 0:
+        for axis, (a, b) in enumerate(widths):
+            n = input.shape[axis]
+            input = jnp.take(input, np.clip(np.arange(a + n + b), a, a + n - 1) - a, axis) if (a, b) != (0, 0) else input
+        return input
     cut = tuple(slice(max(0, -a), n - max(0, -b)) for n, (a, b) in zip(input.shape, widths, strict=True))
     input, widths = input[cut], [(max(a, 0), max(b, 0)) for a, b in widths]
     if mode == "constant":
@@ -312,7 +323,7 @@ def im2col(input: Any, kernel_size: Any, dilation: Any, padding: Any, stride: An
     images = input if input.ndim == 4 else input[None]
     edges = [(p, p) for p in padding]
     found = lax.conv_general_dilated_patches(images, tuple(kernel_size), tuple(stride), edges, rhs_dilation=tuple(dilation))
-    found = found.reshape(*found.shape[:2], -1)
+    found = found.reshape(*found.shape[:2], math.prod(found.shape[2:]))
     return found if input.ndim == 4 else found[0]
 
 
@@ -324,3 +335,29 @@ def col2im(input: Any, output_size: Any, kernel_size: Any, dilation: Any, paddin
     images = jax.ShapeDtypeStruct(shape, columns.dtype)
     (found,) = jax.linear_transpose(lambda x: im2col(x, kernel_size, dilation, padding, stride), images)(columns)
     return found if input.ndim == 3 else found[0]
+
+
+@op("pixel_shuffle")
+def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
+    """Channels spread over a finer grid."""
+    *lead, c, h, w = input.shape
+    r = upscale_factor
+    x = input.reshape(*lead, c // r**2, r, r, h, w)
+    n = len(lead)
+    return jnp.transpose(x, (*range(n), n, n + 3, n + 1, n + 4, n + 2)).reshape(*lead, c // r**2, h * r, w * r)
+
+
+@op("pixel_unshuffle")
+def pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
+    """The inverse of `pixel_shuffle`."""
+    *lead, c, h, w = input.shape
+    r, n = downscale_factor, len(lead)
+    x = input.reshape(*lead, c, h // r, r, w // r, r)
+    return jnp.transpose(x, (*range(n), n, n + 2, n + 4, n + 1, n + 3)).reshape(*lead, c * r**2, h // r, w // r)
+
+
+@op("channel_shuffle", "native_channel_shuffle")
+def channel_shuffle(input: Any, groups: int) -> Any:
+    """Channels of groups in turn."""
+    n, c, *rest = input.shape
+    return jnp.swapaxes(input.reshape(n, groups, c // groups, *rest), 1, 2).reshape(input.shape)
