@@ -12,7 +12,21 @@ import torch
 from torch import nn
 from torch2jax import RngPooperContext
 
-from . import torch_create, torch_index, torch_layers, torch_losses, torch_ops, torch_recurrent, torch_resize, torch_shapes, torch_windows
+from . import (
+    torch_create,
+    torch_fourier,
+    torch_index,
+    torch_layers,
+    torch_linalg,
+    torch_losses,
+    torch_ops,
+    torch_products,
+    torch_recurrent,
+    torch_resize,
+    torch_shapes,
+    torch_special,
+    torch_windows,
+)
 from .autograd import tracing
 from .dlpack import to_jax
 from .masks import near, path_name
@@ -30,6 +44,10 @@ TABLES = (
     torch_windows,
     torch_resize,
     torch_losses,
+    torch_linalg,
+    torch_products,
+    torch_fourier,
+    torch_special,
     torch_recurrent,
 )  # imported for what they register
 KEYS: Any = Keys()

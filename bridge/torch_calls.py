@@ -53,8 +53,8 @@ BODIES: set[Any] = set()  # written in Python in torch, and better so than torch
 
 
 def functions_named(name: str) -> list[Any]:
-    """The torch functions and methods of this name, in each place where torch has it."""
-    found = [getattr(space, name, None) for space in SPACES]
+    """The torch functions and methods of this name, in each place where torch has it; also as one of torch.special."""
+    found = [getattr(space, name, None) for space in SPACES] + [getattr(torch._C._special, f"special_{name}", None)]  # pyright: ignore
     return [f for f in found if callable(f)]
 
 
