@@ -74,8 +74,8 @@ BODIES: set[Any] = set()  # written in Python in torch, and better so than torch
 
 
 def functions_named(name: str) -> list[Any]:
-    """The torch functions and methods of this name, in each place where torch has it."""
-    found = [getattr(space, name, None) for space in SPACES.values()]
+    """The torch functions and methods of this name, in each place where torch has it; also as one of torch.special."""
+    found = [getattr(space, name, None) for space in SPACES.values()] + [getattr(_C._special, f"special_{name}", None)]
     return [f for f in found if callable(f)]
 
 

@@ -357,24 +357,3 @@ def einsum(equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))
-
-
-@op("tensordot")
-def tensordot(a: Any, b: Any, dims: Any = 2, **_: Any) -> Any:
-    """A contraction."""
-    return jnp.tensordot(a, b, axes=dims)
-
-
-def _register_linalg() -> None:
-    table = {"inv": jnp.linalg.inv, "det": jnp.linalg.det, "slogdet": jnp.linalg.slogdet, "cholesky": jnp.linalg.cholesky}
-    table |= {"solve": jnp.linalg.solve, "matrix_exp": jax.scipy.linalg.expm, "pinv": jnp.linalg.pinv, "eigh": jnp.linalg.eigh}
-    for name, f in table.items():
-        op(f"linalg_{name}")(f)
-    op("inverse")(jnp.linalg.inv)
-    op("det")(jnp.linalg.det)
-    op("matrix_exp")(jax.scipy.linalg.expm)
-    for name, f in {"fft": jnp.fft.fft, "ifft": jnp.fft.ifft, "rfft": jnp.fft.rfft, "irfft": jnp.fft.irfft}.items():
-        op(f"fft_{name}")(lambda input, n=None, dim=-1, norm=None, f=f: f(input, n=n, axis=dim, norm=norm))
-
-
-_register_linalg()

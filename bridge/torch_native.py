@@ -26,7 +26,7 @@ def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any,
 
 
 @op("native_group_norm")
-def native_group_norm(input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:  # noqa: N803 - torch's names
+def native_group_norm(input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
     """`group_norm`, mean and inverse deviation."""
     grouped = input.reshape(N, group, C * HxW // group)
     return group_norm(input, group, weight, bias, eps), *(x[..., 0] for x in _statistics(grouped, (2,), eps))

@@ -354,12 +354,11 @@ def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
     return jnp.min(input, axis=axes(dim), keepdims=keepdim)
 
 
-@op("norm", "linalg_vector_norm", "linalg_norm")
+@op("linalg_vector_norm")
 @lines
-def norm(input: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, ord: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """The p-norm of all elements or along dims; of matrices only Frobenius'."""
-    p = ord if ord is not None else p
-    x, axis = cast(input, dtype), axes(dim)
+def norm(input: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The p-norm of all elements or along dims."""
+    p, x, axis = ord, cast(input, dtype), axes(dim)
     if p in (None, "fro", 2):
         return root(jnp.sum(jnp.square(absolute(x)), axis=axis, keepdims=keepdim))
     if math.isinf(p):
@@ -368,6 +367,10 @@ def norm(input: Any, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, ord
         return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
     if p == 1:
         return jnp.sum(absolute(x), axis=axis, keepdims=keepdim)
+    if p < 0:  # where one element is zero, so is the whole, and its derivative
+        zero = x == 0
+        whole = pow_(jnp.sum(pow_(absolute(jnp.where(zero, jnp.ones_like(x), x)), p), axis=axis, keepdims=keepdim), 1 / p)
+        return jnp.where(jnp.any(zero, axis=axis, keepdims=keepdim), jnp.zeros_like(whole), whole)
     power = functools.partial(pow_, exponent=p)
     powers = flat_at_zero(power, absolute(x)) if 0 < p < 1 else power(absolute(x))
     return flat_at_zero(lambda whole: pow_(whole, 1 / p), jnp.sum(powers, axis=axis, keepdims=keepdim))

@@ -167,6 +167,7 @@ FUNCTION = [
     Bad("a split that does not add up", applied(lambda x: x.split_with_sizes([1, 1], 1))),
     Bad("strides beyond a tensor", applied(lambda x: x[0].as_strided((2, 2), (3, 1)))),
     Bad("max_norm of an embedding", applied(lambda x: F.embedding(torch.arange(2), x, max_norm=1.0))),
+    Bad("LU factors without pivots", applied(lambda x: torch.linalg.lu(x[:, :2], pivot=False))),
     Bad("batch norm of one value", applied(lambda x: F.batch_norm(x[:1], None, None, training=True))),
     Bad("None for the tree of parameters to load", lambda _: bridge.load_module_tree(nn.Linear(3, 2), None)),
     Bad("None for the buffers to write", wrong_buffers(None)),

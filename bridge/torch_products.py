@@ -1,0 +1,142 @@
+"""Torch functions that combine vectors and matrices: products and powers, blocks, distances and covariances."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import jax.scipy.linalg
+
+from .torch_calls import op
+from .torch_create import addmm, matmul, outer
+from .torch_ops import add, norm, sum_
+from .traced import promoted
+
+op("linalg_matrix_exp", "matrix_exp")(lambda A: jax.scipy.linalg.expm(A))
+
+
+@op("linalg_matrix_power")
+def matrix_power(A: Any, n: int) -> Any:
+    """A whole power of a matrix; a negative one of its inverse."""
+    return jnp.linalg.matrix_power(A, n)
+
+
+op("matrix_power")(lambda input, n: matrix_power(input, n))
+op("linalg_multi_dot")(lambda tensors: jnp.linalg.multi_dot(tensors))
+op("chain_matmul")(lambda *matrices: functools.reduce(matmul, matrices))
+
+
+@op("kron")
+def kron(input: Any, other: Any) -> Any:
+    """All products of the elements of two, as blocks."""
+    return jnp.kron(*promoted(input, other))
+
+
+@op("tensordot")
+def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
+    """A contraction; a dim of size one is as often there as the other's."""
+    a, b = promoted(a, b)
+    dims = dims.tolist() if hasattr(dims, "tolist") else dims
+    pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else [[d] if isinstance(d, int) else d for d in dims]
+    for i, j in zip(*pairs, strict=True):
+        if a.shape[i] != b.shape[j]:
+            a, b = (a, jnp.sum(b, j, keepdims=True)) if a.shape[i] == 1 else (jnp.sum(a, i, keepdims=True), b)
+    return jnp.tensordot(a, b, axes=tuple(map(tuple, pairs)))
+
+
+@op("addbmm")
+def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * input + alpha * the sum of products of matrices."""
+    rows, columns = jnp.moveaxis(batch1, 0, 1), batch2
+    flat = rows.reshape(rows.shape[0], -1), columns.reshape(-1, columns.shape[-1])
+    return addmm(input, *flat, beta=beta, alpha=alpha)
+
+
+@op("addr")
+def addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * input + alpha * all products of two vectors."""
+    product = outer(vec1, vec2)
+    if beta == 0:
+        return jnp.asarray(alpha, product.dtype) * product
+    return add(input if beta == 1 else input * jnp.asarray(beta, input.dtype), product, alpha=alpha)
+
+
+@op("linalg_cross")
+def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
+    """The vector product."""
+    a, b = jnp.broadcast_arrays(*promoted(input, other))
+    return jnp.cross(a, b, axis=dim)
+
+
+@op("cross")
+def cross_of_old(input: Any, other: Any, dim: int | None = None) -> Any:
+    """The vector product, along the first dim of size three unless told."""
+    shape = jnp.broadcast_shapes(input.shape, other.shape)
+    return cross(input, other, dim=shape.index(3) if dim is None else dim)
+
+
+@op("linalg_diagonal", views=True)
+def diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """A diagonal of each matrix."""
+    return jnp.diagonal(A, offset, dim1, dim2)
+
+
+@op("trace")
+def trace(input: Any) -> Any:
+    """The sum of a diagonal."""
+    return sum_(jnp.diagonal(input))
+
+
+@op("linalg_vander")
+def vander(x: Any, *, N: int | None = None) -> Any:
+    """Powers of each element, from the zeroth."""
+    x = jnp.atleast_1d(x)
+    n = x.shape[-1] if N is None else N
+    rest = jnp.broadcast_to(x[..., None], (*x.shape, n - 1))
+    return jnp.cumprod(jnp.concatenate([jnp.ones((*x.shape, 1), x.dtype), rest], -1), axis=-1)
+
+
+@op("vander")
+def vander_of_old(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    """Powers of each element, to the zeroth unless told otherwise."""
+    return vander(x, N=N) if increasing else jnp.flip(vander(x, N=N), -1)
+
+
+@op("block_diag")
+def block_diag(*tensors: Any) -> Any:
+    """Matrices along a diagonal."""
+    return jax.scipy.linalg.block_diag(*promoted(*tensors))
+
+
+@op("cartesian_prod")
+def cartesian_prod(*tensors: Any) -> Any:
+    """All combinations of elements."""
+    tensors = tuple(promoted(*tensors))
+    return tensors[0] if len(tensors) == 1 else jnp.stack([x.reshape(-1) for x in jnp.meshgrid(*tensors, indexing="ij")], -1)
+
+
+@op("dist")
+def dist(input: Any, other: Any, p: Any = 2) -> Any:
+    """The norm of a difference."""
+    a, b = promoted(input, other)
+    return norm(a - b, p)
+
+
+@op("renorm")
+def renorm(input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+    """The places of one dim, each with at most this norm."""
+    size = norm(input, p, tuple(d for d in range(input.ndim) if d != dim % input.ndim), True)
+    return input * jnp.where(size > maxnorm, maxnorm / (size + 1e-7), jnp.ones((), size.dtype))
+
+
+@op("cov")
+def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Covariances of rows."""
+    return jnp.cov(input, ddof=correction, fweights=fweights, aweights=aweights)
+
+
+@op("corrcoef")
+def corrcoef(input: Any) -> Any:
+    """Correlations of rows."""
+    return jnp.corrcoef(input)
