@@ -165,6 +165,8 @@ def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
 @op("tensor_split", views=True)
 def tensor_split(input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
     """Parts as numpy's array_split."""
+    if isinstance(indices_or_sections, jax.Array):
+        indices_or_sections = np.asarray(indices_or_sections).tolist()
     return tuple(jnp.array_split(input, indices_or_sections, axis=dim))
 
 

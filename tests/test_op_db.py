@@ -1,0 +1,155 @@
+"""Traced torch code against eager torch over torch's own database of operators: values, dtypes, shapes and gradients.
+
+Each operator of it with samples in float32, a few of them spread over the list. `REFUSED` are those with the error that names them.
+"""
+
+import functools
+import os
+import warnings
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+import torch
+from bad_inputs_modules import Applies
+from oracles import jitted
+from torch.utils import _pytree as pytree
+
+import bridge
+from bridge import torch_calls
+from bridge.dlpack import x64
+from bridge.residuals import IN_TORCH
+
+SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
+PARTS = 24
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples"),
+]
+
+# Random, without values, or of vectors whose sign is free: of these only shapes and dtypes are compared.
+DRAWN = """
+bernoulli empty_like linalg.eigh multinomial new_empty new_empty_strided nn.functional.alpha_dropout nn.functional.dropout
+nn.functional.dropout2d nn.functional.dropout3d nn.functional.feature_alpha_dropout.with_train nn.functional.fractional_max_pool2d
+nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward nn.functional.rrelu normal normal.number_mean pca_lowrank
+rand_like randint_like randn_like svd_lowrank
+"""
+# Whose result's shape depends on values; private to torch's own compiler; and what nobody has asked for yet.
+REFUSED = """
+argwhere masked_select nonzero to_sparse unique unique_consecutive
+_chunk_cat _segment_reduce.lengths _segment_reduce.offsets _softmax_backward_data _unsafe_masked_index
+_unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa max_pool2d_with_indices_backward native_dropout_backward
+nn.functional.linear_cross_entropy.chunked nn.functional.linear_cross_entropy.chunked_none slice torch.ops.aten._safe_softmax.default
+chalf geqrf hash_tensor histogramdd linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve
+special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.chebyshev_polynomial_t
+special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w special.hermite_polynomial_h
+special.hermite_polynomial_he special.laguerre_polynomial_l special.legendre_polynomial_p special.modified_bessel_k0
+special.modified_bessel_k1 special.scaled_modified_bessel_k0 special.scaled_modified_bessel_k1
+special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u special.shifted_chebyshev_polynomial_v
+special.shifted_chebyshev_polynomial_w special.spherical_bessel_j0
+"""
+# torch 2.13 has its gradient at the elements that are overwritten, none at those that are kept; and samples with NaN, whose gradients
+# are NaN at other elements.
+VALUES = "as_strided_scatter", "masked.amax", "masked.amin", "masked.norm", "masked.prod"
+LEFT_OUT = "sparse.", "jiterator"  # not of dense tensors on a CPU
+
+
+@functools.cache
+def database():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    named = {(f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name): op for op in op_db}
+    return {name: op for name, op in named.items() if torch.float32 in op.supported_dtypes("cpu") and not name.startswith(LEFT_OUT)}
+
+
+def function_of(op, sample):
+    """The floating tensors of a sample, and the operator as a function of them."""
+    flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    at = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+    def function(*given):
+        leaves = list(flat)
+        for i, x in zip(at, given, strict=True):
+            leaves[i] = x
+        first, args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return op(first, *args, **kwargs)
+
+    return function, [flat[i].detach().clone().requires_grad_() for i in at]
+
+
+def compared(name, op, sample):
+    """True if both gave the same; False where torch itself refuses, or there is nothing to compare."""
+    function, given = function_of(op, sample)
+    try:
+        out = [x for x in pytree.tree_leaves(function(*given)) if isinstance(x, torch.Tensor)]
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+        return False
+    if not given or not out:
+        return False
+    at = [i for i, x in enumerate(out) if x.requires_grad and x.is_floating_point() and name not in VALUES]
+    weights = [torch.linspace(1, 2, out[i].numel()).reshape(out[i].shape) for i in at]
+    try:
+        slopes = torch.autograd.grad([out[i] for i in at], given, weights, allow_unused=True) if at else ()
+    except (RuntimeError, NotImplementedError):
+        at, weights, slopes = [], [], ()
+    pure, by = bridge.module_function(Applies(function)), [bridge.to_jax(w) for w in weights]
+
+    def traced(arrays):
+        found = [x for x in jax.tree.leaves(pure({}, *arrays, rng=jax.random.key(0))) if isinstance(x, jax.Array | np.ndarray)]
+        return sum((found[i] * w).sum() for i, w in zip(at, by, strict=True)), found
+
+    arrays = [bridge.to_jax(x.detach()) for x in given]
+    program = jitted(jax.value_and_grad(traced, has_aux=True) if at else lambda arrays: (traced(arrays), ()))
+    (_, found), grads = program(arrays)
+    assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in out]
+    assert [IN_TORCH[str(x.dtype)] for x in found] == [x.dtype for x in out]
+    if name in DRAWN.split():
+        return True
+    for ours, theirs in zip(found, out, strict=True):
+        theirs = theirs.detach().resolve_conj().resolve_neg()
+        np.testing.assert_allclose(ours, theirs.float() if theirs.dtype == torch.bfloat16 else theirs, rtol=1e-3, atol=1e-4)
+    for ours, theirs, x in zip(grads, slopes, given, strict=bool(at)):
+        theirs = torch.zeros(()) if theirs is None else theirs.to_dense() if theirs.is_sparse else theirs
+        np.testing.assert_allclose(ours, torch.zeros_like(x) + theirs, rtol=1e-3, atol=1e-4)  # a sum: some are torch's zeros without memory
+    return True
+
+
+def outcome(name, op):
+    """What came of the samples of an operator: compared, skipped, refused, or the first difference."""
+    torch.manual_seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+    counts, wrong = Counter(), None
+    for sample in samples[:: max(1, len(samples) // SAMPLES)]:
+        try:
+            counts["compared" if compared(name, op.op, sample) else "skipped"] += 1
+        except NotImplementedError as error:
+            counts["refused" if "has no implementation in jax" in str(error) else "other"] += 1
+        except Exception as error:  # noqa: BLE001 - of any operator, to name all that differ
+            wrong = wrong or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return counts, wrong
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.filterwarnings("ignore")
+def test_every_operator_gives_what_torch_gives_or_names_itself(part):
+    names = sorted(database())[part::PARTS]
+    with x64():
+        found = {name: outcome(name, database()[name]) for name in names}
+    assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
+    refused = {name for name, (counts, _) in found.items() if counts["refused"]}
+    if VERSION == (2, 13):
+        assert refused == set(REFUSED.split()) & set(names)
+    assert sum(counts["compared"] for counts, _ in found.values()) > len(names)
+
+
+def test_a_wrong_operator_is_caught(monkeypatch):
+    cosine = torch_calls.OPS[torch.cos]
+    monkeypatch.setitem(torch_calls.OPS, torch.cos, cosine._replace(handler=lambda x: 1.01 * jax.numpy.cos(x)))
+    with x64():
+        assert "Mismatched elements" in (outcome("cos", database()["cos"])[1] or "")
+        monkeypatch.undo()
+        assert outcome("cos", database()["cos"])[1] is None
