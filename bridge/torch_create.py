@@ -127,6 +127,12 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -
     return create(lambda: jnp.linspace(start, end, steps, dtype=jax_dtype(dtype or torch.get_default_dtype())), steps)
 
 
+@op("logspace", always=True)
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, **_: Any) -> Any:
+    """Powers of the base at equal distances of the exponent."""
+    return create(lambda: jnp.logspace(start, end, steps, base=base, dtype=jax_dtype(dtype or torch.get_default_dtype())), steps)
+
+
 @op("eye", always=True)
 def eye(n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Any:
     """The identity."""

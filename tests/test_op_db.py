@@ -29,6 +29,13 @@ pytestmark = [
     pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples"),
 ]
 
+# Whose rarer arguments are refused: max_norm, which changes the weight; a custom operator of torch's.
+IN_PART = (
+    "nn.functional.embedding",
+    "nn.functional.embedding_bag",
+    "nn.functional.linear_cross_entropy.chunked",
+    "nn.functional.linear_cross_entropy.chunked_none",
+)
 # Random, without values, or of vectors whose sign is free: of these only shapes and dtypes are compared.
 DRAWN = """
 bernoulli empty_like linalg.eigh multinomial new_empty new_empty_strided nn.functional.alpha_dropout nn.functional.dropout
@@ -41,7 +48,7 @@ REFUSED = """
 argwhere masked_select nonzero to_sparse unique unique_consecutive
 _chunk_cat _segment_reduce.lengths _segment_reduce.offsets _softmax_backward_data _unsafe_masked_index
 _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa max_pool2d_with_indices_backward native_dropout_backward
-nn.functional.linear_cross_entropy.chunked nn.functional.linear_cross_entropy.chunked_none slice torch.ops.aten._safe_softmax.default
+slice torch.ops.aten._safe_softmax.default
 chalf geqrf hash_tensor histogramdd linalg.ldl_factor linalg.ldl_factor_ex linalg.ldl_solve
 special.airy_ai special.bessel_j0 special.bessel_j1 special.bessel_y0 special.bessel_y1 special.chebyshev_polynomial_t
 special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w special.hermite_polynomial_h
@@ -80,6 +87,12 @@ def function_of(op, sample):
     return function, [flat[i].detach().clone().requires_grad_() for i in at]
 
 
+def assert_close(ours, theirs):
+    theirs = (theirs.float() if theirs.dtype == torch.bfloat16 else theirs).numpy()
+    largest = np.max(np.abs(theirs), initial=1.0, where=np.isfinite(theirs))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * largest)
+
+
 def compared(name, op, sample):
     """True if both gave the same; False where torch itself refuses, or there is nothing to compare."""
     function, given = function_of(op, sample)
@@ -106,14 +119,13 @@ def compared(name, op, sample):
     (_, found), grads = program(arrays)
     assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in out]
     assert [IN_TORCH[str(x.dtype)] for x in found] == [x.dtype for x in out]
-    if name in DRAWN.split():
+    if name in DRAWN.split() or sample.kwargs.get("dropout_p"):
         return True
     for ours, theirs in zip(found, out, strict=True):
-        theirs = theirs.detach().resolve_conj().resolve_neg()
-        np.testing.assert_allclose(ours, theirs.float() if theirs.dtype == torch.bfloat16 else theirs, rtol=1e-3, atol=1e-4)
+        assert_close(ours, theirs.detach().resolve_conj().resolve_neg())
     for ours, theirs, x in zip(grads, slopes, given, strict=bool(at)):
         theirs = torch.zeros(()) if theirs is None else theirs.to_dense() if theirs.is_sparse else theirs
-        np.testing.assert_allclose(ours, torch.zeros_like(x) + theirs, rtol=1e-3, atol=1e-4)  # a sum: some are torch's zeros without memory
+        assert_close(ours, torch.zeros_like(x) + theirs)  # a sum: some are torch's zeros without memory
     return True
 
 
@@ -142,7 +154,7 @@ def test_every_operator_gives_what_torch_gives_or_names_itself(part):
     assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
     refused = {name for name, (counts, _) in found.items() if counts["refused"]}
     if VERSION == (2, 13):
-        assert refused == set(REFUSED.split()) & set(names)
+        assert refused - set(IN_PART) == set(REFUSED.split()) & set(names)
     assert sum(counts["compared"] for counts, _ in found.values()) > len(names)
 
 
