@@ -7,27 +7,10 @@ import torch
 import torch.nn.functional as F
 from bad_inputs_modules import Applies
 from torch import nn
+from traced_oracle import compare
 
 import bridge
 from bridge import torch_sampling
-
-
-def compare(function, *inputs):
-    """Values and gradients, in one program."""
-    given = [x.clone().requires_grad_() for x in inputs]
-    out = function(*given)
-    weights = torch.linspace(1, 2, out.numel()).reshape(out.shape)
-    expected = torch.autograd.grad((out * weights).sum(), given)
-    pure, by = bridge.module_function(Applies(function)), bridge.to_jax(weights)
-
-    def weighted(xs):
-        found = pure({}, *xs)
-        return (found * by).sum(), found
-
-    found, slopes = jax.jit(lambda xs: jax.grad(weighted, has_aux=True)(xs)[::-1])(bridge.to_jax(inputs, copy=None))
-    np.testing.assert_allclose(found, out.detach(), rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(slopes, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bad_inputs_modules import Applies
 from torch import nn
+from traced_oracle import compare
 
 import bridge
 from bridge import torch_linalg
@@ -21,19 +22,6 @@ def sample(*shape):
 
 def weights(*shape):
     return torch.linspace(1, 2, int(np.prod(shape))).reshape(shape)
-
-
-def compare(function, *inputs, tol=1e-4):
-    given = [x.clone().requires_grad_() for x in inputs]
-    out = function(*given)
-    by = weights(*out.shape)
-    expected = torch.autograd.grad((out * by).sum(), given)
-    pure, arrays, by = bridge.module_function(Applies(function)), bridge.to_jax(inputs), bridge.to_jax(by)
-    value, found = jax.jit(lambda xs: (pure({}, *xs), jax.grad(lambda xs: (pure({}, *xs) * by).sum())(xs)))(arrays)
-    assert value.dtype == bridge.to_jax(out.detach()).dtype
-    np.testing.assert_allclose(value, out.detach(), rtol=tol, atol=tol)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=tol, atol=tol)
 
 
 def whole_eigh(x, triangle="L"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bad_inputs_modules import Applies
+from traced_oracle import compare
 
 import bridge
 from bridge import torch_order
@@ -20,24 +21,6 @@ def same(function, *inputs):
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
             assert (ours.shape, str(ours.dtype)) == (tuple(theirs.shape), str(theirs.dtype).removeprefix("torch."))
-
-
-def compare(function, *inputs):
-    """Values and gradients are torch's, in one compiled program."""
-    given = [x.clone().requires_grad_() for x in inputs]
-    out = function(*given)
-    weights = torch.linspace(1, 2, out.numel()).reshape(out.shape)
-    expected = torch.autograd.grad((out * weights).sum(), given)
-    pure, by = bridge.module_function(Applies(function)), bridge.to_jax(weights)
-
-    def weighted(xs):
-        found = pure({}, *xs)
-        return (found * by).sum(), found
-
-    gradients, found = jax.jit(jax.grad(weighted, has_aux=True))(bridge.to_jax(inputs))
-    np.testing.assert_allclose(found, out.detach(), rtol=1e-5)
-    for ours, theirs in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 INTEGERS = torch.tensor([[5, 2, 9], [4, 4, 1]])
