@@ -98,7 +98,7 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 
 
 def jitted(function):
-    """`jax.jit` of a reference: its few numbers need no fast code, which takes XLA three times as long to make."""
+    """`jax.jit` of what is compared within some 1e-4: its few numbers need no fast code, which takes XLA three times as long."""
     return jax.jit(function, compiler_options=of_counting(jax.devices()[0]))
 
 

@@ -2,13 +2,14 @@
 
 import copy
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 import pytest
 import torch
-from oracles import CLOSE, jitted, movement_error
+from oracles import CLOSE, movement_error
 
 import bridge
 import torch_api
@@ -41,7 +42,7 @@ def run_both(name, options, steps=20, wrong=1.0, **engine):
     tree = {n: jnp.array(p.detach().numpy()) for n, p in params.items()}
     optimizer = make(name, params.items(), lr=0.01, **options, **engine)
     tx = CASES[name][0](learning_rate=0.01 * wrong, **options)
-    state, update = tx.init(tree), jitted(tx.update)
+    state, update = tx.init(tree), jax.jit(tx.update)
     for _ in range(steps):
         for p in params.values():
             p.grad = torch.randn_like(p)

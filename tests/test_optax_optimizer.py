@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import torch
-from oracles import CLOSE, jitted, movement_error
+from oracles import CLOSE, movement_error
 
 import bridge
 import torch_api
@@ -63,7 +63,7 @@ def as_torch(tree):
 def pure(tx, start, grads, **extra):
     """Where the same transformation ends in pure JAX, and its state."""
     tree, tx = as_jax(start), optax.with_extra_args_support(tx)
-    state, update = tx.init(tree), jitted(lambda g, s, p: tx.update(g, s, p, **extra))
+    state, update = tx.init(tree), jax.jit(lambda g, s, p: tx.update(g, s, p, **extra))
     for g in grads:
         updates, state = update(as_jax(g), state, tree)
         tree = optax.apply_updates(tree, updates)
@@ -169,7 +169,7 @@ def test_lookahead_trains_the_fast_weights_and_keeps_the_slow_ones():
     start, grads, tx = snap(params), draw_grads(params), optax.lookahead(optax.sgd(0.1), 5, 0.5)
     run(make(params, tx), params, grads)
     tree = optax.LookaheadParams.init_synced(as_jax(start))
-    state, update = tx.init(tree), jitted(tx.update)
+    state, update = tx.init(tree), jax.jit(tx.update)
     for g in grads:
         updates, state = update(as_jax(g), state, tree)
         tree = optax.apply_updates(tree, updates)
@@ -220,7 +220,7 @@ def test_half_types_compute_in_float32_and_round_once():
     start, grads, tx = snap(params), draw_grads(params), optax.adamw(0.05, weight_decay=0.1, eps=1e-4)
     wide = lambda named: {k: v.float() for k, v in named.items()}  # noqa: E731
     tree = as_jax(wide(start))
-    state, update = tx.init(tree), jitted(tx.update)
+    state, update = tx.init(tree), jax.jit(tx.update)
 
     def rounded(path, x):
         kind = next((kinds[key.key[0]][1] for key in path if isinstance(key, jax.tree_util.DictKey)), x.dtype)
@@ -711,7 +711,7 @@ def test_lbfgs_with_its_line_search_through_a_closure_is_that_of_pure_jax():
     f = lambda p: 0.5 * p["x"] @ ja @ p["x"] - jb @ p["x"]  # noqa: E731
     state = tx.init(tree)
 
-    @jitted
+    @jax.jit
     def one(tree, state):
         value, grad = optax.value_and_grad_from_state(f)(tree, state=state)
         updates, state = tx.update(grad, state, tree, value=value, grad=grad, value_fn=f)

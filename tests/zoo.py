@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from oracles import jitted
 
 import torch_api
 
@@ -244,7 +243,7 @@ def in_pure_jax(tx, entry, params, grads):
     functions = entry.extra is not None and any(callable(v) for v in entry.extra(0, params).values())
     further = entry.extra(0, params) if functions else {}
 
-    @jitted
+    @jax.jit
     def advance(params, state, g, extra):
         updates, state = tx.update(g, state, params, **extra, **further)
         return optax.apply_updates(params, updates), state
