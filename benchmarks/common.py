@@ -23,7 +23,7 @@ import jax
 import torch
 from tqdm import tqdm
 
-from bridge.fusion import request
+from bridge.fusion import requested
 
 Shape = tuple[int, ...]
 Params = list[torch.nn.Parameter]
@@ -298,7 +298,7 @@ def environment(section: str, settings: Settings) -> dict[str, Any]:
         "machine": machine(settings.device),
         "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}},
         "torch threads": torch.get_num_threads(),
-        "fused loops in XLA": request(),
+        "fused loops in XLA": requested(),
         "quick": settings.quick,
     }
 

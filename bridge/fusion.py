@@ -18,8 +18,8 @@ _MAP = "xla_backend_extra_options"
 _PATH = 3, 3, 500
 
 
-def request() -> bool:
-    """Ask XLA for it when this package is imported, where that must be; True if programs of ours are compiled with it.
+def request() -> None:
+    """Ask XLA for it when this package is imported, where that must be.
 
     Each program of ours asks for itself, and nothing else that jax compiles is touched. Only a jax without the private name which
     that takes, or MASKBRIDGE_XLA_FLAGS=1, which serves a user's own `jax.jit` as well, needs the whole process to ask:
@@ -29,9 +29,12 @@ def request() -> bool:
     switch, flags = os.environ.get(SWITCH), os.environ.get("XLA_FLAGS", "")
     whole = switch == "1" or not by_program()
     if switch != "0" and whole and _MAP not in flags and not client_started():
-        flags = f"{flags} --{_MAP}={FUSION_FLAG}".strip()
-        os.environ["XLA_FLAGS"] = flags
-    return FUSION_FLAG in flags or (switch != "0" and by_program())
+        os.environ["XLA_FLAGS"] = f"{flags} --{_MAP}={FUSION_FLAG}".strip()
+
+
+def requested() -> bool:
+    """Whether programs of ours are compiled with it, as far as the environment tells."""
+    return bool(without_it()) or (os.environ.get(SWITCH) != "0" and by_program())
 
 
 def client_started() -> bool:
@@ -50,10 +53,10 @@ def compiled(lowered: Any, fused: bool, options: dict[str, Any] | None = None) -
     for several results of one loop in some gradients of indexing (symbolic_map.cc:196, "Check failed").
     """
     if not fused:
-        return lowered.compile(compiler_options=(without_it() | (options or {})) or None)
+        return lowered.compile(compiler_options=without_it() | (options or {}) or None)
     _asked.now = os.environ.get(SWITCH) != "0" and _installed()
     try:
-        return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options=options or None)
     finally:
         _asked.now = False
 

@@ -46,7 +46,7 @@ from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
 from .traced import Keys, Traced, as_array, as_traced
 from .tree import mapping, nest, tied_names, unnest
-from .widths import literals_keep_their_type
+from .widths import canonical, literals_keep_their_type
 
 TABLES = (
     torch_ops,
@@ -166,14 +166,8 @@ def _input(path: Any, x: Any) -> Any:
             f"Pass bridge.to_jax(x), which copies nothing."
         )
     if isinstance(x, jax.Array | np.ndarray | np.generic):
-        return as_traced(_canonical(x))
+        return as_traced(canonical(x))
     return x
-
-
-def _canonical(x: Any) -> jax.Array:
-    """As jit would take it: 64 bits only where x64 is on."""
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def outputs(out: Any) -> Any:
@@ -234,4 +228,4 @@ def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> Any:
         raise ValueError(
             f"module_function: {name!r} is {tensor.dtype}, and jax's x64 is off. Call within jax.enable_x64(True), or use float()."
         )
-    return _canonical(leaf)
+    return canonical(leaf)

@@ -235,7 +235,7 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             raise unsupported(func, f" with arguments for which it has none ({error})") from error
         if "inplace" in names:
             inplace |= bool(bound.arguments.pop("inplace", False))
-        if "inplace" in names or not args:
+        if "inplace" in names or not args:  # a view asks for its base in the first place
             args, kwargs = bound.args, bound.kwargs
     if found.one_type is not None:
         _refuse_two_types(found.one_type, func, args, kwargs)
@@ -243,7 +243,7 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         with _known_values(found, arrays(args), arrays(kwargs)):
             return wrapped(found.handler(*args, **kwargs))
     if found.views and isinstance(args[0], Traced):
-        return _view(found, func, args, kwargs)
+        return viewed(found, func, args, kwargs)
     given, named = arrays(args), arrays(kwargs)
     with _known_values(found, given, named):
         result = found.handler(*given, **named)
@@ -269,7 +269,8 @@ def _known_values(found: Op, args: Any, kwargs: Any) -> Any:
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 
-def _view(found: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def viewed(found: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result as a view of the first argument: a write into either reaches the other."""
     base, rest, kwargs = args[0], arrays(args[1:]), arrays(kwargs)
     with _known_values(found, (base.value, *rest), kwargs):
         result = found.handler(base.value, *rest, **kwargs)

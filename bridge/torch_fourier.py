@@ -48,15 +48,13 @@ def _register() -> None:
         def one(input: Any, n: int | None = None, dim: int = -1, norm: str | None = None, line: Any = line) -> Any:
             return line(floating(input), n=n, axis=dim, norm=norm)
 
-        def two(input: Any, s: Any = None, dim: Dims = (-2, -1), norm: str | None = None, several: Any = several) -> Any:
-            return _transform(several, input, s, dim, norm)
-
-        def many(input: Any, s: Any = None, dim: Dims = None, norm: str | None = None, several: Any = several) -> Any:
-            return _transform(several, input, s, dim, norm)
-
         op(f"fft_{name}")(one)
-        op(f"fft_{name}2")(two)
-        op(f"fft_{name}n")(many)
+        for ending, dims in {"2": (-2, -1), "n": None}.items():
+
+            def many(input: Any, s: Any = None, dim: Dims = dims, norm: str | None = None, several: Any = several) -> Any:
+                return _transform(several, input, s, dim, norm)
+
+            op(f"fft_{name}{ending}")(many)
 
 
 _register()

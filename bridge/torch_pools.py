@@ -99,9 +99,10 @@ def _register() -> None:
             return max_unpool(n, input, indices, output_size)
 
         primitive(f"adaptive_max_pool{n}d")(adaptive)
-        for name in (f"fractional_max_pool{n}d",) if n > 1 else ():
+        if n > 1:
+            name = f"fractional_max_pool{n}d"
             OPS[getattr(F, name)] = Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)
-        primitive(f"fractional_max_pool{n}d")(fractional)
+            primitive(name)(fractional)
         primitive(f"max_unpool{n}d")(back)
 
 

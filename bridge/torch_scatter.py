@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from .torch_calls import OPS, Op, op
 from .torch_ops import numbers, places
 from .torch_shapes import diagonal, select
 from .torch_views import sliced
+from .traced import written_through
 
 
 def _lifted(x: Any) -> Any:
@@ -148,11 +148,16 @@ def index_reduce(input: Any, dim: int, index: Any, source: Any, reduce: str, *, 
 
 
 def _reduced(places_of: Any, dim: int, reduce: str, include_self: bool, index: Any, x: Any, new: Any) -> Any:
-    if reduce == "mean":
-        return _mean(places_of(index, dim), include_self, x, new)
-    return (_furthest if reduce in ("amax", "amin") else _product if reduce == "prod" else _sum)(
-        places_of, dim, reduce, include_self, index, x, new
-    )
+    if reduce == "prod":
+        return _product(places_of, dim, include_self, index, x, new)
+    if reduce in ("amax", "amin"):
+        return _furthest(places_of, dim, reduce, include_self, index, x, new)
+    where = places_of(index, dim)
+    whole = _sum(where, include_self, x, new)
+    if reduce == "sum":
+        return whole
+    count = _sum(where, include_self, jnp.ones(x.shape, jnp.int32), 1).astype(x.dtype)
+    return whole / count if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.floor_divide(whole, count)
 
 
 def _left_out(x: Any, where: Any, include_self: bool, value: Any) -> Any:
@@ -160,25 +165,18 @@ def _left_out(x: Any, where: Any, include_self: bool, value: Any) -> Any:
     return x if include_self else jnp.where(jnp.zeros(x.shape, bool).at[where].set(True), jnp.asarray(value, x.dtype), x)
 
 
-def _sum(places_of: Any, dim: int, reduce: str, include_self: bool, index: Any, x: Any, new: Any) -> Any:
-    where = places_of(index, dim)
+def _sum(where: Any, include_self: bool, x: Any, new: Any) -> Any:
     return _left_out(x, where, include_self, 0).at[where].add(new)
 
 
-def _mean(where: Any, include_self: bool, x: Any, new: Any) -> Any:
-    whole = _left_out(x, where, include_self, 0).at[where].add(new)
-    count = _left_out(jnp.ones(x.shape, jnp.int32), where, include_self, 0).at[where].add(1).astype(x.dtype)
-    return whole / count if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.floor_divide(whole, count)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
-def _product(places_of: Any, dim: int, reduce: str, include_self: bool, index: Any, x: Any, new: Any) -> Any:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _product(places_of: Any, dim: int, include_self: bool, index: Any, x: Any, new: Any) -> Any:
     where = places_of(index, dim)
     return _left_out(x, where, include_self, 1).at[where].multiply(new)
 
 
 @_product.defjvp
-def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _(places_of: Any, dim: int, include_self: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     """The derivative by each factor is the product of the others: that of all that are not zero, unless another is zero."""
     (index, x, new), (_, dx, d_new) = primals, tangents
     where = places_of(index, dim)
@@ -190,9 +188,7 @@ def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[
         return jnp.where(zeros > (factor == 0).astype(zeros.dtype), 0, rest / jnp.where(factor == 0, 1, factor))
 
     change = of_others(x, zeros, rest) * dx
-    return _product(places_of, dim, reduce, include_self, index, x, new), change.at[where].add(
-        of_others(new, zeros[where], rest[where]) * d_new
-    )
+    return _product(places_of, dim, include_self, index, x, new), change.at[where].add(of_others(new, zeros[where], rest[where]) * d_new)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
@@ -215,28 +211,22 @@ def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[
     return out, change / own.at[where].add(of_new)
 
 
-def _into(view: Callable[[Any], Any], input: Any, src: Any) -> Any:
-    """A copy of input of which this view is src."""
-    position = view(jnp.arange(input.size, dtype=jnp.int32).reshape(input.shape))
-    return input.ravel().at[position.ravel()].set(src.astype(input.dtype).ravel()).reshape(input.shape)
-
-
 @op("select_scatter")
 def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
     """One place of one dim written."""
-    return _into(lambda x: select(x, dim, index), input, src)
+    return written_through(lambda x: select(x, dim, index), input, src.astype(input.dtype))
 
 
 @op("slice_scatter")
 def slice_scatter(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """A slice of one dim written."""
-    return _into(lambda x: sliced(x, dim, start, end, step), input, src)
+    return written_through(lambda x: sliced(x, dim, start, end, step), input, src.astype(input.dtype))
 
 
 @op("diagonal_scatter")
 def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """A diagonal written."""
-    return _into(lambda x: diagonal(x, offset, dim1, dim2), input, src)
+    return written_through(lambda x: diagonal(x, offset, dim1, dim2), input, src.astype(input.dtype))
 
 
 def _fill_diagonal(input: Any, fill_value: Any, wrap: bool = False) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .torch_calls import OPS, Op, _view, op
+from .torch_calls import OPS, Op, op, viewed
 from .traced import Traced, where_now
 
 
@@ -79,7 +79,7 @@ def as_strided(input: Any, size: Any, stride: Any, storage_offset: int | None = 
             f"as_strided reaches beyond its tensor {where_now()}, or that tensor is not contiguous, and a traced one has no memory "
             "around it. Call it on the contiguous tensor that holds all those elements."
         )
-    return _view(Op(lambda x, *_: jnp.take(x.ravel(), at), None), torch.as_strided, (input, tuple(size), tuple(stride), start), {})
+    return viewed(Op(lambda x, *_: jnp.take(x.ravel(), at), None), torch.as_strided, (input, tuple(size), tuple(stride), start), {})
 
 
 @op("as_strided_copy", raw=True)

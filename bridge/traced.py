@@ -15,6 +15,7 @@ import torch
 from torch2jax import Torchish as _Torchish
 
 from .dlpack import EXTENSION_DTYPES, to_jax, x64
+from .widths import canonical
 
 Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
 Torchish: Any = _Torchish
@@ -120,8 +121,7 @@ class Traced(Tensor, Torchish):
 
     def _written(self, array: Any, new: Any) -> Any:
         """The base's array after this view of it became `new`."""
-        position = self._of(jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape))
-        return array.reshape(-1).at[position.reshape(-1)].set(new.reshape(-1), unique_indices=True).reshape(array.shape)
+        return written_through(self._of, array, new)
 
     def _aliases(self) -> bool:
         """Whether torch would have made a view here, not a copy (`reshape` decides by strides): asked of torch, without memory."""
@@ -156,7 +156,7 @@ class Traced(Tensor, Torchish):
             return self.value
         with x64():
             value = self.value
-        return value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
+        return canonical(value)
 
     @property
     def dtype(self) -> Any:
@@ -280,6 +280,12 @@ def _without_memory(array: Any) -> torch.Tensor:
 
 
 _DETACHING = frozenset({torch.detach, torch.Tensor.detach})
+
+
+def written_through(view: Callable[[Any], Any], array: Any, new: Any) -> Any:
+    """A copy of an array of which this view is `new`."""
+    position = view(jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape))
+    return array.reshape(-1).at[position.reshape(-1)].set(new.reshape(-1), unique_indices=True).reshape(array.shape)
 
 
 @jax.custom_jvp

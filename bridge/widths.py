@@ -36,6 +36,12 @@ def narrow(leaf: Any) -> Any:
     return leaf
 
 
+def canonical(x: Any) -> Any:
+    """An array as jit would take it: 64 bits only where x64 is on."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+
+
 @functools.cache
 def literals_keep_their_type() -> bool:
     """Whether this jax lowers what was traced in 32-bit mode inside a program of 64-bit mode (0.6 does not)."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bridge.flags import of_counting
-from bridge.fusion import request
+from bridge.fusion import requested
 from bridge.widths import literals_keep_their_type
 
 
@@ -108,7 +108,7 @@ CLOSE = 1e-6 if literals_keep_their_type() else 3e-5
 
 
 # For tests of bytes: XLA's older CPU compiler writes each result from a loop of its own.
-FUSES = pytest.mark.skipif(jax.__version_info__ < (0, 8) or not request(), reason="XLA writes each result from a loop of its own here")
+FUSES = pytest.mark.skipif(jax.__version_info__ < (0, 8) or not requested(), reason="XLA writes each result from a loop of its own here")
 
 
 def project_frames(call):

@@ -85,7 +85,6 @@ def loops(program):
 @FUSES
 def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatch):
     monkeypatch.delenv(fusion.SWITCH, raising=False)
-    monkeypatch.setattr(fusion, "without_it", dict)  # as where the process does not ask
     asks = "XLA_FLAGS" in os.environ and fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
     inside, beside = [], []
     asked = fusion._with_entry
@@ -100,7 +99,7 @@ def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatc
     assert inside == [1]
     assert beside == [1 if asks else 2]
     assert loops(lowered().compile()) == beside[0]
-    assert loops(fusion.compiled(lowered(), fused=False)) == beside[0]
+    assert loops(fusion.compiled(lowered(), fused=False)) == 2
     monkeypatch.setenv(fusion.SWITCH, "0")
     assert loops(fusion.compiled(lowered(), fused=True)) == beside[0]
 

@@ -136,7 +136,7 @@ def test_no_donated_leaf_is_copied(monkeypatch):
     assert copies_of_donated() > 0
 
 
-@pytest.mark.skipif(not fusion.request(), reason="no fusion to leave out")
+@pytest.mark.skipif(not fusion.requested(), reason="no fusion to leave out")
 def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
     asked = []
     chosen = update.chosen

@@ -19,7 +19,7 @@ from bridge.dlpack import x64
 
 ROOT = Path(__file__).parent.parent
 fused_loops = pytest.mark.skipif(
-    not fusion.request() or jax.__version_info__ < (0, 10),
+    not fusion.requested() or jax.__version_info__ < (0, 10),
     reason="the environment asks for other CPU code, or this XLA does not write several results from one loop",
 )
 
@@ -227,7 +227,7 @@ for name, (before, environment, *_) in {REQUESTS!r}.items():
         os.environ.update(environment)
         exec(before)
         import bridge
-        print(json.dumps([name, [os.environ.get("XLA_FLAGS", ""), bridge.fusion.request()]]), flush=True)
+        print(json.dumps([name, [os.environ.get("XLA_FLAGS", ""), bridge.fusion.requested()]]), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name
 """
