@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -160,13 +160,23 @@ def waiter(device: str) -> Callable[[], None]:
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
+class Turn(NamedTuple):
+    """At least so many steps and so many seconds; the time of a turn is the median of its steps but the first three eighths."""
+
+    steps: int
+    seconds: float
+
+
+ONE_STEP = Turn(1, 0.0)
+
+
 def interleaved(
     steps: dict[str, Step],
     rounds: int,
     title: str,
     device: str = "cpu",
     synchronised: bool = True,
-    block: int = 1,
+    turn: Turn = ONE_STEP,
 ) -> Timing:
     """In each round every candidate takes one step, in an order that is drawn anew, so that none always comes after the same one.
 
@@ -176,24 +186,24 @@ def interleaved(
       title: for the progress bar.
       device: "cuda" waits for the device inside the timed region.
       synchronised: False times the call alone and waits outside the timed region.
-      block: how many steps a candidate takes in its turn; the time of the turn is the median of all but the first three eighths.
+      turn: how long a candidate steps when it is its turn.
     """
     timing = Timing({name: [] for name in steps}, {})
     names, wait, warm_up, order = list(steps), waiter(device), min(WARM_UP, rounds), random.Random(0)
     with no_collection():
         for round_ in tqdm(range(rounds + warm_up), desc=title, leave=False, disable=None):
             for name in order.sample(names, len(names)):
-                turn = []
-                for _ in range(block):
+                taken: list[float] = []
+                while len(taken) < turn.steps or sum(taken) < turn.seconds:
                     wait()
                     start = time.perf_counter()
                     steps[name]()
                     if synchronised:
                         wait()
-                    turn.append(time.perf_counter() - start)
-                timing.first.setdefault(name, turn[0])
+                    taken.append(time.perf_counter() - start)
+                timing.first.setdefault(name, taken[0])
                 if round_ >= warm_up:
-                    timing.ms[name].append(statistics.median(turn[block * 3 // 8 :]) * 1e3)
+                    timing.ms[name].append(statistics.median(taken[len(taken) * 3 // 8 :]) * 1e3)
     return timing
 
 
