@@ -49,7 +49,11 @@ _FLOATS = "scaled_dot_product_attention binary_cross_entropy nll_loss scatter in
 ONE_TYPE: dict[str, Any] = {**dict.fromkeys(_PRODUCTS.split(), jnp.number), **dict.fromkeys(_FLOATS.split(), jnp.inexact)}
 
 
-NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}  # which torch takes too
+# An argument by another name: numpy's, which torch takes too, or that of a function which shares its implementation with others.
+OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other", "y": "other"} | {
+    "axis0": "dim0", "axis1": "dim1", "train": "training", "element": "elements", "test_element": "test_elements",
+    "indices": "indices_or_sections", "sections": "indices_or_sections", "tensor_indices_or_sections": "indices_or_sections",
+}  # fmt: skip
 
 
 class Op(NamedTuple):
@@ -228,14 +232,14 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     inplace = found.inplace
     if found.signature is not None:
         names = found.signature.parameters
-        kwargs = {name if name in names else NUMPY_NAMES.get(name, name): x for name, x in kwargs.items()}
+        kwargs = {name if name in names else OTHER_NAMES.get(name, name): x for name, x in kwargs.items()}
         try:
             bound = found.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise unsupported(func, f" with arguments for which it has none ({error})") from error
         if "inplace" in names:
             inplace |= bool(bound.arguments.pop("inplace", False))
-        if "inplace" in names or not args:  # a view asks for its base in the first place
+        if "inplace" in names or found.views or not args:  # a view asks for its base in the first place, and torch by place
             args, kwargs = bound.args, bound.kwargs
     if found.one_type is not None:
         _refuse_two_types(found.one_type, func, args, kwargs)

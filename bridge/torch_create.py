@@ -320,8 +320,9 @@ def conj(input: Any) -> Any:
     return jnp.conj(input) if jnp.iscomplexobj(input) else input
 
 
-op("dot", "inner")(jnp.inner)
-op("vdot")(jnp.vdot)
+op("inner")(lambda input, other: jnp.inner(input, other))
+op("dot")(lambda input, tensor: jnp.inner(input, tensor))
+op("vdot")(lambda input, other: jnp.vdot(input, other))
 
 
 @op("linalg_vecdot")
@@ -331,10 +332,14 @@ def vecdot(input: Any, other: Any, *, dim: int = -1) -> Any:
     return jnp.sum(jnp.conj(input) * other, dim)
 
 
-@op("matmul", "mm", "bmm", "mv", "__matmul__", "linalg_matmul")
+@op("matmul", "__matmul__", "linalg_matmul")
 def matmul(input: Any, other: Any) -> Any:
     """A matrix product."""
     return jnp.matmul(input, other)
+
+
+op("mm", "bmm")(lambda input, mat2: jnp.matmul(input, mat2))
+op("mv")(lambda input, vec: jnp.matmul(input, vec))
 
 
 @op("__rmatmul__")
@@ -349,12 +354,16 @@ def outer(input: Any, vec2: Any) -> Any:
     return jnp.outer(*promoted(input, vec2))
 
 
-@op("addmm", "addmv", "baddbmm")
+@op("addmm")
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * input + alpha * (mat1 @ mat2)."""
     product = jnp.matmul(mat1, mat2)
     product = product if alpha == 1 else product * jnp.asarray(alpha, product.dtype)
     return product if beta == 0 else product + (input if beta == 1 else input * jnp.asarray(beta, product.dtype))
+
+
+op("addmv")(lambda input, mat, vec, *, beta=1, alpha=1: addmm(input, mat, vec, beta=beta, alpha=alpha))
+op("baddbmm")(lambda input, batch1, batch2, *, beta=1, alpha=1: addmm(input, batch1, batch2, beta=beta, alpha=alpha))
 
 
 @op("einsum")

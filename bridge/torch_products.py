@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
 
 from .torch_calls import op
 from .torch_create import addmm, matmul, outer
 from .torch_ops import add, norm, sum_
-from .traced import promoted
+from .traced import jax_dtype, promoted
 
 op("linalg_matrix_exp", "matrix_exp")(lambda A: jax.scipy.linalg.expm(A))
 
@@ -51,6 +52,24 @@ def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 
     rows, columns = jnp.moveaxis(batch1, 0, 1), batch2
     flat = rows.reshape(rows.shape[0], -1), columns.reshape(-1, columns.shape[-1])
     return addmm(input, *flat, beta=beta, alpha=alpha)
+
+
+@op("_grouped_mm")
+def grouped_mm(input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """One product for each group of rows, of columns or of terms, which ends at its offset; what lies behind the last is in none."""
+    if offs is None:
+        out = jnp.matmul(input, mat2)
+    elif input.ndim == mat2.ndim:  # of terms
+        terms, end = jnp.arange(input.shape[1]), offs[:, None]
+        inside = (terms < end) & (terms >= jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]]))
+        out = jnp.matmul(jnp.where(inside[:, None, :], input, jnp.zeros((), input.dtype)), mat2)
+    else:
+        rows = input.ndim == 2
+        left, right = (input, mat2) if rows else (mat2.T, jnp.swapaxes(input, 1, 2))
+        out = jax.lax.ragged_dot(left, right, jnp.diff(offs, prepend=jnp.zeros_like(offs[:1])))
+        out = out if rows else out.T
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.astype(jax_dtype(out_dtype))
 
 
 @op("addr")

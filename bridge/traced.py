@@ -158,6 +158,10 @@ class Traced(Tensor, Torchish):
             value = self.value
         return canonical(value)
 
+    def jax(self) -> Any:
+        """The value, as torchax's tensors give theirs: by this, code in torch asks whether jax traces, and then reads no values."""
+        return self.__jax_array__()
+
     @property
     def dtype(self) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
