@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
-from .dlpack import x64
+from .dlpack import to_torch, x64
 from .traced import TRACE, Traced, as_array, unnoticed, where_now
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
@@ -195,9 +195,34 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             return func(*(x.laid_out() if isinstance(x, Traced) else x for x in args), **kwargs)
     body = _body(func)
     if body is None:
-        raise unsupported(func)
+        return _by_torch(func, args, kwargs)
     with Mode():
         return body(*args, **kwargs)
+
+
+def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What torch itself makes of values that are all known while jax traces, where there is no implementation: indices of a fixed mask."""
+    known = not any(isinstance(as_array(x), Tracer) for x in leaves((args, dict(kwargs))))
+    if not known or "out" in kwargs or func.__name__.endswith("_") or _draws(func):
+        raise unsupported(func)
+
+    def plain(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(plain, x))
+        return to_torch(x.value, copy=True) if isinstance(x, Torchish) else x
+
+    def traced(x: Any) -> Any:
+        return type(x)(map(traced, x)) if isinstance(x, tuple | list) else wrapped(as_array(x))
+
+    with jax.ensure_compile_time_eval():
+        return traced(func(*plain(args), **{name: plain(x) for name, x in kwargs.items()}))
+
+
+def _draws(func: Any) -> bool:
+    """Whether it draws from torch's generator."""
+    packet = getattr(torch.ops.aten, func.__name__, None)
+    forms = [getattr(packet, form) for form in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
 
 
 def _importable(func: Any) -> str:

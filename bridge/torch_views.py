@@ -60,6 +60,13 @@ def _register_copies() -> None:
 _register_copies()
 
 
+@op("masked_select", raw=True)
+def masked_select(input: Any, mask: Any) -> Any:
+    """The elements where a mask is true, if jax knows the mask: their number is a shape."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return input.expand(shape)[mask.expand(shape)]
+
+
 def _offsets(size: Any, stride: Any, start: int) -> np.ndarray[Any, Any]:
     at = np.full((), start)
     for n, step in zip(size, stride, strict=True):

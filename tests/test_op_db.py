@@ -45,7 +45,7 @@ rand_like randint_like randn_like svd_lowrank
 """
 # Whose result's shape depends on values; private to torch's own compiler; and what nobody has asked for yet.
 REFUSED = """
-argwhere masked_select nonzero to_sparse unique unique_consecutive
+argwhere nonzero to_sparse unique unique_consecutive
 _chunk_cat _segment_reduce.lengths _segment_reduce.offsets _softmax_backward_data _unsafe_masked_index
 _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa max_pool2d_with_indices_backward native_dropout_backward
 slice torch.ops.aten._safe_softmax.default
