@@ -226,7 +226,7 @@ def unflatten(buffer: Any, spec: Spec) -> Any:
 
 def flatten(x: Any, spec: Spec) -> Any:
     """The inverse of `unflatten`."""
-    return (x if spec.order is None else x.transpose(spec.order)).reshape(-1)
+    return jnp.reshape(x if spec.order is None else x.transpose(spec.order), -1)  # a constant of the program is a number alone
 
 
 def buffer_shape(field: Field, spec: Spec | None = None) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
 from .dlpack import to_torch, x64
-from .traced import TRACE, Traced, as_array, unnoticed, where_now
+from .traced import DETACHING, TRACE, Traced, as_array, where_now
+from .writes import unnoticed
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
 _C: Any = torch._C
@@ -166,10 +167,19 @@ def autocasts() -> bool:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a torch function on traced tensors."""
+    """Call a torch function on traced tensors. What it returns requires grad where torch's result would: code may ask."""
+    out = _called(func, args, kwargs)
+    if torch.is_grad_enabled() and func not in DETACHING and any(x.requires_grad for x in leaves((args, kwargs)) if type(x) is Traced):
+        for x in leaves(args[:1] if out is None else out):  # `x[i] = y` returns nothing
+            if type(x) is Traced:
+                x.follow()
+    return out
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if TRACE.x64 is False and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         with x64():
-            return dispatch(func, args, kwargs)
+            return _called(func, args, kwargs)
     if autocasts() and not TRACE.autocast:
         raise RuntimeError(
             f"torch.autocast is entered {where_now()}, and its casts happen in torch's dispatcher, which no traced program passes through. "

@@ -12,7 +12,7 @@ import torch
 
 from .torch_calls import OPS, Op, arrays, op
 from .torch_ops import floating
-from .traced import as_array, default_float, jax_dtype, next_key, promoted, torch_dtype
+from .traced import as_array, default_float, jax_dtype, next_key, no_graph, promoted, torch_dtype
 
 # Below this many elements a new constant is computed at once and not in the program, so that torch code may branch on it.
 AT_ONCE = 4096
@@ -257,7 +257,16 @@ OPS[torch.Tensor.copy_] = Op(
 )
 
 
-@op("to", "type", raw=True)
+@op("type", raw=True)
+def type_(input: Any, dtype: Any = None, **_: Any) -> Any:
+    """Another dtype, or the name that torch has for this one."""
+    if dtype is None:
+        with torch._C.DisableTorchFunction():
+            return torch.empty(0, dtype=input.dtype).type()
+    return to(input, dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
+
+
+@op("to", raw=True)
 def to(input: Any, *args: Any, dtype: Any = None, copy: bool = False, **_: Any) -> Any:
     """Another dtype; devices are jax's own affair."""
     for x in args:
@@ -306,6 +315,13 @@ def is_complex(input: Any) -> bool:
     return torch_dtype(as_array(input)).is_complex
 
 
+def _differentiated(*_: Any, **__: Any) -> Any:
+    raise no_graph("torch.autograd.grad belongs")
+
+
+OPS[torch.autograd.grad] = Op(_differentiated, None, raw=True)
+# Whether torch's encoder may leave out padding, which it does only where no gradient is asked for: never.
+OPS[torch._nested_tensor_from_mask_left_aligned] = Op(lambda *_: False, None, raw=True)
 OPS[torch.numel] = Op(lambda x: as_array(x).size, None, raw=True)
 OPS[torch.is_nonzero] = Op(lambda x: bool(as_array(x)), None, raw=True)
 OPS[torch.result_type] = Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True)

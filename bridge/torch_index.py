@@ -13,7 +13,8 @@ import torch
 from jax.core import Tracer
 
 from .torch_calls import OPS, Op, leaves
-from .traced import Traced, as_array, unnoticed, where_now
+from .traced import Traced, as_array, where_now
+from .writes import unnoticed
 
 
 def _key(key: Any) -> Any:
@@ -108,9 +109,10 @@ def setitem(input: Any, key: Any, value: Any) -> None:
     array, made = input.value, _key(key)
     _in_range(array, made)
     value = jnp.asarray(as_array(value), array.dtype)
-    chosen = _chosen(made, array.ndim) if value.ndim == 0 else None
+    trimmed = jnp.squeeze(value, tuple(range(next((i for i, n in enumerate(value.shape) if n != 1), value.ndim))))
+    chosen = _chosen(made, array.ndim, trimmed.ndim)
     if chosen is not None:
-        new = jnp.where(chosen, value, array)
+        new = jnp.where(chosen, trimmed, array)
     else:
         while value.ndim and value.shape[0] == 1 and value.ndim > jax.eval_shape(lambda a: _take(a, made), array).ndim:
             value = value[0]
@@ -118,13 +120,18 @@ def setitem(input: Any, key: Any, value: Any) -> None:
     input.value = new if torch.is_grad_enabled() else unnoticed(array, new)
 
 
-def _chosen(key: Any, ndim: int) -> Any:
-    """An index of one mask, among whole dims at most, as a mask of all dims; None for another."""
+def _chosen(key: Any, ndim: int, width: int) -> Any:
+    """An index of one mask, among whole dims at most, as a mask of all dims; None for another.
+
+    None too where the value, of `width` dims, reaches to what the mask chooses: it may have a number for each element there.
+    """
     keys = key if isinstance(key, tuple) else (key,)
     masks = [i for i, k in enumerate(keys) if isinstance(k, jax.Array) and k.dtype == bool]
     if len(masks) != 1 or any(i != masks[0] and not (isinstance(k, slice) and k == slice(None)) for i, k in enumerate(keys)):
         return None
     mask, before = keys[masks[0]], masks[0]
+    if width > ndim - before - mask.ndim:
+        return None
     return mask.reshape((1,) * before + mask.shape + (1,) * (ndim - before - mask.ndim))
 
 

@@ -18,7 +18,8 @@ from .attention import attended, bounded
 from .stored import gradient_once, on_cpu, once
 from .torch_calls import BODIES, OPS, Op, op, primitive
 from .torch_ops import cast, lines, places
-from .traced import as_array, next_key, unnoticed
+from .traced import as_array, next_key
+from .writes import unnoticed
 
 
 def _register_activations() -> None:

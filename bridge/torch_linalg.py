@@ -13,7 +13,8 @@ from jax.lax import linalg
 
 from .torch_calls import op
 from .torch_ops import cast, norm
-from .traced import jax_dtype, unnoticed
+from .traced import jax_dtype
+from .writes import unnoticed
 
 named: Any = torch.return_types
 Atol = Any  # a number or an array of one for each matrix

@@ -16,7 +16,8 @@ from .torch_calls import primitive
 from .torch_distances import pairwise_distance
 from .torch_losses import loss_of, reduced
 from .torch_ops import clamp, floating, places
-from .traced import promoted, unnoticed
+from .traced import promoted
+from .writes import unnoticed
 
 
 @primitive("margin_ranking_loss")

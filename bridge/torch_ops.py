@@ -89,6 +89,8 @@ def _register_binary() -> None:
     }
     for name, f in table.items():
         op(name)(lambda input, other, f=f: f(*promoted(input, other)))
+    for name, unlike in {"__eq__": False, "__ne__": True}.items():  # to None or a string, which is no error
+        op(name)(lambda input, other, f=table[name], unlike=unlike: unlike if isinstance(other, str | None) else f(*promoted(input, other)))
     for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
         op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
     for name, f in {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}.items():

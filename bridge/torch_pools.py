@@ -86,6 +86,14 @@ def _with_places_or_not(function: Any) -> Any:
     return chosen
 
 
+def _adaptive_or_not(function: Any) -> Any:
+    def chosen(input: Any, output_size: Any, return_indices: bool = False) -> Any:
+        both = dispatch(function, (input, output_size), {})
+        return both if return_indices else both[0]
+
+    return chosen
+
+
 def _register() -> None:
     for n in (1, 2, 3):
 
@@ -98,7 +106,9 @@ def _register() -> None:
         def back(input: Any, indices: Any, output_size: Any, stride: Any = None, padding: Any = None, n: int = n) -> Any:
             return max_unpool(n, input, indices, output_size)
 
-        primitive(f"adaptive_max_pool{n}d")(adaptive)
+        name = f"adaptive_max_pool{n}d"
+        OPS[getattr(F, name)] = Op(_adaptive_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)
+        primitive(name)(adaptive)
         if n > 1:
             name = f"fractional_max_pool{n}d"
             OPS[getattr(F, name)] = Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)

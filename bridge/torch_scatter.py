@@ -13,7 +13,7 @@ from .torch_calls import OPS, Op, op
 from .torch_ops import numbers, places
 from .torch_shapes import diagonal, select
 from .torch_views import sliced
-from .traced import written_through
+from .writes import written_through
 
 
 def _lifted(x: Any) -> Any:

@@ -15,7 +15,8 @@ from jax.scipy import special
 
 from .torch_calls import op
 from .torch_ops import clamp, floating, pow_
-from .traced import default_float, jax_dtype, promoted, unnoticed
+from .traced import default_float, jax_dtype, promoted
+from .writes import unnoticed
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -42,6 +43,15 @@ def digamma(x: Any) -> Any:
     return polygamma(0, x)
 
 
+@jax.custom_jvp
+def i0(x: Any) -> Any:
+    """A Bessel function; jax's own derivative is 1 at zero, where it is 0."""
+    return special.i0(x)
+
+
+i0.defjvps(lambda tangent, _, x: tangent * special.i1(x))
+
+
 def _polygamma(n: Any, input: Any) -> Any:
     """The function has the order first, the method the tensor."""
     n, x = (n, input) if isinstance(n, int) else (input, n)
@@ -56,8 +66,8 @@ def _register() -> None:
         "digamma": digamma,
         "special_psi": digamma,
         "special_gammaln": lax.lgamma,
-        "i0": special.i0,
-        "special_modified_bessel_i0": special.i0,
+        "i0": i0,
+        "special_modified_bessel_i0": i0,
     }
     one |= {"special_modified_bessel_i1": special.i1, "special_erfc": lax.erfc, "special_erfinv": lax.erf_inv}
     one |= {f"special_{name}": getattr(special, name) for name in ("i0e", "i1", "i1e", "ndtr", "ndtri", "log_ndtr", "entr", "erfcx")

@@ -284,15 +284,10 @@ def _register_pools() -> None:
         ) -> Any:
             return max_pool_with_indices(n, input, kernel_size, stride, padding, dilation, ceil_mode)
 
-        def adaptive_largest(input: Any, output_size: Any, return_indices: bool = False, n: int = n) -> Any:
-            return adaptive(n, input, output_size, lambda x, a: jnp.max(x, a))
-
         op(f"max_pool{n}d")(largest)
         op(f"avg_pool{n}d")(means)
         op(f"adaptive_avg_pool{n}d")(adaptive_means)
         op(f"max_pool{n}d_with_indices")(largest_with_places)
-        for func in (f"adaptive_max_pool{n}d", f"_adaptive_max_pool{n}d"):  # torch._C's of that name returns places too
-            OPS[getattr(F, func)] = Op(adaptive_largest, None)
 
 
 _register_pools()

@@ -6,16 +6,19 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
 from torch2jax import Torchish as _Torchish
 
 from .dlpack import EXTENSION_DTYPES, to_jax, x64
 from .widths import canonical
+from .writes import unnoticed, written_through
 
 Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
 Torchish: Any = _Torchish
@@ -69,6 +72,21 @@ def default_float() -> Any:
     return jax_dtype(torch.get_default_dtype())
 
 
+def no_graph(what: str) -> NotImplementedError:
+    """The error for what needs the graph that torch records, and traced values have not."""
+    return NotImplementedError(
+        f"{what} to torch's graph, and there is none {where_now()} for a value that jax traces. Take the gradient outside, by jax.grad of "
+        "a function of jnp.asarray(x), or give that code its own by torch.autograd.Function."
+    )
+
+
+class Graph:
+    """What `grad_fn` of a traced value is where torch would have a node: there, and of no further use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_graph(f"grad_fn.{name} belongs")
+
+
 class Traced(Tensor, Torchish):
     """A jax value under torch's interface.
 
@@ -101,7 +119,7 @@ class Traced(Tensor, Torchish):
         base = self._base_
         if base is not None and self._aliases():
             written = self._written(base.value, new)
-            base.value = unnoticed(base.value, written) if self._taken[4] in _DETACHING else written  # pyright: ignore
+            base.value = unnoticed(base.value, written) if self._taken[4] in DETACHING else written  # pyright: ignore
             self._seen = base._stamp()
         self._value = new
         self._writes += 1
@@ -196,6 +214,13 @@ class Traced(Tensor, Torchish):
 
     grad = property(lambda self: None)
     requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
+    is_leaf = property(lambda self: self._is_param or not self._wants_grad)
+    grad_fn = property(lambda self: None if self.is_leaf else Graph())
+
+    def follow(self) -> None:
+        """Say from now on that it requires grad, as torch would of the result of what does."""
+        self._wants_grad |= torch_dtype(self.value).is_floating_point or torch_dtype(self.value).is_complex
+
     is_meta = is_cuda = False
     is_cpu = True
     T = property(lambda self: _dispatch(torch.t if self.ndim == 2 else torch.permute, (self, *_reverse(self)), {}))
@@ -226,10 +251,18 @@ class Traced(Tensor, Torchish):
     nelement = numel
 
     def requires_grad_(self, requires_grad: bool = True) -> Traced:
+        self._wants_grad = requires_grad if not self._is_param else self._wants_grad
         return self
 
     def item(self) -> Any:
-        return self.value.item()
+        return self._one().item()
+
+    def _one(self) -> Any:
+        """The value of a tensor of one element, of whatever shape."""
+        if self.value.size != 1 or not self.value.ndim:
+            return self.value
+        with nullcontext() if isinstance(self.value, Tracer) else jax.ensure_compile_time_eval():
+            return self.value.reshape(())
 
     def tolist(self) -> Any:
         return self.value.tolist()
@@ -241,16 +274,16 @@ class Traced(Tensor, Torchish):
         return iter(_dispatch(torch.unbind, (self,), {}))
 
     def __bool__(self) -> bool:
-        return bool(self.value)
+        return bool(self._one())
 
     def __int__(self) -> int:
-        return int(self.value)
+        return int(self._one())
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self._one())
 
     def __index__(self) -> int:
-        return self.value.__index__()
+        return self._one().__index__()
 
     def __contains__(self, x: Any) -> bool:
         return bool((self == x).any())
@@ -268,10 +301,7 @@ class Traced(Tensor, Torchish):
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Not of use to a traced value, as all that follows torch's graph; likewise hooks."""
-        raise NotImplementedError(
-            f"backward, retain_grad and hooks of a tensor belong to torch's graph, and are called {where_now()} on a value that jax "
-            "traces. Take the gradient outside, or give that code its own by torch.autograd.Function."
-        )
+        raise no_graph("backward, retain_grad and hooks of a tensor belong")
 
     retain_grad = register_hook = register_post_accumulate_grad_hook = backward
 
@@ -283,28 +313,7 @@ def _without_memory(array: Any) -> torch.Tensor:
     return torch.empty(array.shape, dtype=torch_dtype(array), device="meta")
 
 
-_DETACHING = frozenset({torch.detach, torch.Tensor.detach})
-
-
-def written_through(view: Callable[[Any], Any], array: Any, new: Any) -> Any:
-    """A copy of an array of which this view is `new`."""
-    position = view(jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape))
-    return array.reshape(-1).at[position.reshape(-1)].set(new.reshape(-1), unique_indices=True).reshape(array.shape)
-
-
-@jax.custom_jvp
-def _unnoticed(old: Any, new: Any) -> Any:
-    return new
-
-
-@_unnoticed.defjvp
-def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return primals[1], tangents[0]
-
-
-def unnoticed(old: Any, new: Any) -> Any:
-    """`new` with the derivative of `old`: what is written under `torch.no_grad`, or through `detach()`, torch's graph does not see."""
-    return _unnoticed(old, new) if jnp.issubdtype(old.dtype, jnp.inexact) else new
+DETACHING = frozenset({torch.detach, torch.Tensor.detach})
 
 
 def _reverse(x: Traced) -> tuple[Any, ...]:

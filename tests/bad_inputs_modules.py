@@ -125,6 +125,20 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
+class Lazy(nn.Linear):
+    """Its buffer has no value before the first call."""
+
+    def forward(self, x):
+        self.centre = super().forward(x).mean(0)
+        return x
+
+
+def with_an_unset_buffer(_):
+    module = Lazy(3, 3)
+    module.register_buffer("centre", None)
+    return bridge.module_function(module)(bridge.module_tree(module), X)
+
+
 BUFFERS = {"running_mean": jnp.ones(3), "running_var": jnp.ones(3), "num_batches_tracked": jnp.ones((), jnp.int32)}
 
 FUNCTION = [
@@ -145,7 +159,10 @@ FUNCTION = [
     Bad("an input of a type that torch has not", applied(torch.relu, jnp.ones(3, jnp.int4))),
     Bad("two dtypes in a product", applied(lambda x: F.linear(x, torch.ones(2, x.shape[-1], dtype=torch.float16)))),
     Bad("a hook on a tensor", applied(lambda x: x.register_hook(print))),
-    Bad("an operation that jax has not", applied(torch.nonzero)),
+    Bad("a gradient by torch", applied(lambda x: torch.autograd.grad(x.sum(), x))),
+    Bad("the graph of torch", applied(lambda x: (x.requires_grad_() * 2).grad_fn.next_functions)),
+    Bad("a buffer without a value that gets one", with_an_unset_buffer),
+    Bad("an operation that jax has not", applied(lambda x: x.unsqueeze_(0))),
     Bad("arguments that an implementation has not", applied(lambda x: torch.repeat_interleave(x.long()))),
     Bad("an operation that torch2jax has in part", applied(lambda x: torch.poisson(x, torch.Generator()))),
     Bad("a parameter of another module", applied(lambda x: x @ OTHER)),

@@ -16,6 +16,7 @@ ORDER = {
         "masks",
         "dlpack",
         "widths",
+        "writes",
         "windows",
         "borrowed",
         "calm",

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from bridge.problem import Same
+
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 _kind = attrgetter("shape", "dtype", "requires_grad")
 # What a forward pass may branch on; a traced program has the values of the time at which it was traced.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
 class Watch:
@@ -29,7 +33,8 @@ class Watch:
         self.params: dict[str, torch.Tensor] = dict(module.named_parameters())
         self.buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
         self._tensors = [*self.params.values(), *self.buffers.values()]
-        self._parts = [part for m in self._modules for part in (m._parameters, m._buffers, m._modules)]
+        self._parts = [getattr(m, name) for m in self._modules for name in _PARTS]
+        self._hooks = [Same(hook) for m in self._modules for name in _HOOKS for hook in getattr(m, name).values()]
         self._held, self._lengths = self._contents(), list(map(len, self._parts))
         self._own = [vars(m) for m in self._modules]
         self.look()
@@ -44,7 +49,7 @@ class Watch:
     def signature(self) -> tuple[Any, ...]:
         """All that the trace of a loss depends on."""
         kinds = tuple((name, t.shape, t.dtype) for name, t in (*self.params.items(), *self.buffers.items()))
-        return tuple(self._modules), tuple(self._plain), kinds
+        return tuple(self._modules), tuple(self._plain), tuple(self._hooks), kinds
 
     def same(self) -> bool:
         """Whether all is as it was at the last look."""

@@ -1,0 +1,166 @@
+"""What a hostile user found to differ from eager torch in a train step; each case is one that differed."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from traced_oracle import compare
+
+import torch_api
+
+
+def same_training(model, loss_fn, *batches, between=lambda model: None, lr=0.1):
+    """Losses, parameters and buffers beside eager torch's, where `between` changes both models after each step."""
+    theirs = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=lr)
+    step = torch_api.JaxTrainStep(model, loss_fn, torch_api.MaskedSGD(model.named_parameters(), lr=lr))
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_fn(theirs, *batch)
+        loss.backward()
+        optimizer.step()
+        found = step(*batch)
+        assert found.dtype == loss.dtype
+        assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+        for a, b in zip(model.state_dict().values(), theirs.state_dict().values(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        between(model)
+        between(theirs)
+
+
+def batches(*shape, count=3):
+    torch.manual_seed(1)
+    return [(torch.randn(shape),) for _ in range(count)]
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def test_forward_hooks_that_come_and_go():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    handle, seen = [], []
+
+    def between(model):
+        seen.append(model)
+        if len(seen) <= 2:  # after the first step, of both
+            handle.append(model[0].register_forward_hook(lambda module, args, out: out * 2))
+        elif len(seen) <= 4:
+            handle.pop(0).remove()
+
+    same_training(model, mean_square, *batches(5, 4, count=4), between=between)
+
+
+def test_an_activation_requires_grad():
+    """Code that asks takes torch's branch; a hook there is the error that it is without the question."""
+    seen = []
+
+    def loss_fn(model, x):
+        h = model[0](x)
+        seen.append((x.requires_grad, h.requires_grad, h.is_leaf, h.grad_fn is None, h.detach().requires_grad, (h > 0).requires_grad))
+        with torch.no_grad():
+            seen.append((model[0](x).requires_grad,))
+        out = torch.zeros(5, 3)
+        out[:, 1] = h[:, 1]
+        seen.append((out.requires_grad, model[0].weight.is_leaf, model[0].weight.grad_fn is None))
+        return h.square().mean()
+
+    same_training(nn.Sequential(nn.Linear(4, 3)), loss_fn, *batches(5, 4, count=1))
+    assert seen[:3] == seen[3:]
+    assert seen[0] == (False, True, False, False, False, False)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_by_torch_within_a_loss_are_an_error(create_graph):
+    def by_functional(model, x):
+        jacobian = torch.autograd.functional.jacobian(lambda v: model(v).sum(0), x, create_graph=create_graph)
+        return model(x).mean() + jacobian.square().sum()
+
+    def by_grad(model, x):
+        x = x.requires_grad_()
+        return model(x).mean() + torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)[0].square().sum()
+
+    for loss_fn in (by_functional, by_grad):
+        model = nn.Linear(4, 3)
+        step = torch_api.JaxTrainStep(model, loss_fn, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+        with pytest.raises(NotImplementedError, match=r"torch.autograd.grad belongs to torch's graph"):
+            step(*batches(5, 4)[0])
+
+
+class Flagged(nn.Linear):
+    """As ActNorm: it is told once that it has seen data."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("seen", torch.tensor(False))
+
+    def forward(self, x):
+        self.seen.fill_(True)
+        return super().forward(x)
+
+
+def test_a_flag_that_forward_sets():
+    same_training(Flagged(), mean_square, *batches(5, 4))
+
+
+def test_an_encoder_in_eval_with_padding():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    loss_fn = lambda model, x, padding: model(x, src_key_padding_mask=padding).square().mean()  # noqa: E731
+    same_training(encoder, loss_fn, *((x, padding) for (x,) in batches(2, 5, 8)))
+
+
+def test_masked_places_become_a_vector():
+    def loss_fn(model, x):
+        h = x * 1.0
+        h[x[..., 0] > 0] = model.weight[0]
+        h[:, x[0, :, 0] > 0.5] = model.weight[1:2]
+        return model(h).square().mean()
+
+    same_training(nn.Linear(4, 3), loss_fn, *batches(2, 5, 4))
+
+
+def test_comparisons_with_what_is_no_number():
+    def loss_fn(model, x):
+        assert [x == None, x != None, x == "causal", x != "causal"] == [False, True, False, True]  # noqa: E711
+        assert [x.type(), x.double().type()] == ["torch.FloatTensor", "torch.DoubleTensor"]
+        assert [x.type(torch.float64).dtype, x.type("torch.IntTensor").dtype] == [torch.float64, torch.int32]
+        assert [int(torch.tensor([2])), float(torch.tensor([[0.5]])), bool(torch.ones(1, 1))] == [2, 0.5, True]
+        return model(x).square().mean() * torch.tensor([3]).item()
+
+    same_training(nn.Linear(4, 3), loss_fn, *batches(5, 4))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_first_of_the_largest_has_the_gradient(size):
+    ties = torch.tensor([[[1.0, 3, 3, 0, 3, 3, 2]]])
+    compare(lambda x: F.adaptive_max_pool1d(x, size), ties)
+    compare(lambda x: F.adaptive_max_pool2d(x[..., None], (size, 1), return_indices=True)[0], ties)
+    compare(lambda x: nn.AdaptiveMaxPool3d(size)(x[..., None, None].expand(1, 1, 7, 3, 3)), ties)
+
+
+def test_a_bessel_function_at_zero():
+    compare(torch.i0, torch.tensor([0.0, 1.0, -2.0]))
+    compare(torch.special.i0, torch.tensor([0.0, 1.0, -2.0]))
+
+
+def test_a_buffer_without_a_value_cannot_get_one():
+    class Lazy(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.register_buffer("centre", None)
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.centre = y.detach().mean(0) if self.centre is None else self.centre * 0.9
+            return y - self.centre
+
+    model = nn.Sequential(Lazy())
+    step = torch_api.JaxTrainStep(model, mean_square, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"gives the buffer '0.centre' its first value"):
+        step(*batches(5, 4)[0])
