@@ -321,7 +321,7 @@ def _differentiated(*_: Any, **__: Any) -> Any:
 
 OPS[torch.autograd.grad] = Op(_differentiated, None, raw=True)
 # Whether torch's encoder may leave out padding, which it does only where no gradient is asked for: never.
-OPS[torch._nested_tensor_from_mask_left_aligned] = Op(lambda *_: False, None, raw=True)
+op("_nested_tensor_from_mask_left_aligned")(lambda t, mask: False)
 OPS[torch.numel] = Op(lambda x: as_array(x).size, None, raw=True)
 OPS[torch.is_nonzero] = Op(lambda x: bool(as_array(x)), None, raw=True)
 OPS[torch.result_type] = Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True)

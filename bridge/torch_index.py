@@ -110,7 +110,7 @@ def setitem(input: Any, key: Any, value: Any) -> None:
     _in_range(array, made)
     value = jnp.asarray(as_array(value), array.dtype)
     trimmed = jnp.squeeze(value, tuple(range(next((i for i, n in enumerate(value.shape) if n != 1), value.ndim))))
-    chosen = _chosen(made, array.ndim, trimmed.ndim)
+    chosen = _chosen(made, array.shape, trimmed.shape)
     if chosen is not None:
         new = jnp.where(chosen, trimmed, array)
     else:
@@ -120,19 +120,20 @@ def setitem(input: Any, key: Any, value: Any) -> None:
     input.value = new if torch.is_grad_enabled() else unnoticed(array, new)
 
 
-def _chosen(key: Any, ndim: int, width: int) -> Any:
-    """An index of one mask, among whole dims at most, as a mask of all dims; None for another.
+def _chosen(key: Any, shape: tuple[int, ...], value: tuple[int, ...]) -> Any:
+    """An index of one mask, among whole dims at most, as a mask of all dims of an array of this shape; None for another.
 
-    None too where the value, of `width` dims, reaches to what the mask chooses: it may have a number for each element there.
+    None too where a value of that shape does not fit behind what the mask chooses: it may have numbers for each element there.
     """
     keys = key if isinstance(key, tuple) else (key,)
     masks = [i for i, k in enumerate(keys) if isinstance(k, jax.Array) and k.dtype == bool]
     if len(masks) != 1 or any(i != masks[0] and not (isinstance(k, slice) and k == slice(None)) for i, k in enumerate(keys)):
         return None
     mask, before = keys[masks[0]], masks[0]
-    if width > ndim - before - mask.ndim:
+    behind = shape[before + mask.ndim :]
+    if len(value) > len(behind) or any(n not in (1, size) for n, size in zip(value[::-1], behind[::-1], strict=False)):
         return None
-    return mask.reshape((1,) * before + mask.shape + (1,) * (ndim - before - mask.ndim))
+    return mask.reshape((1,) * before + mask.shape + (1,) * len(behind))
 
 
 OPS[torch.Tensor.__getitem__] = Op(getitem, None, raw=True)

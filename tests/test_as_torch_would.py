@@ -125,6 +125,18 @@ def test_masked_places_become_a_vector():
     same_training(nn.Linear(4, 3), loss_fn, *batches(2, 5, 4))
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 4)])
+def test_a_value_that_does_not_fit_behind_a_mask_is_refused(shape):
+    def loss_fn(model, x):
+        x[x[:, 0] > 0] = torch.ones(shape)
+        return model(x).sum()
+
+    model = nn.Linear(4, 3)
+    step = torch_api.JaxTrainStep(model, loss_fn, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    with pytest.raises(NotImplementedError, match="how many elements it chooses depends on values"):
+        step(*batches(5, 4)[0])
+
+
 def test_comparisons_with_what_is_no_number():
     def loss_fn(model, x):
         assert [x == None, x != None, x == "causal", x != "causal"] == [False, True, False, True]  # noqa: E711

@@ -32,6 +32,7 @@ INSIDE = {
     "linalg_matrix_rank": "input",  # A
     "linalg_tensorsolve": "other",  # B
     "sort": "reverse",  # of lists, in TorchScript
+    "flatten": "out_dim",  # of named tensors
 }
 
 
