@@ -127,12 +127,14 @@ def traced_call(
     rng: Any = None,
     train: bool | None = None,
     x64: bool | None = None,
+    constants: dict[int, Any] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Run `function(model, *args, **kwargs)`, where `model` stands in for the module and has `params` and `buffers`.
 
     The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
     `args` arrive as tensors that torch functions, methods, operators and jax's functions take alike. `rng`, `train`, errors
-    as in `module_function`. `x64`: jax's flag for code in jax in it, where torch's is to have 64 bits.
+    as in `module_function`. `x64`: jax's flag for code in jax in it, where torch's is to have 64 bits. `constants` is where
+    the tensors from outside are noted, as of `Trace`.
 
     Returns:
       What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
@@ -143,7 +145,7 @@ def traced_call(
     else:
         held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
-    with RngPooperContext(KEYS), _started(module, rng, x64):
+    with RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
         with nullcontext() if x64 is None else scope(x64 or not literals_keep_their_type()):
@@ -152,11 +154,11 @@ def traced_call(
         return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())
 
 
-def _started(module: nn.Module, rng: Any, x64: bool | None) -> Any:
+def _started(module: nn.Module, rng: Any, x64: bool | None, constants: dict[int, Any]) -> Any:
     """A trace of this module's code, from its beginning."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    return tracing(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants={}, autocast=autocasts(), x64=x64)
+    return tracing(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants=constants, autocast=autocasts(), x64=x64)
 
 
 def _input(path: Any, x: Any) -> Any:

@@ -176,3 +176,39 @@ def test_a_buffer_without_a_value_cannot_get_one():
     step = torch_api.JaxTrainStep(model, mean_square, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"gives the buffer '0.centre' its first value"):
         step(*batches(5, 4)[0])
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_tensors_from_outside_are_read_again_after_a_write(fresh):
+    """A teacher that follows the student, as in DQN, BYOL and mean teachers; `fresh`: at each step another size of batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    pairs = [(m, copy.deepcopy(model).requires_grad_(False)) for m in (model, copy.deepcopy(model))]
+    (_, teacher), (theirs, its_teacher) = pairs
+
+    def loss_of(teacher):
+        return lambda student, x: F.mse_loss(student(x), teacher(x) + 1)
+
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    step = torch_api.JaxTrainStep(model, loss_of(teacher), torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    for n in range(4):
+        x = torch.randn(5 + fresh * (n % 2), 4)
+        optimizer.zero_grad()
+        loss = loss_of(its_teacher)(theirs, x)
+        loss.backward()
+        optimizer.step()
+        assert step(x).item() == pytest.approx(loss.item(), rel=1e-5)
+        with torch.no_grad():
+            for student, follower in pairs:
+                torch._foreach_lerp_(list(follower.parameters()), list(student.parameters()), 0.3)
+    assert step.cache_info().compilations == 4
+    assert step.cache_info().programs <= 1 + fresh  # old ones go
+
+
+def test_tensors_from_outside_cost_no_trace_while_they_stay():
+    weight = torch.ones(3)
+    model = nn.Linear(4, 3)
+    step = torch_api.JaxTrainStep(model, lambda m, x: (m(x) * weight).mean(), torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    for (x,) in batches(5, 4):
+        step(x)
+    assert step.cache_info().compilations == 1

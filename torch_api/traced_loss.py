@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -30,18 +31,26 @@ class TracedLoss:
         wide = any(dtype in (np.float64, np.complex128) for dtype in given)
         self._x64: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree: Any = None
+        self._outside: list[torch.Tensor] = []
+        self._versions: list[int] = []
         self._leaves: list[Any] = []
 
     def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
         own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
-        result, after = traced_call(
-            self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch), rng=jax.random.key(seed), x64=self._x64
-        )
+        constants: dict[int, Any] = {}
+        given = self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch)
+        result, after = traced_call(*given, rng=jax.random.key(seed), x64=self._x64, constants=constants)
+        self._outside = [tensor for tensor, _ in constants.values() if not tensor.is_inference()]
+        self._versions = list(map(_version, self._outside))
         loss, aux = self._parted(result)
         flat, self._tree = jax.tree.flatten(aux)
         self._leaves = [_TRACED if isinstance(x, jax.Array) else x for x in flat]
         after = unnest(after)
         return _checked(loss), [x for x in flat if isinstance(x, jax.Array)], [after[name] for name in self._names[1]]
+
+    def stale(self) -> bool:
+        """Whether a tensor from outside, whose value is a constant of the trace, has been written into since."""
+        return list(map(_version, self._outside)) != self._versions
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not self._has_aux:
@@ -57,6 +66,7 @@ class TracedLoss:
 
 
 _TRACED = object()
+_version = attrgetter("_version")
 
 
 def _checked(loss: Any) -> Any:

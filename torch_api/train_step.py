@@ -264,12 +264,16 @@ class JaxTrainStep:
         return live
 
     def _forward(self, items: Batch) -> Any:
-        """The traced loss for this kind of batch."""
+        """The traced loss for this kind of batch, with the values that tensors from outside have now."""
         found = self._traced.get(items.signature)
+        if found is not None and found.function.stale():
+            for known in (self._forwards, self._traced, self._programs, self._ready, self._lives):
+                known.clear()
+            found = None
         if found is None:
             key = items.signature, self._watch.signature
             found = self._forwards.get(key)
-            if found is None:
+            if found is None or found.function.stale():
                 found = self._forwards[key] = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
             self._traced[items.signature] = found
         return found
@@ -323,8 +327,9 @@ class JaxTrainStep:
         if self._compilations == _MANY:
             warnings.warn(
                 f"{OWNER} has compiled {_MANY} programs: one for each structure, shape and dtype of batch, each int, bool and string in "
-                "it, each set of plain attributes of the modules and each set of trained parameters. Pad batches to a few shapes, drop the "
-                "last one of an epoch (drop_last=True), and pass numbers that change as tensors.",
+                "it, each set of plain attributes of the modules and each set of trained parameters; and another after each write into a "
+                "tensor that loss_fn reads from outside. Pad batches to a few shapes, drop the last one of an epoch (drop_last=True), pass "
+                "numbers that change as tensors, and make what loss_fn reads a buffer of the module.",
                 CompilationWarning,
                 stacklevel=stack_level(),
             )
