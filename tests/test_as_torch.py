@@ -145,7 +145,7 @@ def test_values_and_gradients_are_torchs(name):
     ("where", "name", "broken", "case"),
     [
         (traced, "unnoticed", lambda old, new: jax.lax.stop_gradient(new), "write: data"),
-        (traced, "_DETACHING", frozenset(), "write: detach"),
+        (traced, "DETACHING", frozenset(), "write: detach"),
         (torch_index, "_parted", lambda key: (key, None), "index: number and tensor"),
         (torch_ops, "root", jax.numpy.sqrt, "slope: std"),
         (torch_ops, "flat_at_zero", lambda function, x: function(x), "slope: norm 3"),
