@@ -178,7 +178,7 @@ def interleaved(
     synchronised: bool = True,
     turn: Turn = ONE_STEP,
 ) -> Timing:
-    """In each round every candidate takes one step, in an order that is drawn anew, so that none always comes after the same one.
+    """In each round every candidate takes its turn, in an order that is drawn anew, so that none always comes after the same one.
 
     Args:
       steps: the candidates.

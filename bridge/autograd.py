@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import checkpoint
 
-from .torch_calls import Mode, leaves, unsupported
+from .torch_calls import Mode, follow, leaves, unsupported
 from .traced import TRACE, Traced, as_array, as_traced, where_now
 
 # Where `Function.apply`, and so an `apply` that was kept in a variable, goes on to.
@@ -61,7 +61,9 @@ def tracing(**values: Any) -> Iterator[None]:
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     if TRACE.dispatch is not None and any(isinstance(x, Traced) for x in leaves(args)):
-        return _traced(function, args)
+        out = _traced(function, args)
+        follow(out, args)
+        return out
     return super(_BASE, function).apply(*args, **kwargs)
 
 

@@ -30,7 +30,6 @@ class StandIn:
         self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
         self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
         self._known |= {id(p): self._params[name] for name, p in module.named_parameters()}
-        self._unset = [(m, key) for m in module.modules() for key, b in m._buffers.items() if b is None]
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])
@@ -51,9 +50,9 @@ class StandIn:
                 f"forward writes into the parameter {written[0]!r} (of {len(written)} such), and only buffers have new values when it "
                 "returns. Register what forward changes as a buffer (register_buffer), or write into it outside of the traced call."
             )
-
-        unset = [(m, key) for m, key in self._unset if self._double(m)._buffers.get(key) is not None]
-        given = [f"{self._names[id(m)]}.{key}".lstrip(".") for m, key in unset]
+        doubled = [(m, double) for m, double in self._kept.values() if isinstance(m, nn.Module)]
+        unset = [(m, double._buffers.get(key), key) for m, double in doubled for key, b in m._buffers.items() if b is None]
+        given = [f"{self._names.get(id(m), '?')}.{key}".lstrip(".") for m, now, key in unset if now is not None]
         if given:
             raise ValueError(
                 f"forward gives the buffer {given[0]!r} its first value, and what one compiled program returns is settled before: it "

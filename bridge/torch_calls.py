@@ -169,11 +169,17 @@ def autocasts() -> bool:
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a torch function on traced tensors. What it returns requires grad where torch's result would: code may ask."""
     out = _called(func, args, kwargs)
-    if torch.is_grad_enabled() and func not in DETACHING and any(x.requires_grad for x in leaves((args, kwargs)) if type(x) is Traced):
-        for x in leaves(args[:1] if out is None else out):  # `x[i] = y` returns nothing
+    if func not in DETACHING:
+        follow(args[:1] if out is None else out, (args, kwargs))  # `x[i] = y` returns nothing
+    return out
+
+
+def follow(results: Any, given: Any) -> None:
+    """Have results require grad if what they were computed of does."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves(given) if type(x) is Traced):
+        for x in leaves(results):
             if type(x) is Traced:
                 x.follow()
-    return out
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

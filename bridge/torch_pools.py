@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -71,25 +72,11 @@ def max_unpool(n: int, input: Any, indices: Any, output_size: Any) -> Any:
 
 def _with_places_or_not(function: Any) -> Any:
     """What torch chooses by a flag, in Python that does not ask whether somebody overrides it."""
+    signature = inspect.signature(function)
 
-    def chosen(
-        input: Any,
-        kernel_size: Any,
-        output_size: Any = None,
-        output_ratio: Any = None,
-        return_indices: bool = False,
-        _random_samples: Any = None,
-    ) -> Any:
-        both = dispatch(function, (input, kernel_size, output_size, output_ratio, return_indices, _random_samples), {})
-        return both if return_indices else both[0]
-
-    return chosen
-
-
-def _adaptive_or_not(function: Any) -> Any:
-    def chosen(input: Any, output_size: Any, return_indices: bool = False) -> Any:
-        both = dispatch(function, (input, output_size), {})
-        return both if return_indices else both[0]
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        both = dispatch(function, args, kwargs)
+        return both if signature.bind(*args, **kwargs).arguments.get("return_indices") else both[0]
 
     return chosen
 
@@ -107,7 +94,7 @@ def _register() -> None:
             return max_unpool(n, input, indices, output_size)
 
         name = f"adaptive_max_pool{n}d"
-        OPS[getattr(F, name)] = Op(_adaptive_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)
+        OPS[getattr(F, name)] = Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)
         primitive(name)(adaptive)
         if n > 1:
             name = f"fractional_max_pool{n}d"

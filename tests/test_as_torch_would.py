@@ -212,3 +212,30 @@ def test_tensors_from_outside_cost_no_trace_while_they_stay():
     for (x,) in batches(5, 4):
         step(x)
     assert step.cache_info().compilations == 1
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_the_result_of_a_function_requires_grad():
+    def loss_fn(model, x):
+        assert Doubled.apply(model(x)).requires_grad
+        assert not Doubled.apply(x).requires_grad
+        return Doubled.apply(model(x)).square().mean()
+
+    same_training(nn.Linear(4, 3), loss_fn, *batches(5, 4, count=1))
+
+
+def test_a_full_backward_hook_is_an_error():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model[1].register_full_backward_hook(lambda module, given, out: None)
+    step = torch_api.JaxTrainStep(model, mean_square, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    with pytest.raises(NotImplementedError, match="belongs to torch's graph"):
+        step(*batches(5, 4)[0])

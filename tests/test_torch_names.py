@@ -32,6 +32,8 @@ INSIDE = {
     "linalg_matrix_rank": "input",  # A
     "linalg_tensorsolve": "other",  # B
     "sort": "reverse",  # of lists, in TorchScript
+    "mul": "l n",
+    "ldexp": "i",
     "flatten": "out_dim",  # of named tensors
 }
 
@@ -43,8 +45,8 @@ def schemas(name):
         for overload in packet.overloads():
             schema = getattr(packet, overload)._schema
             names = [a.name for a in schema.arguments if not a.is_out]
-            script = overload in ("int", "float", "complex", "str", "bool", "Scalar_Scalar") or any(len(n) == 1 for n in names)
-            if not script and "Dimname" not in str(schema) and "names" not in names and not overload.startswith("t"):
+            script = overload in ("int", "float", "complex", "str", "bool", "Scalar_Scalar") or {"a", "b"} & set(names)
+            if not script and "Dimname" not in str(schema) and "names" not in names and overload != "t":
                 yield names
 
 

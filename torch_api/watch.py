@@ -34,7 +34,6 @@ class Watch:
         self.buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
         self._tensors = [*self.params.values(), *self.buffers.values()]
         self._parts = [getattr(m, name) for m in self._modules for name in _PARTS]
-        self._hooks = [Same(hook) for m in self._modules for name in _HOOKS for hook in getattr(m, name).values()]
         self._held, self._lengths = self._contents(), list(map(len, self._parts))
         self._own = [vars(m) for m in self._modules]
         self.look()
@@ -49,7 +48,8 @@ class Watch:
     def signature(self) -> tuple[Any, ...]:
         """All that the trace of a loss depends on."""
         kinds = tuple((name, t.shape, t.dtype) for name, t in (*self.params.items(), *self.buffers.items()))
-        return tuple(self._modules), tuple(self._plain), tuple(self._hooks), kinds
+        hooks = tuple(Same(hook) for m in self._modules for name in _HOOKS for hook in getattr(m, name).values())
+        return tuple(self._modules), tuple(self._plain), hooks, kinds
 
     def same(self) -> bool:
         """Whether all is as it was at the last look."""
