@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -187,7 +187,7 @@ def run(
         updates, int32; all of shape (1,).
     """
     if _forked:
-        _refuse_fork()
+        refuse_fork()
     flight, kept, skipped, side_by_side = _Flight(), [], [], []
     flight.programs, flight.packed = len(launches), any(map(_packed, launches))
     flight.may_fail = any(map(_calls_back, launches))
@@ -257,8 +257,10 @@ def _collected(launches: Sequence[Launch]) -> bool:
     return any(copies) or any(launch.rows for launch in launches)
 
 
-def _refuse_fork() -> NoReturn:
-    raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
+def refuse_fork() -> None:
+    """Raise in a process that was forked after jax had started."""
+    if _forked:
+        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
 class _Flight:
@@ -350,7 +352,7 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
 def flight(packed: bool, may_fail: bool) -> _Flight:
     """The flight of one program that is no update alone; `packed`: it works on packs; `may_fail`: while it runs."""
     if _forked:
-        _refuse_fork()
+        refuse_fork()
     alone = _Flight()
     alone.programs, alone.packed, alone.may_fail = 1, packed, may_fail
     return alone

@@ -271,6 +271,11 @@ def launched(optimizer):
     optimizer._launches.build((0, 1, 2, 3), NO_EXTRA, False, optimizer._hyperparams())
 
 
+def made_in_a_fork(net):
+    with mock.patch.object(step, "_forked", True):
+        MaskedAdamW(net.named_parameters(), lr=0.1)
+
+
 def forked(optimizer):
     with mock.patch.object(step, "_forked", True):
         optimizer.step()
@@ -313,6 +318,7 @@ STEPS = [
     Bad("one norm over several devices", launched, stepped(lambda named: MaskedAdamW(named, max_grad_norm=1.0), on_two_devices)),
     Bad("one transformation over several devices", launched, stepped(lambda named: OptaxOptimizer(named, norm_sized()), on_two_devices)),
     Bad("a step in a forked process", forked, stepped()),
+    Bad("an optimizer that is made in a forked process", made_in_a_fork),
     Bad("an average that is not kept", inside("ema_params", lambda opt: None), stepped()),
     Bad("a step inside ema_params", inside("ema_params", lambda opt: opt.step()), stepped(averaged)),
 ]

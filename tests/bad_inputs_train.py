@@ -19,11 +19,11 @@ def loss(model, x, y):
     return F.mse_loss(model["head"](model["body"](x)), y)
 
 
-def made(loss_fn=loss, *, first=True, **options):
+def made(loss_fn=loss, *, first=True, optimizer=None, **options):
     """A train step of a model, after one call."""
 
     def make(net):
-        train_step = JaxTrainStep(net, loss_fn, MaskedAdamW(net.named_parameters(), lr=0.1), **options)
+        train_step = JaxTrainStep(net, loss_fn, MaskedAdamW(net.named_parameters(), lr=0.1, **optimizer or {}), **options)
         if first:
             train_step(X, Y)
         return train_step
@@ -79,6 +79,11 @@ def autocast(train_step):
         train_step(X, Y)
 
 
+def averaged(train_step):
+    with train_step.optimizer.ema_params():
+        train_step(X, Y)
+
+
 def forked(train_step):
     with mock.patch("bridge.step._forked", True):
         train_step(X, Y)
@@ -119,6 +124,8 @@ TABLE = {
         Bad("a call inside jit", lambda s: jax.jit(lambda x: s(x, Y))(jnp.ones((5, 4))), made()),
         Bad("a donated array", lambda s: s(donated(), Y), made()),
         Bad("a call inside torch.autocast", autocast, made()),
+        Bad("a train step inside ema_params", averaged, made(optimizer={"ema_decay": 0.9})),
+        Bad("a micro-batch inside ema_params", averaged, made(optimizer={"ema_decay": 0.9}, accumulate=2)),
         Bad("a copy of a train step", copy.deepcopy, made()),
         Bad("an extra argument that no transformation takes", lambda s: s(X, Y, value=1.0), made()),
         Bad("a call in a forked process", forked, made()),

@@ -209,7 +209,7 @@ def check_zero_resumes_where_it_stopped(_):
     dist.broadcast_object_list(saved, src=0)
     plain = torch.optim.AdamW(groups_of(Net()))
     plain.load_state_dict(saved[0])
-    assert len(plain.state) == len(trained(model)) + 1  # fixed.weight has a lone step
+    assert len(plain.state) == len(trained(model)) + 1  # fixed.weight has an empty entry
     again = DistributedDataParallel(Net())
     again.load_state_dict(copy.deepcopy(model.state_dict()))
     train(model, optimizer, STEPS, 3)

@@ -308,3 +308,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(make, tex
     assert all(torch.equal(after["state"][i][k], before["state"][i][k]) for i in before["state"] for k in before["state"][i])
     assert all(torch.equal(p, v) for p, v in zip(params, values, strict=True))
     advance(optimizer, params, 1, seed=2)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "SGD", "RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop", "Adafactor"])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_torch_goes_on_from_a_checkpoint_with_frozen_parameters(name, frozen):
+    """The trained one as we would; the other, which torch trains, from the beginning."""
+    params, options = random_params()[:2], {"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
+    optimizer = getattr(torch_api, f"Masked{name}")(named(params), mask=f"layer{1 - frozen}.*", **options)
+    advance(optimizer, params, 3, seed=1)
+    theirs, alone = clones(params), clones(params)
+    plain, fresh = (getattr(torch.optim, name)(own, **options) for own in (theirs, alone))
+    plain.load_state_dict(through_a_file(optimizer.state_dict()))
+    for one, own in ((optimizer, params), (plain, theirs), (fresh, alone)):
+        advance(one, own, 2, seed=2)
+    torch.testing.assert_close(theirs[1 - frozen], params[1 - frozen], rtol=1e-5, atol=1e-6)
+    assert torch.equal(theirs[frozen], alone[frozen])
+    assert not torch.equal(alone[1 - frozen], params[1 - frozen]), "the state is of no account"

@@ -533,6 +533,18 @@ def test_a_count_that_torch_does_not_keep():
         to_optax_state(optimizer, tx)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, MaskedSGD])
+def test_a_count_of_an_optimizer_without_state(make):
+    net = Net()
+    optimizer = make(net.named_parameters(), lr=1e-2)
+    in_torch(optimizer, range(3))
+    tx = optax.sgd(optax.linear_schedule(1e-2, 0.0, 10))
+    assert int(to_optax_state(optimizer, tx, count=3)[1].count) == 3
+    with pytest.raises(ValueError, match=r"nothing for '1.count': .* Give count"):
+        to_optax_state(optimizer, tx)
+    assert not jax.tree.leaves(to_optax_state(optimizer, optax.sgd(1e-2)))
+
+
 def test_tied_parameters_are_one():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
     net["b"].weight = net["a"].weight

@@ -16,7 +16,7 @@ from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_sca
 from .plan import Leaf, has_state
 from .shards import laid
 
-FROZEN = "step"  # all that the state of a frozen parameter is, in a state_dict; torch.optim.Adam loads no state without it
+FROZEN = "step"  # all that the state of a frozen parameter was in the state_dict of 0.1
 
 
 class _Saved:
@@ -110,11 +110,11 @@ def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
 
 
 def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
-    """Give each frozen parameter that requires grad a scalar in `state`: torch.distributed.checkpoint loads strictly and wants an entry."""
+    """Give each frozen parameter that requires grad an empty entry in `state`: torch.distributed.checkpoint loads strictly."""
     positions = [index for group in state_dict["param_groups"] for index in group["params"]]
     for index, is_frozen in zip(positions, frozen, strict=True):
         if is_frozen and index not in state_dict["state"]:
-            state_dict["state"][index] = {FROZEN: torch.zeros(())}
+            state_dict["state"][index] = {}
 
 
 def _aligned(optimizer: Any, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -213,9 +213,9 @@ def _given(
             found.append((param, param.fields[field]))
         elif param.fields and last in param.hidden:
             found.append((param, torch.tensor(param.hidden[last])))
-        elif param.fields and place.is_count and count is not None:
+        elif (param.fields or param.stateless) and place.is_count and count is not None:
             found.append((param, torch.tensor(count)))
-        elif param.fields and not place.is_setting:
+        elif (param.fields and not place.is_setting) or (param.stateless and place.is_count):
             remedy = (
                 "Give count, how many updates there were." if place.is_count else "Give the transformation that goes with it, or no tx."
             )
@@ -230,7 +230,7 @@ def _given(
                 f"{what}: {place.shown!r} has shape {shape} in the state of this transformation, but the optimizer's of {param.name!r} "
                 f"has {tuple(tensor.shape)}. Give the transformation that goes with it, or no tx."
             )
-    late = [params[i] for i in place.members if not params[i].fields and not place.is_setting]
+    late = [params[i] for i in place.members if not (params[i].fields or params[i].stateless or place.is_setting)]
     others = found[1:] + [(param, torch.as_tensor(np.asarray(initial()))) for param in late[:1]]
     for param, tensor in others:
         if tensor is not found[0][1] and not torch.equal(tensor.to(found[0][1].dtype), found[0][1]):

@@ -156,6 +156,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
         `move` False leaves the memory to the first step: an unpickler still holds on to what it has made.
         """
+        step.refuse_fork()
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         kept = self._options.kept(self.ema_decay is not None)
@@ -378,9 +379,9 @@ class OptaxOptimizer(GroupedOptimizer):
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with a lone scalar "step" as the state of each frozen parameter that still requires grad.
+        """torch's, with an empty entry for each frozen parameter that still requires grad.
 
-        torch.distributed.checkpoint loads strictly and wants an entry for it; loading passes over it.
+        torch.distributed.checkpoint loads strictly and wants one; whoever loads it begins that state at the first gradient.
         """
 
         def complete(_: Any, state_dict: dict[str, Any]) -> None:  # between the user's pre-hooks and post-hooks

@@ -28,7 +28,11 @@ _RULES: dict[str, Rule] = {
 
 
 class Param(NamedTuple):
-    """A parameter of an optimizer: `fields` is its state as it is, empty where there is none or it is frozen."""
+    """A parameter of an optimizer.
+
+    fields: its state as it is, empty where there is none or it is frozen. stateless: it never has any (SGD without momentum),
+    so nobody knows how often it was updated.
+    """
 
     name: str
     path: Path
@@ -37,6 +41,7 @@ class Param(NamedTuple):
     trained: bool
     fields: dict[str, torch.Tensor]
     hidden: Mapping[str, float]
+    stateless: bool = False
 
 
 def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> list[Param]:
@@ -59,7 +64,8 @@ def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Mod
                 f"{what}: {shards.described(p, name)}, and a process holds a part of its state only. Gather it first "
                 "(torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True)."
             )
-        found.append(Param(name, path, p, group, id(p) in trained, fields, {} if rule is None else rule.hidden))
+        param = Param(name, path, p, group, id(p) in trained, fields, {} if rule is None else rule.hidden)
+        found.append(param._replace(stateless=rule is not None and param.trained and not fields and not expected(optimizer, param)))
     return found
 
 

@@ -64,7 +64,7 @@ class JaxTrainStep:
         each int, bool and string in it, and the modules' plain attributes (`training`, `p` of a dropout).
       optimizer: any of torch_api. A transformation that takes extra arguments gets `value`, the loss,
         and `value_fn`, the loss as a function of the trained parameters (L-BFGS, line searches), unless they are given.
-      accumulate: at every so-manieth call the update is made, with the mean of the gradients of these calls; the other calls
+      accumulate: how many calls make one update, at the last of them, with the mean of their gradients; the other calls
         only add theirs up, in donated memory, float32 for half types. Learning rates are read at the call that updates.
       has_aux: whether loss_fn gives `(loss, aux)`; aux is any tree, its arrays come back as tensors.
 
@@ -120,6 +120,8 @@ class JaxTrainStep:
     def __call__(self, *batch: Any, **extra_args: Any) -> Any:
         """One step on this batch; `extra_args` are further arguments of the transformation, as of `optimizer.step`."""
         refuse_autocast()
+        if self.optimizer._exchange.inside:
+            self.optimizer._exchange.refuse(OWNER)
         updates = self._pending + 1 >= self.accumulate
         arguments = self._arguments(extra_args) if updates else None
         if self.optimizer._group_signature() != self.optimizer._signature:
