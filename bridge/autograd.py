@@ -6,9 +6,10 @@ torch's own `apply` would run the forward without a graph, as it does in eager c
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -17,29 +18,37 @@ import torch
 from torch.utils import checkpoint
 
 from .torch_calls import Mode, follow, leaves, unsupported
-from .traced import TRACE, Traced, as_array, as_traced, where_now
+from .trace import TRACE, where_now
+from .traced import Traced, as_array, as_traced, next_key
 
 # Where `Function.apply`, and so an `apply` that was kept in a variable, goes on to.
 _BASE: Any = torch.autograd.Function.__mro__[1]
 _lock = threading.Lock()
 _active = 0
+_patched = ExitStack()
 
 
 @contextmanager
 def functions_traced() -> Iterator[None]:
-    """While a trace goes on, on whichever thread: a Function on traced tensors is ours, on others torch's as ever."""
+    """While a trace goes on, on whichever thread: a Function on traced tensors is ours, on others torch's as ever.
+
+    What torch.compile has made runs as the Python that it was made of.
+    """
     global _active
     with _lock:
-        _active += 1
-        if _active == 1:
+        if not _active:
+            if "torch._dynamo" in sys.modules:
+                _patched.enter_context(torch.compiler.set_stance("force_eager"))
             _BASE.apply = classmethod(_apply)
+            _patched.callback(delattr, _BASE, "apply")
+        _active += 1
     try:
         yield
     finally:
         with _lock:
             _active -= 1
             if not _active:
-                del _BASE.apply
+                _patched.close()
 
 
 @contextmanager
@@ -102,27 +111,32 @@ def _traced(function: Any, args: tuple[Any, ...]) -> Any:
     if function is checkpoint.CheckpointFunction:  # XLA itself decides what is kept for the backward
         run, _, *rest = args
         return run(*rest)
+    if function.__module__ == "torch.distributions.dirichlet":  # whose backward is a series in torch's C code
+        return torch._sample_dirichlet(*args)
     if any(isinstance(x, Traced) for x in leaves([x for x in args if not isinstance(x, Traced)])):
         raise unsupported(function.apply, f" ({function.__name__} is given traced tensors within a container)")
     places = [i for i, x in enumerate(args) if isinstance(x, Traced)]
     # jax runs a backward, and perhaps a forward again, when the code that called it has returned.
-    call, resumed = _Call(function, args, places), functools.partial(tracing, **TRACE.__dict__ | {"rng": None, "constants": {}})
+    call, resumed = _Call(function, args, places), functools.partial(tracing, **TRACE.__dict__ | {"drawn": 0, "constants": {}})
+    keys = (None, None) if TRACE.rng is None else tuple(jax.random.split(next_key(f"{function.__name__}.apply")))
 
     @jax.custom_vjp
-    def run(*given: Any) -> list[Any]:
-        with resumed():
+    def run(keys: Any, *given: Any) -> list[Any]:
+        with resumed(rng=keys[0]):
             return call.forward(given)[0]
 
-    def forward(*given: Any) -> tuple[list[Any], list[Any]]:
-        with resumed():
-            return call.forward(given)
+    def forward(keys: Any, *given: Any) -> tuple[list[Any], tuple[Any, list[Any]]]:
+        with resumed(rng=keys[0]):
+            results, kept = call.forward(given)
+        return results, (keys, kept)
 
-    def backward(kept: list[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
-        with resumed():
-            return call.backward(kept, grads)
+    def backward(kept: tuple[Any, list[Any]], grads: Sequence[Any]) -> tuple[Any, ...]:
+        keys, arrays = kept
+        with resumed(rng=keys[1]):
+            return None, *call.backward(arrays, grads)
 
     run.defvjp(forward, backward)
-    return call.outputs(run(*(args[i].value for i in places)))
+    return call.outputs(run(keys, *(args[i].value for i in places)))
 
 
 class _Call:

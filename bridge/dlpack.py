@@ -227,6 +227,10 @@ def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Ten
         raise ValueError(
             f"{title} was donated or deleted and has no memory. Keep the result of the call that took it, or pass a copy there."
         )
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"{title} is a random key, which torch has not. Pass jax.random.key_data(key); wrap_key_data makes a key of it again."
+        )
     if len(array.devices()) != 1:
         raise ValueError(f"{title} is sharded over {len(array.devices())} devices; expected one. Pass array.addressable_shards[i].data.")
     if copy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from .fusion import client_started
 from .masks import path_name
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
-from .traced import TRACE, Traced, as_array, as_traced
+from .trace import TRACE
+from .traced import Traced, as_array, as_traced
 from .widths import is_wide, keeps, narrow
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
@@ -66,11 +67,11 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     nothing is kept under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
     the arguments and is itself such a function.
 
-    `torch.func` (grad, vjp, jvp, vmap, and combinations), forward-mode and batched gradients work where jax can transform
-    `fn`; under vmap a random key is the same for all. Under autocast it computes in the types that it is given, like
-    `torch.amp.custom_fwd` without `cast_inputs`. Threads may share it. torch.compile breaks its graph here. It can be pickled
-    if `fn` can; programs stay behind. Within `module_function` and `JaxTrainStep` `fn` becomes a part of their program, with
-    their types of 64 bits.
+    `torch.func` (grad, vjp, jvp, vmap, and combinations) and forward mode work where jax can transform `fn`; under vmap a random
+    key is the same for all. torch's old vmap (`is_grads_batched`, `vectorize=True`) is an error. Under autocast it computes in the
+    types that it is given, like `torch.amp.custom_fwd` without `cast_inputs`. Threads may share it. torch.compile breaks its graph
+    here. It can be pickled if `fn` can; programs stay behind. Within `module_function` and `JaxTrainStep` `fn` becomes a part of
+    their program, with their types of 64 bits.
 
     Raises:
       TypeError: an argument is a tracer (call `fn` itself inside jax) or not hashable; an output is no array.
@@ -287,11 +288,7 @@ class _Recorded(torch.autograd.Function):
         if not given:
             return tuple(out)
         saved, chosen = ctx.saved_tensors, [grads[i] for i in given]
-        if any(map(_is_legacy_batch, chosen)):
-            raise RuntimeError(
-                "jax_function: is_grads_batched=True and vectorize=True batch by torch's old vmap, which no function of one's own can "
-                "follow. Use torch.func: jacrev, or vmap over what torch.func.vjp returns."
-            )
+        _refuse_legacy_batch(chosen)
         if torch.is_grad_enabled() or _transformed():
             pull = program.pullback(wanted, given, needed)
             found = _apply(pull, others, [*saved[: len(needed)], *chosen], _transformed())
@@ -333,6 +330,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         program = ctx.program
+        _refuse_legacy_batch(tangents[2:])
         given = tuple(i for i, t in enumerate(tangents[2:]) if t is not None and jax.numpy.issubdtype(program.tensors[i].dtype, np.inexact))
         tensors = [*ctx.saved_tensors, *(tangents[2 + i] for i in given)]
         found = iter(_apply(program.pushforward(given), ctx.others, tensors, _transformed()))
@@ -374,6 +372,14 @@ _functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_tra
 def _transformed() -> bool:
     """Whether torch transforms what runs now; always, where it does not tell, which costs 15 us a call."""
     return _functorch_is_active() or getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def _refuse_legacy_batch(tensors: Iterable[Any]) -> None:
+    if any(isinstance(x, torch.Tensor) and _is_legacy_batch(x) for x in tensors):
+        raise RuntimeError(
+            "jax_function: is_grads_batched=True and vectorize=True batch by torch's old vmap, which no function of one's own can "
+            "follow. Use torch.func: jacrev or jacfwd, or vmap over what torch.func.vjp returns."
+        )
 
 
 def _integers(program: Program, outs: Sequence[Any]) -> list[torch.Tensor]:

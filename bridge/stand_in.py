@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .traced import TRACE, Traced, as_traced
+from .trace import TRACE
+from .traced import Traced, as_traced
 
 COPIED = (dict, OrderedDict, list, tuple, set)
 
@@ -26,6 +27,7 @@ class StandIn:
 
     def __init__(self, module: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any], train: bool | None):
         self._names = {id(m): name for name, m in module.named_modules()}
+        _refuse_backward_hooks(module)
         self._known: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
         self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
@@ -125,6 +127,17 @@ class StandIn:
                 TRACE.path = before
 
         return forward
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    """Raise for a hook on gradients of a module, which torch hangs on its graph."""
+    for name, m in module.named_modules():
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise NotImplementedError(
+                f"{name or 'the module itself'!r} ({type(m).__name__}) has a backward hook, which belongs to torch's graph, and there is "
+                "none for values that jax traces. Remove it (the handle's remove()), or change the gradient in forward, by a "
+                "torch.autograd.Function."
+            )
 
 
 def _adapted(m: nn.Module, double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .traced import TRACE
+from .trace import TRACE
 
 
 def on_cpu() -> bool:

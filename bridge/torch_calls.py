@@ -1,8 +1,8 @@
 """What happens when torch code that jax traces calls a torch function: the table of implementations and the order of search.
 
-A function is looked for among those that the user registered with `torch2jax.implements`, then in the table here, then among
-torch2jax's own; one that is written in Python runs as it stands, on traced values; any other is an error that names it.
-torch2jax's table itself is left as it is, for those who use torch2jax beside this.
+A function is looked for among those that the user registered with `torch2jax.implements`, then in the table here; one that is
+written in Python runs as it stands, on traced values; any other is an error that names it. torch2jax's own table is not asked,
+and is left as it is, for those who use torch2jax beside this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from jax.core import Tracer
 from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
 
 from .dlpack import to_torch, x64
-from .traced import DETACHING, TRACE, Traced, as_array, where_now
+from .trace import TRACE, value_needed, where_now
+from .traced import DETACHING, Traced, as_array
 from .writes import unnoticed
 
 PRISTINE = dict(HANDLED_FUNCTIONS)
@@ -75,7 +76,7 @@ class Op(NamedTuple):
 
 
 OPS: dict[Any, Op] = {}
-BODIES: set[Any] = set()  # written in Python in torch, and better so than torch2jax's own
+BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # how large the result is depends on values, and torch does not say so
 
 
 def functions_named(name: str) -> list[Any]:
@@ -201,11 +202,6 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
     if found is not None:
         return _run(found, func, args, kwargs)
-    if theirs is not None and func not in BODIES:
-        try:
-            return wrapped(theirs(*args, **kwargs))
-        except (AssertionError, NotImplementedError, TypeError) as error:
-            raise unsupported(func, f" (torch2jax: {error})") from error
     if getattr(func, "__name__", "") in META:
         with torch._C.DisableTorchFunction():
             return func(*(x.laid_out() if isinstance(x, Traced) else x for x in args), **kwargs)
@@ -218,8 +214,10 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What torch itself makes of values that are all known while jax traces, where there is no implementation: indices of a fixed mask."""
-    known = not any(isinstance(as_array(x), Tracer) for x in leaves((args, dict(kwargs))))
-    if not known or "out" in kwargs or func.__name__.endswith("_") or _draws(func):
+    unknown = _unknown(args, kwargs)
+    if unknown is not None and (func.__name__ in BY_VALUES or _tagged(func, torch.Tag.dynamic_output_shape)):
+        raise value_needed(_importable(func), unknown)
+    if unknown is not None or "out" in kwargs or func.__name__.endswith("_") or _tagged(func, torch.Tag.nondeterministic_seeded):
         raise unsupported(func)
 
     def plain(x: Any) -> Any:
@@ -234,11 +232,17 @@ def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         return traced(func(*plain(args), **{name: plain(x) for name, x in kwargs.items()}))
 
 
-def _draws(func: Any) -> bool:
-    """Whether it draws from torch's generator."""
+def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tracer | None:
+    """The first among the arguments whose values jax does not know; a number before tensors, for it is what nobody expects."""
+    unknown = [x for x in map(as_array, leaves((args, dict(kwargs)))) if isinstance(x, Tracer)]
+    return min(unknown, key=lambda x: bool(x.shape), default=None)
+
+
+def _tagged(func: Any, tag: torch.Tag) -> bool:
+    """Whether torch says this of the function: that it draws from its generator, or that values decide the shape."""
     packet = getattr(torch.ops.aten, func.__name__, None)
     forms = [getattr(packet, form) for form in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
+    return any(tag in form.tags for form in forms)
 
 
 def _importable(func: Any) -> str:
@@ -256,6 +260,11 @@ def _importable(func: Any) -> str:
 def unsupported(func: Any, why: str = "") -> NotImplementedError:
     """The error for a function without an implementation, or not for these arguments."""
     name = _importable(func)
+    if getattr(func, "namespace", "") == "prims":
+        return NotImplementedError(
+            f"torch.vmap, torch.func or TorchScript is at work {where_now()}, beneath the functions that jax can stand in for ({name} was "
+            "met). Use jax.vmap, jax.grad or jax.jacrev there, of functions of jnp.asarray(x), and a scripted function's own Python."
+        )
     return NotImplementedError(
         f"{name} has no implementation in jax, and is called {where_now()}{why}. Give one with "
         f"torch2jax.implements({name}), replace that submodule's forward by other operations, or ask for it in an issue."
@@ -291,7 +300,11 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return viewed(found, func, args, kwargs)
     given, named = arrays(args), arrays(kwargs)
     with _known_values(found, given, named):
-        result = found.handler(*given, **named)
+        try:
+            result = found.handler(*given, **named)
+        except jax.errors.ConcretizationTypeError as error:
+            unknown = _unknown(given, named)
+            raise error if unknown is None else value_needed(_importable(func), unknown) from error
     target = args[0] if inplace else out
     if target is None:
         return wrapped(result)

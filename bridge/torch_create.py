@@ -1,4 +1,4 @@
-"""Torch functions that make tensors, draw random numbers by key, or change their type; and matrix products."""
+"""Torch functions that make tensors or change their type."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from .torch_calls import OPS, Op, arrays, op
-from .torch_ops import floating
-from .traced import as_array, default_float, jax_dtype, next_key, no_graph, promoted, torch_dtype
+from .trace import no_graph
+from .traced import as_array, jax_dtype, promoted, torch_dtype
 
 # Below this many elements a new constant is computed at once and not in the program, so that torch code may branch on it.
 AT_ONCE = 4096
@@ -50,18 +50,19 @@ def _register_filled() -> None:
             return _filled(flat(_.get("size") or size), value, jax_dtype(dtype) if dtype else _dtype_of(input))
 
         for func, handler in ((name, make), (f"{name}_like", like), (f"new_{name}", new)):
-            _always(func, handler)
+            always(func, handler)
 
-    _always("empty_strided", lambda size, stride, *, dtype=None, **_: make(size, dtype=dtype, value=0))
-    _always("empty_permuted", lambda size, physical_layout, *, dtype=None, **_: make(size, dtype=dtype, value=0))
-    _always("new_empty_strided", lambda input, size, stride, *, dtype=None, **_: new(input, size, dtype=dtype, value=0))
+    always("empty_strided", lambda size, stride, *, dtype=None, **_: make(size, dtype=dtype, value=0))
+    always("empty_permuted", lambda size, physical_layout, *, dtype=None, **_: make(size, dtype=dtype, value=0))
+    always("new_empty_strided", lambda input, size, stride, *, dtype=None, **_: new(input, size, dtype=dtype, value=0))
 
 
 def _dtype_of(x: Any) -> Any:
     return jax_dtype(x.dtype) if isinstance(x, torch.Tensor) else x.dtype
 
 
-def _always(name: str, handler: Any) -> None:
+def always(name: str, handler: Any) -> None:
+    """Register what has no traced argument, or need have none."""
     op(name, always=True)(handler)
 
 
@@ -109,6 +110,14 @@ def new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Any:
     return tensor(data, dtype or torch_dtype(input))
 
 
+@op("new", always=True, raw=True)
+def new(input: Any, *size: Any, **_: Any) -> Any:
+    """A tensor of these sizes, or of these numbers, of the dtype of input."""
+    if len(size) == 1 and isinstance(size[0], list | tuple) and type(size[0]) is not torch.Size:
+        return tensor(arrays(size[0]), input.dtype)
+    return _filled(flat(_.get("size") or size or (0,)), 0, jax_dtype(input.dtype))
+
+
 @op("arange", always=True)
 def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, **_: Any) -> Any:
     """Numbers in steps."""
@@ -137,111 +146,6 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any
 def eye(n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Any:
     """The identity."""
     return create(lambda: jnp.eye(n, m, dtype=jax_dtype(dtype or torch.get_default_dtype())), n * (m or n))
-
-
-def _draw(name: str) -> Callable[..., Any]:
-    return {"rand": jax.random.uniform, "randn": jax.random.normal}[name]
-
-
-def _register_random() -> None:
-    for name in ("rand", "randn"):
-
-        def make(*size: Any, dtype: Any = None, name: str = name, **_: Any) -> Any:
-            return _draw(name)(next_key(f"torch.{name}"), flat(_.get("size") or size), jax_dtype(dtype or torch.get_default_dtype()))
-
-        def like(input: Any, *, dtype: Any = None, name: str = name, **_: Any) -> Any:
-            return _draw(name)(next_key(f"torch.{name}_like"), tuple(input.shape), jax_dtype(dtype) if dtype else input.dtype)
-
-        _always(name, make)
-        _always(f"{name}_like", like)
-
-
-_register_random()
-
-
-@op("randint", always=True)
-def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> Any:
-    """Whole numbers, low to high - 1."""
-    if size is None:
-        low, high, size = 0, low, high
-    return jax.random.randint(next_key("torch.randint"), tuple(size), low, high, jax_dtype(dtype))
-
-
-@op("randint_like", always=True)
-def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> Any:
-    """Whole numbers in this shape."""
-    low, high = (0, low) if high is None else (low, high)
-    drawn = jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(torch.int64))
-    return drawn.astype(jax_dtype(dtype) if dtype else input.dtype)
-
-
-@op("randperm", always=True)
-def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> Any:
-    """A permutation."""
-    return jax.random.permutation(next_key("torch.randperm"), n).astype(jax_dtype(dtype))
-
-
-@op("normal", always=True)
-def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
-    """Normal numbers of this mean and deviation."""
-    if size is None:
-        size = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
-    drawn = jax.random.normal(next_key("torch.normal"), tuple(size), jax_dtype(dtype) if dtype else default_float())
-    drawn, mean, std = promoted(drawn, mean, std)
-    return drawn * std + mean
-
-
-@op("bernoulli", always=True)
-def bernoulli(input: Any, p: Any = None, **_: Any) -> Any:
-    """One with this probability, else zero."""
-    chance = input if p is None else p
-    return jax.random.bernoulli(next_key("torch.bernoulli"), chance, input.shape).astype(input.dtype)
-
-
-@op("multinomial", always=True)
-def multinomial(input: Any, num_samples: int, replacement: bool = False, **_: Any) -> Any:
-    """Places by weight; without replacement by the largest of weights with Gumbel noise."""
-    logits, key = jnp.log(floating(input)), next_key("torch.multinomial")
-    if replacement:
-        drawn = jax.random.categorical(key, logits[..., None, :], shape=(*input.shape[:-1], num_samples))
-    else:
-        drawn = jax.lax.top_k(logits + jax.random.gumbel(key, logits.shape, logits.dtype), num_samples)[1]
-    return drawn.astype(jax_dtype(torch.int64))
-
-
-def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
-    def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        return draw(next_key(f"torch.Tensor.{name}"), input, *args, **kwargs).astype(input.dtype)
-
-    OPS[getattr(torch.Tensor, name)] = Op(fill, None, always=True, inplace=True)
-
-
-def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Any:
-    low, high = bounds.get("from", from_), bounds.get("to", to)
-    return jax.random.uniform(key, x.shape, floating(x).dtype, low, high)
-
-
-_inplace_draw("uniform_", _uniform)
-_inplace_draw("normal_", lambda key, x, mean=0.0, std=1.0: jax.random.normal(key, x.shape, x.dtype) * std + mean)
-_inplace_draw("bernoulli_", lambda key, x, p=0.5: jax.random.bernoulli(key, p, x.shape))
-_inplace_draw("exponential_", lambda key, x, lambd=1.0: jax.random.exponential(key, x.shape, x.dtype) / lambd)
-
-
-_inplace_draw("geometric_", lambda key, x, p: jax.random.geometric(key, p, x.shape))
-_inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy(key, x.shape, x.dtype) * sigma + median)
-_inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, x.dtype) * std + mean))
-
-
-def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> Any:
-    low, high = bounds.get("from", low), high if to is None else to
-    if high is None:  # one number is the end; without one it is what the dtype holds
-        real = jnp.issubdtype(x.dtype, jnp.floating)
-        most = 2 ** (jnp.finfo(x.dtype).nmant + 1) if real else 2 if x.dtype == bool else int(jnp.iinfo(x.dtype).max)
-        low, high = 0, most if low is None else low
-    return jax.random.randint(key, x.shape, low or 0, high, jax_dtype(torch.int64))
-
-
-_inplace_draw("random_", _random)
 
 
 @op("fill")
@@ -334,57 +238,3 @@ OPS[torch.Tensor.is_shared] = Op(lambda x: True, None, raw=True)
 def conj(input: Any) -> Any:
     """The complex conjugate."""
     return jnp.conj(input) if jnp.iscomplexobj(input) else input
-
-
-op("inner")(lambda input, other: jnp.inner(input, other))
-op("dot")(lambda input, tensor: jnp.inner(input, tensor))
-op("vdot")(lambda input, other: jnp.vdot(input, other))
-
-
-@op("linalg_vecdot")
-def vecdot(input: Any, other: Any, *, dim: int = -1) -> Any:
-    """The products of vectors along a dim, the first conjugated."""
-    input, other = promoted(input, other)
-    return jnp.sum(jnp.conj(input) * other, dim)
-
-
-@op("matmul", "__matmul__", "linalg_matmul")
-def matmul(input: Any, other: Any) -> Any:
-    """A matrix product."""
-    return jnp.matmul(input, other)
-
-
-op("mm", "bmm")(lambda input, mat2: jnp.matmul(input, mat2))
-op("mv")(lambda input, vec: jnp.matmul(input, vec))
-
-
-@op("__rmatmul__")
-def rmatmul(input: Any, other: Any) -> Any:
-    """other @ input."""
-    return jnp.matmul(other, input)
-
-
-@op("outer", "ger")
-def outer(input: Any, vec2: Any) -> Any:
-    """All products of two vectors."""
-    return jnp.outer(*promoted(input, vec2))
-
-
-@op("addmm")
-def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """beta * input + alpha * (mat1 @ mat2)."""
-    product = jnp.matmul(mat1, mat2)
-    product = product if alpha == 1 else product * jnp.asarray(alpha, product.dtype)
-    return product if beta == 0 else product + (input if beta == 1 else input * jnp.asarray(beta, product.dtype))
-
-
-op("addmv")(lambda input, mat, vec, *, beta=1, alpha=1: addmm(input, mat, vec, beta=beta, alpha=alpha))
-op("baddbmm")(lambda input, batch1, batch2, *, beta=1, alpha=1: addmm(input, batch1, batch2, beta=beta, alpha=alpha))
-
-
-@op("einsum")
-def einsum(equation: Any, *operands: Any) -> Any:
-    """Einstein's summation."""
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
-    return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))

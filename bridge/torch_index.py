@@ -13,7 +13,8 @@ import torch
 from jax.core import Tracer
 
 from .torch_calls import OPS, Op, leaves
-from .traced import Traced, as_array, where_now
+from .trace import where_now
+from .traced import Traced, as_array
 from .writes import unnoticed
 
 

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .attention import attended, bounded
 from .stored import gradient_once, on_cpu, once
-from .torch_calls import BODIES, OPS, Op, op, primitive
+from .torch_calls import OPS, Op, op, primitive
 from .torch_ops import cast, lines, places
 from .traced import as_array, next_key
 from .writes import unnoticed
@@ -265,7 +265,7 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
 
 def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
-    return _standardised(axes, eps, x, jnp.ones((), x.dtype))
+    return _standardised(axes, x, jnp.ones((), x.dtype), jnp.asarray(eps, x.dtype))
 
 
 def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
@@ -273,20 +273,20 @@ def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
     return jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _standardised(axes: tuple[int, ...], eps: float, x: Any, scale: Any) -> Any:
-    """Mean zero and variance one along axes, times a scale that is the same along them."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _standardised(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> Any:
+    """Mean zero and variance one along axes, times a scale that is the same along them; eps has no gradient."""
     mean, var = moments(x, axes)
     return (x - mean) * lax.rsqrt(var + eps) * scale
 
 
 @functools.partial(_standardised.defjvp, symbolic_zeros=True)
-def _(axes: tuple[int, ...], eps: float, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _(axes: tuple[int, ...], primals: tuple[Any, Any, Any], tangents: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     """Transposed: two sums over the gradient, the very ones that a bias and a scale have.
 
     Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3; what is the same along the axes is multiplied last.
     """
-    (x, scale), (change, d_scale) = primals, tangents
+    (x, scale, eps), (change, d_scale, _) = primals, tangents
     mean, var = moments(x, axes)
     inverse = lax.rsqrt(var + eps)
     plain, parts = (x - mean) * inverse, []
@@ -296,7 +296,7 @@ def _(axes: tuple[int, ...], eps: float, primals: tuple[Any, Any], tangents: tup
         parts = [change + sums[0] + plain * sums[1]]
     if not isinstance(d_scale, SymbolicZero):
         parts.append(plain * d_scale)
-    return _standardised(axes, eps, x, scale), sum(parts) if parts else jnp.zeros_like(x)
+    return _standardised(axes, x, scale, eps), sum(parts) if parts else jnp.zeros_like(x)
 
 
 def _affine(x: Any, weight: Any, bias: Any) -> Any:
@@ -364,7 +364,7 @@ def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, train
             _move(mean, use_mean, factor)
             _move(var, use_var * (n / (n - 1)), factor)
         scale = jnp.ones((), x.dtype) if weight is None else weight.astype(x.dtype)
-        out = _affine(_standardised(axes, eps, x, scale), None, bias)
+        out = _affine(_standardised(axes, x, scale, jnp.asarray(eps, x.dtype)), None, bias)
     return jnp.moveaxis(out, -1, 1).astype(raw.dtype)
 
 
@@ -432,7 +432,3 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     """g * v / |v|, the norm over all dims but one."""
     axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim % v.ndim)
     return v * (g / jnp.sqrt(jnp.sum(jnp.square(v), axes, keepdims=True)))
-
-
-# Written in Python, of operations that are there: as it stands, with masks, biases and dropout that torch2jax's own lacks.
-BODIES.add(F.multi_head_attention_forward)

@@ -10,9 +10,62 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 
 from .torch_calls import op
-from .torch_create import addmm, matmul, outer
 from .torch_ops import add, norm, sum_
 from .traced import jax_dtype, promoted
+
+op("inner")(lambda input, other: jnp.inner(input, other))
+op("dot")(lambda input, tensor: jnp.inner(input, tensor))
+op("vdot")(lambda input, other: jnp.vdot(input, other))
+
+
+@op("linalg_vecdot")
+def vecdot(input: Any, other: Any, *, dim: int = -1) -> Any:
+    """The products of vectors along a dim, the first conjugated."""
+    input, other = promoted(input, other)
+    return jnp.sum(jnp.conj(input) * other, dim)
+
+
+@op("matmul", "__matmul__", "linalg_matmul")
+def matmul(input: Any, other: Any) -> Any:
+    """A matrix product."""
+    return jnp.matmul(input, other)
+
+
+op("mm", "bmm")(lambda input, mat2: jnp.matmul(input, mat2))
+op("mv")(lambda input, vec: jnp.matmul(input, vec))
+
+
+@op("__rmatmul__")
+def rmatmul(input: Any, other: Any) -> Any:
+    """other @ input."""
+    return jnp.matmul(other, input)
+
+
+@op("outer", "ger")
+def outer(input: Any, vec2: Any) -> Any:
+    """All products of two vectors."""
+    return jnp.outer(*promoted(input, vec2))
+
+
+@op("addmm")
+def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """beta * input + alpha * (mat1 @ mat2)."""
+    product = jnp.matmul(mat1, mat2)
+    product = product if alpha == 1 else product * jnp.asarray(alpha, product.dtype)
+    return product if beta == 0 else product + (input if beta == 1 else input * jnp.asarray(beta, product.dtype))
+
+
+op("addmv")(lambda input, mat, vec, *, beta=1, alpha=1: addmm(input, mat, vec, beta=beta, alpha=alpha))
+op("baddbmm")(lambda input, batch1, batch2, *, beta=1, alpha=1: addmm(input, batch1, batch2, beta=beta, alpha=alpha))
+
+
+@op("einsum")
+def einsum(equation: Any, *operands: Any) -> Any:
+    """Einstein's summation."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))
+
 
 op("linalg_matrix_exp", "matrix_exp")(lambda A: jax.scipy.linalg.expm(A))
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .torch_calls import OPS, Op, is_traced, op
+from .torch_calls import OPS, Op, dispatch, is_traced, op
 from .torch_create import flat
-from .traced import jax_dtype, promoted
+from .traced import Traced, as_array, jax_dtype, promoted
 
 
 def _axis(dim: int, ndim: int) -> int:
@@ -213,6 +213,16 @@ def stack(tensors: Any, dim: int = 0) -> Any:
     return jnp.stack(promoted(*tensors), axis=dim)
 
 
+@op("pad_sequence")
+def pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
+    """Tensors whose first dim differs, stacked at the length of the longest."""
+    longest, rest = max(len(x) for x in sequences), [(0, 0)] * (sequences[0].ndim - 1)
+    gaps = [longest - len(x) for x in sequences]
+    ends = [(0, gap) if padding_side == "right" else (gap, 0) for gap in gaps]
+    padded = [jnp.pad(x, [end, *rest], constant_values=padding_value) for x, end in zip(promoted(*sequences), ends, strict=True)]
+    return jnp.stack(padded, 0 if batch_first else 1)
+
+
 @op("hstack")
 def hstack(tensors: Any) -> Any:
     """Side by side."""
@@ -330,10 +340,12 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
     return tuple(jnp.meshgrid(*map(jnp.ravel, tensors[0] if isinstance(tensors[0], list | tuple) else tensors), indexing=indexing))
 
 
-@op("broadcast_tensors")
+@op("broadcast_tensors", raw=True)
 def broadcast_tensors(*tensors: Any) -> Any:
-    """All of one shape."""
-    return tuple(jnp.broadcast_arrays(*(tensors[0] if isinstance(tensors[0], list | tuple) else tensors)))
+    """All of one shape; each for itself, so that one whose values are known keeps them."""
+    each = [x if isinstance(x, Traced) else Traced(as_array(x)) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
+    shape = jnp.broadcast_shapes(*(x.shape for x in each))
+    return tuple(dispatch(torch.Tensor.expand, (x, shape), {}) for x in each)
 
 
 @op("one_hot")

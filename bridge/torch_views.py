@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from .torch_calls import OPS, Op, op, viewed
-from .traced import Traced, where_now
+from .trace import where_now
+from .traced import Traced
 
 
 def _each(name: str, function: Callable[[Any], Any]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from jax.core import Tracer
 from torch2jax import Torchish as _Torchish
 
 from .dlpack import EXTENSION_DTYPES, to_jax, x64
+from .trace import TRACE, no_graph, value_needed, where_now
 from .widths import canonical
 from .writes import unnoticed, written_through
 
@@ -28,30 +29,6 @@ NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype
 TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
 # Whose `x.dtype` asks for numpy's: jax reads it of whatever has `__jax_array__`, and torch.dtype is nothing to it.
 JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
-
-
-class Trace(threading.local):
-    """What one thread is tracing: the submodules entered, the keys to draw, what else a call needs to know."""
-
-    path: tuple[tuple[str, str], ...] = ()
-    device: torch.device = torch.device("cpu")
-    rng: Any = None
-    drawn: int = 0
-    dispatch: Callable[..., Any] | None = None
-    constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
-    x64: bool | None = None  # the flag of code in jax, where torch functions keep 64 bits; None: the same
-    autocast: bool = False  # whether it began within torch.autocast, of which it sees nothing
-
-
-TRACE = Trace()
-
-
-def where_now() -> str:
-    """The submodule that is running, for errors."""
-    if not TRACE.path:
-        return "outside any module"
-    name, kind = TRACE.path[-1]
-    return f"in {name!r} ({kind})" if name else f"in the module itself ({kind})"
 
 
 def torch_dtype(array: Any) -> torch.dtype:
@@ -72,12 +49,8 @@ def default_float() -> Any:
     return jax_dtype(torch.get_default_dtype())
 
 
-def no_graph(what: str) -> NotImplementedError:
-    """The error for what needs the graph that torch records, and traced values have not."""
-    return NotImplementedError(
-        f"{what} to torch's graph, and there is none {where_now()} for a value that jax traces. Take the gradient outside, by jax.grad of "
-        "a function of jnp.asarray(x), or give that code its own by torch.autograd.Function."
-    )
+# What jax raises where Python code wants the value of a tracer.
+_NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 
 
 class Graph:
@@ -210,7 +183,7 @@ class Traced(Tensor, Torchish):
 
     @data.setter
     def data(self, new: Any) -> None:
-        self.value = as_array(new)
+        self.value = unnoticed(self.value, as_array(new))
 
     grad = property(lambda self: None)
     requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
@@ -255,7 +228,20 @@ class Traced(Tensor, Torchish):
         return self
 
     def item(self) -> Any:
-        return self._one().item()
+        return self._asked("item()", lambda x: x.item())
+
+    def tolist(self) -> Any:
+        return self._asked("tolist()", lambda x: x.tolist(), whole=True)
+
+    def numpy(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._asked("numpy()", np.array, whole=True)
+
+    def _asked(self, what: str, ask: Callable[[Any], Any], whole: bool = False) -> Any:
+        """What Python code wants to know of its values: an error where jax does not know them."""
+        try:
+            return ask(self.value if whole else self._one())
+        except _NOT_KNOWN:
+            raise value_needed(what, self.value) from None
 
     def _one(self) -> Any:
         """The value of a tensor of one element, of whatever shape."""
@@ -264,9 +250,6 @@ class Traced(Tensor, Torchish):
         with nullcontext() if isinstance(self.value, Tracer) else jax.ensure_compile_time_eval():
             return self.value.reshape(())
 
-    def tolist(self) -> Any:
-        return self.value.tolist()
-
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -274,16 +257,16 @@ class Traced(Tensor, Torchish):
         return iter(_dispatch(torch.unbind, (self,), {}))
 
     def __bool__(self) -> bool:
-        return bool(self._one())
+        return self._asked("`if` or bool()", bool)
 
     def __int__(self) -> int:
-        return int(self._one())
+        return self._asked("int()", int)
 
     def __float__(self) -> float:
-        return float(self._one())
+        return self._asked("float()", float)
 
     def __index__(self) -> int:
-        return self._one().__index__()
+        return self._asked("A size or an index of Python", operator.index)
 
     def __contains__(self, x: Any) -> bool:
         return bool((self == x).any())
@@ -307,6 +290,9 @@ class Traced(Tensor, Torchish):
 
     def __deepcopy__(self, memo: Any) -> Traced:
         return Traced(self.value)
+
+    def __copy__(self) -> Traced:
+        return self.detach()  # torch's is a leaf over the same memory
 
 
 def _without_memory(array: Any) -> torch.Tensor:
@@ -332,11 +318,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _dunder(name: str) -> Any:
     method = getattr(torch.Tensor, name)
 
-    def operator(self: Traced, *args: Any) -> Any:
+    def called(self: Traced, *args: Any) -> Any:
         return _dispatch(method, (self, *args), {})
 
-    operator.__name__ = name
-    return operator
+    called.__name__ = name
+    return called
 
 
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
@@ -367,7 +353,7 @@ def as_array(x: Any) -> Any:
         return x.value
     if isinstance(x, torch.Tensor):
         return constant(x)
-    return x
+    return x.item() if isinstance(x, np.generic) else x  # a number to torch: it promotes nothing
 
 
 def constant(tensor: torch.Tensor) -> jax.Array:
@@ -376,6 +362,12 @@ def constant(tensor: torch.Tensor) -> jax.Array:
     Raises:
       ValueError: it requires grad; its gradient would be lost without a word.
     """
+    if tensor.is_meta:
+        raise ValueError(
+            f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {where_now()}. A model that was "
+            "built there gets memory by to_empty(). torch.vmap and torch.func make such tensors of what jax traces: use jax.vmap, jax.grad "
+            "or jax.jacrev there, of functions of jnp.asarray(x)."
+        )
     if tensor.requires_grad:
         raise ValueError(
             f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {where_now()}, and it is no parameter of this "

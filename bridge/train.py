@@ -38,7 +38,8 @@ from .stored import together
 from .traced import torch_dtype
 from .update import Plan, abstract, update
 
-_ALL_TO_ALL = ("scan", "while", "cond")  # what goes round in these may reach any result
+# What goes round in a loop may reach any result, and a derivative of one's own may go to any argument, whatever the values are made of.
+_ALL_TO_ALL = ("scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _NOTHING_MEASURED = np.zeros(2)
 _ELEMENT = 28.0  # bytes that the update of an element moves
 

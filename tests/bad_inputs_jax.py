@@ -44,6 +44,7 @@ BRIDGE = [
     Bad("a tensor on a device that jax has not", lambda _: device_of(SimpleNamespace(device=torch.device("xpu:0")))),
     Bad("a traced array", lambda _: jax.jit(bridge.to_torch)(jnp.ones(3))),
     Bad("a donated array", lambda _: bridge.to_torch(deleted())),
+    Bad("a random key", lambda _: bridge.to_torch({"rng": jax.random.key(0)})),
     Bad("an array of a type that torch has not", lambda _: bridge.to_torch({"w": jnp.ones(3, jnp.int4)})),
     Bad("a container that is no pytree", lambda _: bridge.to_jax({"config": UserDict(weight=torch.zeros(3))})),
     Bad("a tree for another module", lambda net: bridge.load_module_tree(net, {"neck": {"weight": jnp.ones(3)}})),

@@ -48,6 +48,7 @@ def used_after_its_trace(_):
 
 
 PLAIN = torch.zeros(2, 3)
+WITHOUT_MEMORY = torch.zeros(3, device="meta")
 OTHER = nn.Parameter(torch.zeros(3))
 
 
@@ -107,9 +108,15 @@ def differentiated(function):
     return lambda _: jax.grad(lambda x: loss({}, x))(X)
 
 
-def jitted(function):
+def jitted(function, **keywords):
     module = bridge.module_function(nn.Sequential(Applies(function)))
-    return lambda _: jax.jit(lambda x: module({}, x))(X)
+    return lambda _: jax.jit(lambda x: module({}, x, **keywords))(X)
+
+
+def with_a_backward_hook(_):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    net[1].register_full_backward_hook(print)
+    bridge.module_function(net)(bridge.module_tree(net), X)
 
 
 def cast(x):
@@ -164,7 +171,15 @@ FUNCTION = [
     Bad("a buffer without a value that gets one", with_an_unset_buffer),
     Bad("an operation that jax has not", applied(lambda x: x.unsqueeze_(0))),
     Bad("arguments that an implementation has not", applied(lambda x: torch.repeat_interleave(x.long()))),
-    Bad("an operation that torch2jax has in part", applied(lambda x: torch.poisson(x, torch.Generator()))),
+    Bad("rows that a traced tensor counts", jitted(lambda x: x.nonzero())),
+    Bad("a branch on values", jitted(lambda x: x if x.sum() > 0 else -x)),
+    Bad("a size by values", jitted(lambda x: F.one_hot(x.long()))),
+    Bad("a number that is traced where torch has one", jitted(lambda x: F.dropout(x, x.sum()), rng=jax.random.key(0))),
+    Bad("values for numpy", jitted(lambda x: x.numpy())),
+    Bad("torch.vmap", jitted(lambda x: torch.vmap(torch.sin)(x))),
+    Bad("torch.func", jitted(lambda x: torch.func.grad(lambda y: F.linear(y, torch.ones(1, 3)).sum())(x))),
+    Bad("a tensor without memory", applied(lambda x: x + WITHOUT_MEMORY)),
+    Bad("a backward hook of a module", with_a_backward_hook),
     Bad("a parameter of another module", applied(lambda x: x @ OTHER)),
     Bad("a traced value written into a plain tensor", applied(into_a_plain_tensor)),
     Bad("a result written into a plain tensor", applied(lambda x: torch.add(x, 1, out=PLAIN))),

@@ -233,9 +233,85 @@ def test_the_result_of_a_function_requires_grad():
     same_training(nn.Linear(4, 3), loss_fn, *batches(5, 4, count=1))
 
 
-def test_a_full_backward_hook_is_an_error():
+@pytest.mark.parametrize("full", [True, False])
+def test_a_backward_hook_is_an_error(full):
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    model[1].register_full_backward_hook(lambda module, given, out: None)
+    register = model[1].register_full_backward_hook if full else model[1].register_backward_hook
+    register(lambda module, given, out: None)
     step = torch_api.JaxTrainStep(model, mean_square, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
-    with pytest.raises(NotImplementedError, match="belongs to torch's graph"):
+    with pytest.raises(NotImplementedError, match=r"'1' \(Tanh\) has a backward hook, which belongs to torch's graph"):
         step(*batches(5, 4)[0])
+
+
+def test_what_is_put_into_data_is_not_derived():
+    def loss_fn(model, x):
+        y = model(x)
+        y.data = y.data.clamp(-0.1, 0.1)
+        return (y * x[:, :3]).sum()
+
+    same_training(nn.Linear(4, 3), loss_fn, *batches(5, 4))
+
+
+def test_a_number_of_numpy_is_a_number():
+    compare(lambda x: np.float64(2.0) * x.sum() + np.float32(0.5) * x.mean() + x * np.float64(3.0), torch.randn(3))
+
+
+def test_a_shallow_copy_is_a_leaf_over_the_same_memory():
+    def function(x):
+        y = x * 2
+        other = copy.copy(y)
+        with torch.no_grad():
+            other[0] = 1.0
+        return y + other * 3
+
+    compare(function, torch.randn(3))
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "group_norm", "batch_norm"])
+def test_a_number_of_the_batch_is_the_epsilon_of_a_norm(norm):
+    by = {
+        "layer_norm": lambda x, eps: F.layer_norm(x, (3,), eps=eps),
+        "group_norm": lambda x, eps: F.group_norm(x, 1, eps=eps),
+        "batch_norm": lambda x, eps: F.batch_norm(x, None, None, torch.ones(3), torch.zeros(3), True, eps=eps),
+    }[norm]
+    given = [(x, eps) for (x,), eps in zip(batches(5, 4), (1e-3, 1e-1, 1.0), strict=True)]
+    same_training(nn.Linear(4, 3), lambda model, x, eps: by(model(x), eps)[:2].square().mean(), *given)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own, where a compiled module is given what is no leaf
+def test_what_torch_compile_has_made_runs_as_it_was():
+    seen = []
+
+    @torch.compile(backend="eager")
+    def doubled(x):
+        seen.append(type(x).__name__)
+        return x * 2
+
+    model = nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Tanh(), backend="eager"))
+    same_training(model, lambda model, x: doubled(model(x)).square().mean(), *batches(5, 4))
+    assert "Traced" in seen
+    calls = []
+
+    def counting(graph, example):
+        calls.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=counting)(torch.ones(3))
+    assert calls, "torch.compile is to compile again behind the trace"
+
+
+def test_sequences_are_padded():
+    for first in (True, False):
+        compare(lambda x, y, first=first: nn.utils.rnn.pad_sequence([x, y], first, 2.0), torch.randn(3, 2), torch.randn(5, 2))
+    compare(lambda x, y: nn.utils.rnn.pad_sequence([x, y], True, padding_side="left"), torch.randn(3), torch.randn(5))
+
+
+def test_fake_quantization():
+    torch.manual_seed(0)
+    x = torch.cat([torch.randn(3, 4) * 2, torch.tensor([[float("inf"), -float("inf"), 100.0, -100.0]])])
+    compare(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), x)
+    x = x.clamp(-100, 100)  # torch's result of infinities depends on the processor here
+    scale, zero = torch.tensor([0.1, 0.2, 0.05, 0.3]), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
+    for axis in (0, 1):
+        compare(lambda x, axis=axis: torch.fake_quantize_per_channel_affine(x, scale, zero, axis, -8, 7), x)
+    compare(lambda x: torch.fake_quantize_per_tensor_affine(x, scale[:1], zero[:1], 0, 255), x)

@@ -1,10 +1,14 @@
 """Values that jax knows while it traces: torch itself computes what has no implementation, such as the places of a fixed mask."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from bad_inputs_modules import Applies
+from torch import nn
 from traced_oracle import compare
 
 import bridge
@@ -35,15 +39,55 @@ def run(function):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x.nonzero(),  # not known
-        lambda x: x[torch.argwhere(x > 0)],
         lambda x: x + torch.ones(4, 1).squeeze_(),  # in place: the tensor itself would not see it
-        lambda x: x + torch.binomial(torch.ones(4), torch.ones(4) / 2),  # from torch's generator
+        lambda x: x + torch._fused_dropout(torch.ones(4), 0.5)[0],  # from torch's generator
     ],
 )
 def test_what_torch_cannot_stand_in_for_is_the_error(function):
     with pytest.raises(NotImplementedError, match="has no implementation in jax"):
         run(function)
+
+
+@pytest.mark.parametrize(
+    ("what", "function"),
+    {
+        r"torch.Tensor.nonzero": lambda x: x.nonzero(),
+        r"torch.argwhere": lambda x: x[torch.argwhere(x > 0)],
+        r"torch.functional.unique": lambda x: torch.unique(x),
+        r"torch.bincount": lambda x: torch.bincount(x[0].long()),
+        r"torch.nn.functional.one_hot": lambda x: F.one_hot(x.long()),
+        r"torch._pack_padded_sequence": lambda x: nn.utils.rnn.pack_padded_sequence(x, x[0].long(), enforce_sorted=False).data,
+        r"item\(\)": lambda x: x * x.sum().item(),
+        r"tolist\(\)": lambda x: x.tolist(),
+        r"numpy\(\)": lambda x: x.numpy(),
+        r"`if` or bool\(\)": lambda x: x if x.sum() > 0 else -x,
+        r"int\(\)": lambda x: x[: int(x.sum())],
+        r"float\(\)": lambda x: math.exp(x.sum()),
+        r"A size or an index of Python": lambda x: [1, 2][x.sum().long()],
+    }.items(),
+)
+def test_what_asks_for_values_is_named(what, function):
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=rf"{what} in the module itself \(Applies\) asks for values"):
+        run(function)
+
+
+def test_the_number_is_shown_and_not_a_tensor_beside_it():
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"shape float32\[\]\s+torch.nn.functional.dropout"):
+        run(lambda x: F.dropout(x, x.sum()))
+
+
+def test_known_values_are_handed_out():
+    ones = torch.ones(3)
+    found = run(lambda x: x * float(torch.ones(3).cumsum(0).numpy()[2]) * ones.new([2.0])[0] * torch.ones(3).tolist()[1])
+    np.testing.assert_array_equal(found, np.full((4, 4), 6.0))
+
+
+def test_what_is_broadcast_beside_a_traced_value_stays_known():
+    def function(x):
+        count, x = torch.broadcast_tensors(torch.tensor(3.0), x)
+        return x[: int(count.max())]
+
+    assert run(function).shape == (3, 4)
 
 
 def test_a_mask_that_is_not_known_cannot_select():

@@ -1,0 +1,144 @@
+"""Torch functions that draw random numbers, by the keys of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from .torch_calls import OPS, Op, op
+from .torch_create import always, flat
+from .torch_ops import floating
+from .traced import default_float, jax_dtype, next_key, promoted
+
+
+def _draw(name: str) -> Callable[..., Any]:
+    return {"rand": jax.random.uniform, "randn": jax.random.normal}[name]
+
+
+def _register_random() -> None:
+    for name in ("rand", "randn"):
+
+        def make(*size: Any, dtype: Any = None, name: str = name, **_: Any) -> Any:
+            return _draw(name)(next_key(f"torch.{name}"), flat(_.get("size") or size), jax_dtype(dtype or torch.get_default_dtype()))
+
+        def like(input: Any, *, dtype: Any = None, name: str = name, **_: Any) -> Any:
+            return _draw(name)(next_key(f"torch.{name}_like"), tuple(input.shape), jax_dtype(dtype) if dtype else input.dtype)
+
+        always(name, make)
+        always(f"{name}_like", like)
+
+
+_register_random()
+
+
+@op("randint", always=True)
+def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> Any:
+    """Whole numbers, low to high - 1."""
+    if size is None:
+        low, high, size = 0, low, high
+    return jax.random.randint(next_key("torch.randint"), tuple(size), low, high, jax_dtype(dtype))
+
+
+@op("randint_like", always=True)
+def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """Whole numbers in this shape."""
+    low, high = (0, low) if high is None else (low, high)
+    drawn = jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(torch.int64))
+    return drawn.astype(jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("randperm", always=True)
+def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> Any:
+    """A permutation."""
+    return jax.random.permutation(next_key("torch.randperm"), n).astype(jax_dtype(dtype))
+
+
+@op("normal", always=True)
+def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """Normal numbers of this mean and deviation."""
+    if size is None:
+        size = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    drawn = jax.random.normal(next_key("torch.normal"), tuple(size), jax_dtype(dtype) if dtype else default_float())
+    drawn, mean, std = promoted(drawn, mean, std)
+    return drawn * std + mean
+
+
+@op("bernoulli", always=True)
+def bernoulli(input: Any, p: Any = None, **_: Any) -> Any:
+    """One with this probability, else zero."""
+    chance = input if p is None else p
+    return jax.random.bernoulli(next_key("torch.bernoulli"), chance, input.shape).astype(input.dtype)
+
+
+@op("multinomial", always=True)
+def multinomial(input: Any, num_samples: int, replacement: bool = False, **_: Any) -> Any:
+    """Places by weight; without replacement by the largest of weights with Gumbel noise."""
+    logits, key = jnp.log(floating(input)), next_key("torch.multinomial")
+    if replacement:
+        drawn = jax.random.categorical(key, logits[..., None, :], shape=(*input.shape[:-1], num_samples))
+    else:
+        drawn = jax.lax.top_k(logits + jax.random.gumbel(key, logits.shape, logits.dtype), num_samples)[1]
+    return drawn.astype(jax_dtype(torch.int64))
+
+
+@op("_standard_gamma", always=True)
+def standard_gamma(input: Any, generator: Any = None) -> Any:
+    """Gamma numbers of this concentration. The gradient is that of the number by its quantile, as in torch."""
+    return jax.random.gamma(next_key("torch._standard_gamma"), input, dtype=input.dtype)
+
+
+@op("_sample_dirichlet", always=True)
+def sample_dirichlet(input: Any, generator: Any = None) -> Any:
+    """Shares of one of this concentration. The gradient is that of gamma numbers over their sum: torch's has the same mean."""
+    return jax.random.dirichlet(next_key("torch._sample_dirichlet"), input, dtype=input.dtype)
+
+
+@op("poisson", always=True)
+def poisson(input: Any, generator: Any = None) -> Any:
+    """Counts of this rate; no gradient."""
+    return jax.random.poisson(next_key("torch.poisson"), input).astype(input.dtype)
+
+
+@op("binomial", always=True)
+def binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+    """Successes in so many trials; no gradient."""
+    return jax.random.binomial(next_key("torch.binomial"), *jax.lax.stop_gradient(promoted(count, prob)))
+
+
+def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
+    def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        return draw(next_key(f"torch.Tensor.{name}"), input, *args, **kwargs).astype(input.dtype)
+
+    OPS[getattr(torch.Tensor, name)] = Op(fill, None, always=True, inplace=True)
+
+
+def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Any:
+    low, high = bounds.get("from", from_), bounds.get("to", to)
+    return jax.random.uniform(key, x.shape, floating(x).dtype, low, high)
+
+
+_inplace_draw("uniform_", _uniform)
+_inplace_draw("normal_", lambda key, x, mean=0.0, std=1.0: jax.random.normal(key, x.shape, x.dtype) * std + mean)
+_inplace_draw("bernoulli_", lambda key, x, p=0.5: jax.random.bernoulli(key, p, x.shape))
+_inplace_draw("exponential_", lambda key, x, lambd=1.0: jax.random.exponential(key, x.shape, x.dtype) / lambd)
+
+
+_inplace_draw("geometric_", lambda key, x, p: jax.random.geometric(key, p, x.shape))
+_inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy(key, x.shape, x.dtype) * sigma + median)
+_inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, x.dtype) * std + mean))
+
+
+def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> Any:
+    low, high = bounds.get("from", low), high if to is None else to
+    if high is None:  # one number is the end; without one it is what the dtype holds
+        real = jnp.issubdtype(x.dtype, jnp.floating)
+        most = 2 ** (jnp.finfo(x.dtype).nmant + 1) if real else 2 if x.dtype == bool else int(jnp.iinfo(x.dtype).max)
+        low, high = 0, most if low is None else low
+    return jax.random.randint(key, x.shape, low or 0, high, jax_dtype(torch.int64))
+
+
+_inplace_draw("random_", _random)

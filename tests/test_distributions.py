@@ -1,0 +1,128 @@
+"""torch.distributions in traced code: densities and gradients by torch, samples by their moments, their gradients by the mean's."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.distributions as D
+from bad_inputs_modules import Applies
+from oracles import jitted
+from traced_oracle import compare
+
+import bridge
+
+DRAWS = 20000
+
+
+def positive(x):
+    return x.abs() + 0.5
+
+
+WITH_MOMENTS = {
+    "Normal": lambda x: D.Normal(x, positive(x)),
+    "LogNormal": lambda x: D.LogNormal(x / 4, positive(x) / 4),
+    "Gamma": lambda x: D.Gamma(positive(x), positive(x)),
+    "Beta": lambda x: D.Beta(positive(x), positive(x) * 2),
+    "Dirichlet": lambda x: D.Dirichlet(positive(x)),
+    "StudentT": lambda x: D.StudentT(positive(x) + 9, x),
+    "Chi2": lambda x: D.Chi2(positive(x)),
+    "Poisson": lambda x: D.Poisson(positive(x)),
+    "Binomial": lambda x: D.Binomial(10, torch.sigmoid(x)),
+    "NegativeBinomial": lambda x: D.NegativeBinomial(5.0, torch.sigmoid(x)),
+    "OneHotCategorical": lambda x: D.OneHotCategorical(logits=x),
+    "OneHotCategoricalStraightThrough": lambda x: D.OneHotCategoricalStraightThrough(logits=x),
+    "Multinomial": lambda x: D.Multinomial(5, logits=x),
+    "Exponential": lambda x: D.Exponential(positive(x)),
+    "Laplace": lambda x: D.Laplace(x, positive(x)),
+    "Gumbel": lambda x: D.Gumbel(x, positive(x)),
+    "MultivariateNormal": lambda x: D.MultivariateNormal(x, scale_tril=torch.diag_embed(positive(x))),
+    "LowRankMultivariateNormal": lambda x: D.LowRankMultivariateNormal(x, x[..., None], positive(x)),
+    "Bernoulli": lambda x: D.Bernoulli(logits=x),
+    "Geometric": lambda x: D.Geometric(logits=x),
+    "Uniform": lambda x: D.Uniform(x, x + 1),
+    "HalfNormal": lambda x: D.HalfNormal(positive(x)),
+    "Weibull": lambda x: D.Weibull(positive(x), positive(x) + 1),
+    "Pareto": lambda x: D.Pareto(positive(x), positive(x) + 5),
+    "Kumaraswamy": lambda x: D.Kumaraswamy(positive(x), positive(x)),
+    "FisherSnedecor": lambda x: D.FisherSnedecor(positive(x) + 3, positive(x) + 30),
+    "InverseGamma": lambda x: D.InverseGamma(positive(x) + 9, positive(x)),
+    "ContinuousBernoulli": lambda x: D.ContinuousBernoulli(logits=x + 3),
+    "Independent": lambda x: D.Independent(D.Normal(x, positive(x)), 1),
+    "MixtureSameFamily": lambda x: D.MixtureSameFamily(D.Categorical(logits=x), D.Normal(x, positive(x))),
+}
+OTHERS = {
+    "Categorical": lambda x: D.Categorical(logits=x),
+    "Cauchy": lambda x: D.Cauchy(x, positive(x)),
+    "HalfCauchy": lambda x: D.HalfCauchy(positive(x)),
+    "RelaxedBernoulli": lambda x: D.RelaxedBernoulli(torch.tensor(0.5), logits=x),
+    "RelaxedOneHotCategorical": lambda x: D.RelaxedOneHotCategorical(torch.tensor(0.5), logits=x),
+    "TransformedDistribution": lambda x: D.TransformedDistribution(
+        D.Normal(x, positive(x)), [D.transforms.TanhTransform(), D.transforms.AffineTransform(1.0, 2.0)]
+    ),
+    "LKJCholesky": lambda x: D.LKJCholesky(3, positive(x[0, 0])),
+}
+
+
+def point():
+    return torch.linspace(-1.2, 1.1, 8).reshape(2, 4)
+
+
+@pytest.mark.parametrize("name", [*WITH_MOMENTS, *OTHERS])
+def test_densities_and_their_gradients_are_torchs(name):
+    make = (WITH_MOMENTS | OTHERS)[name]
+    torch.manual_seed(0)
+    drawn = make(point()).sample()
+    compare(lambda x: make(x).log_prob(drawn), point(), tol=1e-3)
+
+
+@pytest.mark.parametrize("name", WITH_MOMENTS)
+def test_samples_have_the_mean_and_the_deviation(name):
+    make = WITH_MOMENTS[name]
+    expected = make(point())
+    pure = bridge.module_function(Applies(lambda x: make(x).sample((DRAWS,))))
+    found = np.asarray(jitted(lambda x, key: pure({}, x, rng=key))(bridge.to_jax(point()), jax.random.key(1)))
+    assert found.shape == (DRAWS, *expected.batch_shape, *expected.event_shape)
+    error = expected.stddev / DRAWS**0.5
+    assert (np.abs(found.mean(0) - expected.mean.numpy()) < 5 * error.numpy()).all()
+    np.testing.assert_allclose(found.std(0), expected.stddev, rtol=0.12)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_MOMENTS if WITH_MOMENTS[name](point()).has_rsample])
+def test_gradients_of_samples_have_the_mean_of_the_means_gradient(name):
+    make = WITH_MOMENTS[name]
+    x = point().requires_grad_()
+    weights = torch.linspace(1, 2, make(x).mean.numel()).reshape(make(x).mean.shape)
+    mean = torch.softmax(x, -1) if name.startswith("OneHot") else make(x).mean
+    (expected,) = torch.autograd.grad((mean * weights).sum(), x)
+    pure = bridge.module_function(Applies(lambda x: (make(x).rsample((DRAWS,)) * weights).sum() / DRAWS))
+    found = jitted(jax.grad(lambda x, key: pure({}, x, rng=key)))(bridge.to_jax(point()), jax.random.key(2))
+    np.testing.assert_allclose(found, expected, rtol=0.06, atol=0.06)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_draw_within_their_support(name):
+    make = OTHERS[name]
+    pure = bridge.module_function(Applies(lambda x: make(x).sample((100,))))
+    found = jitted(lambda x, key: pure({}, x, rng=key))(bridge.to_jax(point()), jax.random.key(3))
+    assert make(point()).support.check(bridge.to_torch(found, copy=True)).all()
+
+
+def test_each_call_of_a_function_that_draws_has_numbers_of_its_own():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + torch.rand(3)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.rand(3)
+
+    pure = bridge.module_function(Applies(lambda x: (Noisy.apply(x), torch.rand(3), Noisy.apply(x))))
+    zeros = jax.numpy.zeros(3)
+    first, between, second = jitted(lambda x, key: pure({}, x, rng=key))(zeros, jax.random.key(0))
+    assert len({*map(float, (*first, *between, *second))}) == 9
+    again = jitted(lambda x, key: pure({}, x, rng=key))(zeros, jax.random.key(0))
+    np.testing.assert_array_equal(first, again[0])
+    slope = jitted(jax.grad(lambda x, key: pure({}, x, rng=key)[0].sum()))(zeros, jax.random.key(0))
+    assert not np.allclose(slope, first)
+    assert len({*map(float, slope)}) == 3
