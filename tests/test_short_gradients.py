@@ -114,7 +114,7 @@ def test_second_derivatives_are_torchs(name):
 
 
 def test_a_variance_whose_rule_leaves_out_the_mean_is_caught(monkeypatch):
-    def without(axes, eps, x, scale):
+    def without(axes, x, scale, eps):
         mean = jnp.mean(x, axes, keepdims=True)
         var = jnp.mean(jnp.square(x - jax.lax.stop_gradient(mean)), axes, keepdims=True)
         return (x - mean) * jax.lax.rsqrt(var + eps) * scale
