@@ -177,6 +177,7 @@ def interleaved(
     device: str = "cpu",
     synchronised: bool = True,
     turn: Turn = ONE_STEP,
+    seconds: float = 0.0,
 ) -> Timing:
     """In each round every candidate takes its turn, in an order that is drawn anew, so that none always comes after the same one.
 
@@ -187,11 +188,13 @@ def interleaved(
       device: "cuda" waits for the device inside the timed region.
       synchronised: False times the call alone and waits outside the timed region.
       turn: how long a candidate steps when it is its turn.
+      seconds: further rounds, until so much time has passed: short steps are over before threads have found their cores.
     """
-    timing = Timing({name: [] for name in steps}, {})
+    timing = Timing({name: [] for name in steps})
     names, wait, warm_up, order = list(steps), waiter(device), min(WARM_UP, rounds), random.Random(0)
-    with no_collection():
-        for round_ in tqdm(range(rounds + warm_up), desc=title, leave=False, disable=None):
+    begun, done = time.perf_counter(), 0
+    with no_collection(), tqdm(total=rounds + warm_up, desc=title, leave=False, disable=None) as bar:
+        while done < rounds + warm_up or time.perf_counter() - begun < seconds:
             for name in order.sample(names, len(names)):
                 taken: list[float] = []
                 while len(taken) < turn.steps or sum(taken) < turn.seconds:
@@ -202,8 +205,10 @@ def interleaved(
                         wait()
                     taken.append(time.perf_counter() - start)
                 timing.first.setdefault(name, taken[0])
-                if round_ >= warm_up:
+                if done >= warm_up:
                     timing.ms[name].append(statistics.median(taken[len(taken) * 3 // 8 :]) * 1e3)
+            done += 1
+            bar.update()
     return timing
 
 
@@ -227,24 +232,26 @@ def rows(timing: Timing, baseline: str | None) -> dict[str, dict[str, Any]]:
 def compare(
     title: str, makers: dict[str, Maker], shapes: Sequence[Shape], settings: Settings, baseline: str | None, rounds: int | None = None
 ) -> dict[str, Any]:
-    """One table: all candidates over parameters of these shapes.
+    """One table: each candidate beside the baseline alone, over parameters of these shapes. The baseline's row is of all its rounds.
 
-    Large sets are measured a few candidates at a time, the baseline among them each time, so that they fit into memory.
+    Threads that one candidate leaves behind (OpenMP's, which spin) would cost whoever comes next: here that is its pair.
     """
-    count = elements(shapes)
     gc.collect()
-    at_most = len(makers) if count < 50e6 else 4
-    others = [name for name in makers if name != baseline]
     grads, table = gradients(shapes, settings.device), {}
-    for first in range(0, len(others), at_most):
-        batch = ([] if baseline is None else [baseline]) + others[first : first + at_most]
-        steps = {name: makers[name](parameters(shapes, grads, settings.device)) for name in batch}
-        timing = interleaved(steps, rounds or settings.rounds, title, settings.device)
-        table = rows(timing, baseline) | table  # the baseline's row is that of the first batch
+    alone = Timing()
+    for name in [name for name in makers if name != baseline] or makers:
+        pair = dict.fromkeys([name] if baseline is None else [baseline, name])
+        steps = {each: makers[each](parameters(shapes, grads, settings.device)) for each in pair}
+        timing = interleaved(steps, rounds or settings.rounds, title, settings.device, seconds=0.0 if settings.quick else 2.0)
+        table |= rows(timing, baseline)
+        if baseline is not None:
+            alone.ms.setdefault(baseline, []).extend(timing.ms[baseline])
+            alone.first.setdefault(baseline, timing.first[baseline])
         del steps
         gc.collect()
+    table |= rows(alone, baseline)
     ordered = {name: table[name] for name in makers}
-    return {"title": title, "leaves": len(shapes), "parameters": count, "baseline": baseline, "rows": ordered}
+    return {"title": title, "leaves": len(shapes), "parameters": elements(shapes), "baseline": baseline, "rows": ordered}
 
 
 # ------------------------------------------------------------------ the machine
