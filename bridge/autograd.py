@@ -6,10 +6,8 @@ torch's own `apply` would run the forward without a graph, as it does in eager c
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -17,38 +15,13 @@ import jax.numpy as jnp
 import torch
 from torch.utils import checkpoint
 
+from .patches import patched, while_tracing
 from .torch_calls import Mode, follow, leaves, unsupported
-from .trace import TRACE, where_now
-from .traced import Traced, as_array, as_traced, next_key
+from .trace import TRACE, next_key, where_now
+from .traced import Traced, as_array, as_traced
 
 # Where `Function.apply`, and so an `apply` that was kept in a variable, goes on to.
 _BASE: Any = torch.autograd.Function.__mro__[1]
-_lock = threading.Lock()
-_active = 0
-_patched = ExitStack()
-
-
-@contextmanager
-def functions_traced() -> Iterator[None]:
-    """While a trace goes on, on whichever thread: a Function on traced tensors is ours, on others torch's as ever.
-
-    What torch.compile has made runs as the Python that it was made of.
-    """
-    global _active
-    with _lock:
-        if not _active:
-            if "torch._dynamo" in sys.modules:
-                _patched.enter_context(torch.compiler.set_stance("force_eager"))
-            _BASE.apply = classmethod(_apply)
-            _patched.callback(delattr, _BASE, "apply")
-        _active += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _active -= 1
-            if not _active:
-                _patched.close()
 
 
 @contextmanager
@@ -61,7 +34,7 @@ def tracing(**values: Any) -> Iterator[None]:
     before = dict(TRACE.__dict__)
     TRACE.__dict__.update(values)
     try:
-        with functions_traced(), torch.enable_grad(), Mode():
+        with patched(), torch.enable_grad(), Mode():
             yield
     finally:
         TRACE.__dict__.clear()
@@ -74,6 +47,9 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         follow(out, args)
         return out
     return super(_BASE, function).apply(*args, **kwargs)
+
+
+while_tracing(_BASE, "apply", classmethod(_apply))
 
 
 class Context:

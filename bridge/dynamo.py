@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,3 +20,14 @@ def not_traced(function: _Function) -> _Function:
     """
     disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
     return disable(function)
+
+
+def not_traced_where_imported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`not_traced`, which does not import dynamo for a call: where nothing has, nothing compiles."""
+    outside = not_traced(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return outside(*args, **kwargs) if "torch._dynamo" in sys.modules else function(*args, **kwargs)
+
+    return call

@@ -43,10 +43,12 @@ from . import (
 from .autograd import tracing
 from .dlpack import to_jax
 from .dlpack import x64 as scope
+from .dynamo import not_traced_where_imported
 from .masks import near, path_name
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
-from .traced import Keys, Traced, as_array, as_traced
+from .trace import Keys
+from .traced import Traced, as_array, as_traced
 from .tree import mapping, nest, tied_names, unnest
 from .widths import canonical, literals_keep_their_type
 
@@ -108,6 +110,7 @@ def module_function(module: nn.Module) -> Callable[..., Any]:
     """
     _check_module(module)
 
+    @not_traced_where_imported
     def fn(params: Any, *inputs: Any, buffers: Any = None, rng: Any = None, train: bool | None = None, **keywords: Any) -> Any:
         out, new = traced_call(module, _call, params, buffers, inputs, keywords, rng=rng, train=train)
         return out if buffers is None else (out, new)

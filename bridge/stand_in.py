@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .patches import while_tracing
 from .trace import TRACE
 from .traced import Traced, as_traced
 
@@ -104,29 +105,45 @@ class StandIn:
         self._kept[id(m)] = m, double
         double.__dict__.update((k, self._double(v)) for k, v in m.__dict__.items())
         double.__dict__["_compiled_call_impl"] = None  # module.compile() has made one for eager torch
-        double.__dict__["forward"] = self._forward(m, double)
+        own = self._double(m.__dict__["forward"]) if "forward" in m.__dict__ else None
+        double.__dict__["forward"] = _Forward(double, self._names.get(id(m), "?"), own)
         return double
 
-    def _forward(self, m: nn.Module, double: nn.Module) -> Callable[..., Any]:
-        """`forward`, which says where it is: for errors."""
-        here = (self._names.get(id(m), "?"), type(m).__name__)
-        run = _adapted(m, double, self._double(m.__dict__["forward"]) if "forward" in m.__dict__ else None)
 
-        @functools.wraps(type(m).forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            before = TRACE.path
-            TRACE.path = (*before, here)
-            args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
-            try:
-                return run(*args, **kwargs)
-            except Exception as error:
-                if not any(note.startswith("While jax traced") for note in getattr(error, "__notes__", ())):
-                    error.add_note(f"While jax traced {here[0]!r} ({here[1]}).")
-                raise
-            finally:
-                TRACE.path = before
+class _Forward:
+    """The `forward` of a double, or of a copy that its code makes of it, which says where it is: for errors."""
 
-        return forward
+    def __init__(self, double: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
+        self.double, self.name, self.own = double, name, own
+        functools.update_wrapper(self, type(double).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, kind = TRACE.path, type(self.double).__name__
+        TRACE.path = (*before, (self.name, kind))
+        args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
+        try:
+            return _adapted(self.double, self.own)(*args, **kwargs)
+        except Exception as error:
+            if not any(note.startswith("While jax traced") for note in getattr(error, "__notes__", ())):
+                error.add_note(f"While jax traced {self.name!r} ({kind}).")
+            raise
+        finally:
+            TRACE.path = before
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """copy.copy of a module; of a double with a `forward` of its own."""
+    reduced: Any = module.__reduce_ex__(4)
+    make, args, state = reduced[:3]
+    copy = make(*args)
+    copy.__setstate__(state)
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, _Forward):
+        copy.__dict__["forward"] = _Forward(copy, forward.name, forward.own)
+    return copy
+
+
+while_tracing(nn.Module, "__copy__", _copied)
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
@@ -140,16 +157,16 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
             )
 
 
-def _adapted(m: nn.Module, double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
+def _adapted(double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
     """The double's forward; another where torch's own asks for a value that is not known while tracing."""
-    if "_orig_mod" in m._modules:  # torch.compile(module): what it compiled is for eager torch
+    if "_orig_mod" in double._modules:  # torch.compile(module): what it compiled is for eager torch
         return lambda *args, **kwargs: double._modules["_orig_mod"](*args, **kwargs)
-    if isinstance(m, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if isinstance(double, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return lambda *args, **kwargs: double.module(*args, **kwargs)
-    run = own or MethodType(type(m).forward, double)
-    if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.momentum is None:
+    run = own or MethodType(type(double).forward, double)
+    if isinstance(double, nn.modules.batchnorm._BatchNorm) and double.momentum is None:
         return functools.partial(_cumulative, double, run)
-    if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder):
+    if isinstance(double, nn.TransformerEncoder | nn.TransformerDecoder):
         return functools.partial(_not_detected, run, inspect.signature(run))
     return run
 

@@ -76,6 +76,23 @@ class Op(NamedTuple):
 
 
 OPS: dict[Any, Op] = {}
+# What draws where it is told to, from a tensor's shape: by the call's keys for plain tensors too.
+DRAW = frozenset(
+    [
+        "dropout",
+        "native_dropout",
+        "feature_dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+        "gumbel_softmax",
+        "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+    ]
+)
 BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # how large the result is depends on values, and torch does not say so
 
 
@@ -198,7 +215,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     found = OPS.get(func)
     if found is not None and found.always:
         return _run(found, func, args, kwargs)
-    if not any(map(is_traced, leaves((args, dict(kwargs))))):
+    if not any(map(is_traced, leaves((args, dict(kwargs))))) and getattr(func, "__name__", "").removesuffix("_") not in DRAW:
         return func(*args, **kwargs)
     if found is not None:
         return _run(found, func, args, kwargs)
@@ -217,7 +234,7 @@ def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     unknown = _unknown(args, kwargs)
     if unknown is not None and (func.__name__ in BY_VALUES or _tagged(func, torch.Tag.dynamic_output_shape)):
         raise value_needed(_importable(func), unknown)
-    if unknown is not None or "out" in kwargs or func.__name__.endswith("_") or _tagged(func, torch.Tag.nondeterministic_seeded):
+    if unknown is not None or "out" in kwargs or _writes(func) or _tagged(func, torch.Tag.nondeterministic_seeded):
         raise unsupported(func)
 
     def plain(x: Any) -> Any:
@@ -238,11 +255,20 @@ def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tracer | None:
     return min(unknown, key=lambda x: bool(x.shape), default=None)
 
 
+def _forms(func: Any) -> list[Any]:
+    packet = getattr(torch.ops.aten, func.__name__, None)
+    return [getattr(packet, form) for form in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
+
+
 def _tagged(func: Any, tag: torch.Tag) -> bool:
     """Whether torch says this of the function: that it draws from its generator, or that values decide the shape."""
-    packet = getattr(torch.ops.aten, func.__name__, None)
-    forms = [getattr(packet, form) for form in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    return any(tag in form.tags for form in forms)
+    return any(tag in form.tags for form in _forms(func))
+
+
+def _writes(func: Any) -> bool:
+    """Whether the function changes what it is given; each has a form that writes into `out`."""
+    schemas = [form._schema for form in _forms(func) if "out" not in form._overloadname]
+    return func.__name__.endswith("_") or any(x.alias_info and x.alias_info.is_write for schema in schemas for x in schema.arguments)
 
 
 def _importable(func: Any) -> str:

@@ -89,13 +89,14 @@ def new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: 
     return _filled(tuple(size), fill_value, jax_dtype(dtype) if dtype else input.dtype)
 
 
-@op("tensor", "as_tensor", "asarray", "scalar_tensor", always=True)
+@op("tensor", "as_tensor", "asarray", "scalar_tensor", always=True, raw=True)
 def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
-    """Numbers, arrays, or lists of them."""
-    if isinstance(data, jax.Array):
-        return data if dtype is None else data.astype(jax_dtype(dtype))
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(data)):
-        stacked = jnp.asarray(data) if not isinstance(data, list | tuple) else jnp.stack([tensor(x) for x in data])
+    """Numbers, arrays, or lists of them. A number of numpy keeps its dtype, which it has nowhere else."""
+    values = arrays(data)
+    if isinstance(values, jax.Array):
+        return values if dtype is None else values.astype(jax_dtype(dtype))
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(values)):
+        stacked = jnp.asarray(values) if not isinstance(data, list | tuple) else jnp.stack([tensor(x) for x in data])
         return stacked if dtype is None else stacked.astype(jax_dtype(dtype))
     with torch._C.DisableTorchFunction():
         host = torch.as_tensor(data, dtype=dtype)
@@ -104,17 +105,17 @@ def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
     return create(lambda: jnp.asarray(host.numpy(), wanted), host.numel())
 
 
-@op("new_tensor", always=True)
+@op("new_tensor", always=True, raw=True)
 def new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Any:
     """As `tensor`, of the dtype of input."""
-    return tensor(data, dtype or torch_dtype(input))
+    return tensor(data, dtype or input.dtype)
 
 
 @op("new", always=True, raw=True)
 def new(input: Any, *size: Any, **_: Any) -> Any:
     """A tensor of these sizes, or of these numbers, of the dtype of input."""
     if len(size) == 1 and isinstance(size[0], list | tuple) and type(size[0]) is not torch.Size:
-        return tensor(arrays(size[0]), input.dtype)
+        return tensor(size[0], input.dtype)
     return _filled(flat(_.get("size") or size or (0,)), 0, jax_dtype(input.dtype))
 
 

@@ -18,7 +18,8 @@ from .attention import attended, bounded
 from .stored import gradient_once, on_cpu, once
 from .torch_calls import OPS, Op, op, primitive
 from .torch_ops import cast, lines, places
-from .traced import as_array, next_key
+from .trace import next_key
+from .traced import as_array
 from .writes import unnoticed
 
 

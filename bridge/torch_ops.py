@@ -329,9 +329,16 @@ def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
     return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim)
 
 
+@op("_assert")
+def assert_(condition: Any, message: str) -> None:
+    """An assertion: of what is known. What is traced passes."""
+    if not isinstance(condition, Tracer):
+        assert condition, message
+
+
 @op("_is_all_true")
 def is_all_true(input: Any) -> Any:
-    """What torch.distributions asks of its arguments: checked where the values are known, passed while they are traced."""
+    """What torch's own checks ask: answered where the values are known, passed while they are traced."""
     return isinstance(input, Tracer) or jnp.all(input)
 
 

@@ -13,9 +13,11 @@ from .torch_calls import op
 @op("fake_quantize_per_tensor_affine")
 def per_tensor(input: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
     """The nearest point of the grid; a gradient within it, none beyond. Neither scale nor zero point has one."""
+    fractional = hasattr(zero_point, "dtype") and jnp.issubdtype(zero_point.dtype, jnp.floating)
     scale, zero = jnp.asarray(scale, jnp.float32), jnp.asarray(zero_point, jnp.float32)
     scale, zero = lax.stop_gradient((scale, zero))
-    step = jnp.round(lax.stop_gradient(input).astype(jnp.float32) * (1 / scale) + zero)
+    step = lax.stop_gradient(input).astype(jnp.float32) * (1 / scale)
+    step = jnp.round(step + zero) if fractional else jnp.round(step) + zero
     nearest = ((jnp.clip(step, quant_min, quant_max) - zero) * scale).astype(input.dtype)
     inside = (step >= quant_min) & (step <= quant_max)
     return jnp.where(inside, nearest + (input - lax.stop_gradient(input)), nearest)

@@ -215,11 +215,12 @@ def stack(tensors: Any, dim: int = 0) -> Any:
 
 @op("pad_sequence")
 def pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
-    """Tensors whose first dim differs, stacked at the length of the longest."""
+    """Tensors whose first dim differs, stacked at the length of the longest, in the dtype of the first."""
     longest, rest = max(len(x) for x in sequences), [(0, 0)] * (sequences[0].ndim - 1)
     gaps = [longest - len(x) for x in sequences]
     ends = [(0, gap) if padding_side == "right" else (gap, 0) for gap in gaps]
-    padded = [jnp.pad(x, [end, *rest], constant_values=padding_value) for x, end in zip(promoted(*sequences), ends, strict=True)]
+    alike = [x.astype(sequences[0].dtype) for x in sequences]
+    padded = [jnp.pad(x, [end, *rest], constant_values=padding_value) for x, end in zip(alike, ends, strict=True)]
     return jnp.stack(padded, 0 if batch_first else 1)
 
 

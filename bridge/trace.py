@@ -1,4 +1,4 @@
-"""What one thread is tracing of torch code, and errors in words of it."""
+"""What one thread is tracing of torch code, the keys of its draws, and errors in words of it."""
 
 from __future__ import annotations
 
@@ -51,3 +51,22 @@ def value_needed(what: str, tracer: Tracer) -> jax.errors.ConcretizationTypeErro
         "place of `if`, return what is to be printed or logged (has_aux=True), and give what decides shapes or branches as an int, bool "
         "or string: in the arguments (floats there are traced), in an attribute of the module, or by functools.partial.",
     )
+
+
+def next_key(what: str) -> Any:
+    """A fresh key for one draw, of the call's `rng`: the n-th draw of a trace has the n-th key.
+
+    Raises:
+      ValueError: the call has no `rng`.
+    """
+    if TRACE.rng is None:
+        raise ValueError(f"{what} draws random numbers {where_now()}, but rng is None. Pass rng=jax.random.key(seed), or train=False.")
+    TRACE.drawn += 1
+    return jax.random.fold_in(TRACE.rng, TRACE.drawn - 1)
+
+
+class Keys:
+    """torch2jax's source of keys within our traces, for implementations registered with it that call its `mk_rng()`."""
+
+    def poop(self) -> Any:
+        return next_key("An implementation registered with torch2jax")

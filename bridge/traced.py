@@ -29,6 +29,8 @@ NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype
 TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
 # Whose `x.dtype` asks for numpy's: jax reads it of whatever has `__jax_array__`, and torch.dtype is nothing to it.
 JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
+# Where torch checks the arguments of distributions: by values that are known; what is traced passes.
+CHECKS = "torch.distributions.distribution", "torch.distributions.constraints"
 
 
 def torch_dtype(array: Any) -> torch.dtype:
@@ -76,20 +78,22 @@ class Traced(Tensor, Torchish):
         self._value = value
         self._base_, self._taken = base, view
         self._writes = 0
+        self._before: list[Traced] = []  # what lay where it lay until its `data` was given another place
+        self._epoch = len(base._before) if base is not None else 0
         self._seen = base._stamp() if base is not None else 0
         self._is_param = parameter is not None
         self._wants_grad = parameter is not None and parameter.requires_grad
 
     @property
     def value(self) -> Any:
-        base = self._base_
+        base = self._base_now()
         if base is not None and self._seen != base._stamp() and self._aliases():
             self._value, self._seen = self._of(base.value), base._stamp()
         return self._value
 
     @value.setter
     def value(self, new: Any) -> None:
-        base = self._base_
+        base = self._base_now()
         if base is not None and self._aliases():
             written = self._written(base.value, new)
             base.value = unnoticed(base.value, written) if self._taken[4] in DETACHING else written  # pyright: ignore
@@ -102,8 +106,16 @@ class Traced(Tensor, Torchish):
         """Whether something has written into it, or through a view of it."""
         return self._writes > 0
 
+    def _base_now(self) -> Traced | None:
+        """The tensor that it is a view of: that of the time when it was made, if the base has been given other `data` since."""
+        base = self._base_
+        if base is not None and self._epoch < len(base._before):
+            self._base_, self._epoch = base._before[self._epoch], 0
+        return self._base_
+
     def _stamp(self) -> int:
-        return self._writes + (self._base_._stamp() if self._base_ is not None else 0)
+        base = self._base_now()
+        return self._writes + (base._stamp() if base is not None else 0)
 
     def _of(self, array: Any) -> Any:
         handler, args, kwargs, index, _ = self._taken  # pyright: ignore[reportGeneralTypeIssues]
@@ -120,11 +132,12 @@ class Traced(Tensor, Torchish):
 
     def _meta(self) -> tuple[torch.Tensor, bool]:
         """How torch would lay it out, and whether in the memory of its base."""
-        if self._base_ is None:
+        base = self._base_now()
+        if base is None:
             return _without_memory(self._value), False
         _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
         with torch._C.DisableTorchFunction():
-            base = self._base_._meta()[0]
+            base = base._meta()[0]
             try:
                 out = func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in args), **kwargs)
             except (TypeError, RuntimeError):  # an index whose values decide the shape: it copies
@@ -183,7 +196,17 @@ class Traced(Tensor, Torchish):
 
     @data.setter
     def data(self, new: Any) -> None:
-        self.value = unnoticed(self.value, as_array(new))
+        """Lie where `new` lies, with the derivative as it was. Views of it stay over what it was."""
+        old = self.value
+        before = Traced(old, self._base_, self._taken)
+        before._writes, before._epoch, before._seen = self._writes, self._epoch, self._seen
+        self._before.append(before)
+        self._base_ = self._taken = None
+        if type(new) is Traced:
+            kept = lambda array: unnoticed(old, array) if array.dtype == old.dtype else array  # noqa: E731
+            self._base_, self._taken, self._epoch = new, (kept, (), {}, None, torch.detach), len(new._before)
+        self._value, self._writes = unnoticed(old, as_array(new)), self._writes + 1
+        self._seen = new._stamp() if type(new) is Traced else 0
 
     grad = property(lambda self: None)
     requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
@@ -257,6 +280,8 @@ class Traced(Tensor, Torchish):
         return iter(_dispatch(torch.unbind, (self,), {}))
 
     def __bool__(self) -> bool:
+        if isinstance(self.value, Tracer) and sys._getframe(1).f_globals.get("__name__") in CHECKS:
+            return True
         return self._asked("`if` or bool()", bool)
 
     def __int__(self) -> int:
@@ -289,10 +314,15 @@ class Traced(Tensor, Torchish):
     retain_grad = register_hook = register_post_accumulate_grad_hook = backward
 
     def __deepcopy__(self, memo: Any) -> Traced:
-        return Traced(self.value)
+        return memo.setdefault(id(self), self._like(Traced(jax.lax.stop_gradient(self.value) if self.is_leaf else self.value)))
 
     def __copy__(self) -> Traced:
-        return self.detach()  # torch's is a leaf over the same memory
+        return self._like(self.detach())  # over the same memory
+
+    def _like(self, copy: Traced) -> Traced:
+        """A copy that says of itself what this tensor does: a parameter's is one."""
+        copy._is_param, copy._wants_grad = self._is_param, self._wants_grad
+        return copy
 
 
 def _without_memory(array: Any) -> torch.Tensor:
@@ -379,25 +409,6 @@ def constant(tensor: torch.Tensor) -> jax.Array:
             array = to_jax(tensor.detach().clone(), copy=None)
             known[id(tensor)] = tensor, array.astype(jax.dtypes.canonicalize_dtype(array.dtype))  # the tensor keeps its id its own
     return known[id(tensor)][1]
-
-
-def next_key(what: str) -> Any:
-    """A fresh key for one draw, of the call's `rng`: the n-th draw of a trace has the n-th key.
-
-    Raises:
-      ValueError: the call has no `rng`.
-    """
-    if TRACE.rng is None:
-        raise ValueError(f"{what} draws random numbers {where_now()}, but rng is None. Pass rng=jax.random.key(seed), or train=False.")
-    TRACE.drawn += 1
-    return jax.random.fold_in(TRACE.rng, TRACE.drawn - 1)
-
-
-class Keys:
-    """torch2jax's source of keys within our traces, for implementations registered with it that call its `mk_rng()`."""
-
-    def poop(self) -> Any:
-        return next_key("An implementation registered with torch2jax")
 
 
 def promoted(*xs: Any) -> list[Any]:

@@ -1,14 +1,19 @@
 """What a hostile user found to differ from eager torch in a train step; each case is one that differed."""
 
 import copy
+import subprocess
+import sys
 
+import jax
 import numpy as np
 import pytest
 import torch
+from bad_inputs_modules import Applies
 from torch import nn
 from torch.nn import functional as F
 from traced_oracle import compare
 
+import bridge
 import torch_api
 
 
@@ -315,3 +320,196 @@ def test_fake_quantization():
     for axis in (0, 1):
         compare(lambda x, axis=axis: torch.fake_quantize_per_channel_affine(x, scale, zero, axis, -8, 7), x)
     compare(lambda x: torch.fake_quantize_per_tensor_affine(x, scale[:1], zero[:1], 0, 255), x)
+
+
+class Adapted(nn.Module):
+    """A module whose forward copies: its layer, a parameter or itself."""
+
+    k = 1.0
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(3, 3)
+
+    def forward(self, x):
+        return getattr(self, self.how)(x)
+
+    def noisy(self, x):
+        other = copy.deepcopy(self.layer)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.add_(1.0)
+        return other(x) * self.layer(x)
+
+    def replaced(self, x):
+        halves = {name: p / 2 for name, p in self.layer.named_parameters()}
+        return torch.func.functional_call(copy.deepcopy(self.layer), halves, (x,))
+
+    def itself(self, x):
+        if self.k == 2.0:
+            return self.layer(x) * self.k
+        other = copy.copy(self)
+        other.k = 2.0
+        return other(x)
+
+    def parameter(self, x):
+        mine = copy.deepcopy(self.layer.weight)
+        assert isinstance(mine, nn.Parameter)
+        assert mine.requires_grad
+        return F.linear(x, mine) * self.layer(x)
+
+
+@pytest.mark.parametrize("how", ["noisy", "replaced", "itself", "parameter"])
+def test_what_forward_copies_is_a_copy(how):
+    torch.manual_seed(0)
+    same_training(Adapted(how), mean_square, *batches(2, 3))
+
+
+def test_copies_outside_of_a_trace_are_as_ever():
+    layer = Adapted("itself")
+    other = copy.copy(layer)
+    assert other.layer is layer.layer
+    assert "__copy__" not in vars(nn.Module)
+
+
+def data_of_a_view(x):
+    y = x * 1.0
+    row = y[0]
+    row.data = torch.zeros(3)
+    return y + row
+
+
+def data_swapped(x):
+    a, b = x * 1.0, x * 2.0
+    a.data, b.data = b.data, a.data
+    return torch.cat([a, b * x])
+
+
+def data_under_a_view(x):
+    y = x * 1.0
+    row = y[0]
+    row.mul_(3)
+    y.data = torch.zeros(2, 3)
+    row.add_(1)
+    return y + row
+
+
+def data_shared(x):
+    y, z = x * 1.0, x.detach() + 1
+    y.data = z
+    z.add_(5.0)
+    y.mul_(2.0)
+    return y * z.sum()
+
+
+def data_of_a_flat_view(x):
+    h = x * 2
+    flat = h.view(-1)
+    flat.data = flat.data.clamp(max=0.1)
+    return h * flat.sum()
+
+
+@pytest.mark.parametrize("function", [data_of_a_view, data_swapped, data_under_a_view, data_shared, data_of_a_flat_view])
+def test_data_takes_another_place_and_leaves_views_over_the_old_one(function):
+    torch.manual_seed(0)
+    compare(function, torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.5),
+        nn.Dropout1d(0.5),
+        nn.AlphaDropout(0.5),
+        nn.RReLU(),
+        F.gumbel_softmax,
+        lambda x: F.scaled_dot_product_attention(x - 1, x, x, dropout_p=0.5),
+    ],
+    ids=["dropout", "dropout1d", "alpha_dropout", "rrelu", "gumbel_softmax", "attention"],
+)
+def test_what_draws_for_a_plain_tensor_draws_by_the_key(layer):
+    plain = -torch.ones(4, 4)
+    model = nn.Module()
+    model.forward = lambda x: x + layer(plain)
+    pure = jax.jit(lambda key: bridge.module_function(model)({}, jax.numpy.zeros((4, 4)), rng=key))
+    state = torch.get_rng_state()
+    first, second, again = (np.asarray(pure(jax.random.key(n))) for n in (0, 1, 0))
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(first, again)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_without_training_a_plain_tensor_may_still_decide_a_branch():
+    model = nn.Module()
+    model.drop, plain = nn.Dropout(0.5), torch.ones(3)
+    model.forward = lambda x: x + 1 if model.drop(plain).sum() > 2 else x
+    model.eval()
+    np.testing.assert_array_equal(jax.jit(lambda x: bridge.module_function(model)({}, x))(jax.numpy.zeros(2)), np.ones(2))
+
+
+def test_ties_of_a_grid_round_before_its_zero_point_is_added():
+    x = torch.arange(-3, 4) * 0.25
+    compare(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.5, 3, -8, 7), x)
+    scale = torch.full((7,), 0.5)
+    compare(lambda x: torch.fake_quantize_per_channel_affine(x, scale, torch.full((7,), 3, dtype=torch.int32), 0, -8, 7), x)
+    compare(lambda x: torch.fake_quantize_per_channel_affine(x, scale, torch.full((7,), 2.5), 0, -8, 7), x)
+
+
+def test_numbers_of_numpy_keep_their_dtype_in_a_tensor():
+    def kinds(x):
+        made = torch.tensor([np.float64(0.1)]), torch.tensor(np.int32(2)), torch.as_tensor(np.float64(2.0)), torch.tensor(np.float16(2.0))
+        assert [y.dtype for y in made] == [torch.float64, torch.int32, torch.float64, torch.float16]
+        assert (x * np.float64(2)).dtype == torch.float32
+        return (x * made[0]).sum() + made[2]
+
+    same_training(nn.Linear(3, 3), lambda model, x: kinds(model(x)), *batches(2, 3))
+
+
+def test_padded_sequences_have_the_dtype_of_the_first():
+    compare(lambda x: nn.utils.rnn.pad_sequence([x, torch.ones(5, dtype=torch.float64)]), torch.randn(3))
+
+
+def test_torch_compile_in_a_forward_leaves_the_function_as_it_is():
+    code = """
+import sys, torch, jax, bridge
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return torch.compile(lambda y: y.cos(), backend="eager")(x) + torch.compile(backend="eager")(torch.sin)(x)
+assert "torch._dynamo" not in sys.modules
+print(jax.jit(bridge.module_function(Layer()))({}, jax.numpy.zeros(2)).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[1.0, 1.0]"
+
+
+@pytest.mark.slow
+def test_a_trace_may_begin_within_a_compiled_function():
+    pure, found, array = bridge.module_function(nn.ReLU()), [], jax.numpy.array([-1.0, 2.0])
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        found.append(pure({}, array))
+        return x + 1
+
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert found[0].tolist() == [0.0, 2.0]
+
+
+def test_assertions_check_what_is_known_and_let_pass_what_is_traced():
+    def checked(x):
+        torch._assert((x > 0).all(), "not positive")
+        torch._assert(torch.ones(2).sum() == 2, "wrong")
+        return x * 2
+
+    compare(checked, torch.ones(3))
+    np.testing.assert_array_equal(jax.jit(bridge.module_function(Applies(checked)))({}, -jax.numpy.ones(3)), -2 * np.ones(3))
+    with pytest.raises(AssertionError, match="of known values"):
+        bridge.module_function(Applies(lambda x: torch._assert(torch.zeros(2).any(), "of known values")))({}, jax.numpy.zeros(2))
+
+
+def test_complex_numbers_are_drawn_from_the_unit_square():
+    model = Applies(lambda x: torch.view_as_real(torch.rand(4000, dtype=torch.complex64)))
+    found = np.asarray(bridge.module_function(model)({}, jax.numpy.zeros(()), rng=jax.random.key(0)))
+    np.testing.assert_allclose(found.mean(0), 0.5, atol=0.03)
+    assert abs(np.corrcoef(found.T)[0, 1]) < 0.1
+    assert 0 <= found.min() < found.max() < 1

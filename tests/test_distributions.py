@@ -10,6 +10,7 @@ from oracles import jitted
 from traced_oracle import compare
 
 import bridge
+import torch_api
 
 DRAWS = 20000
 
@@ -126,3 +127,103 @@ def test_each_call_of_a_function_that_draws_has_numbers_of_its_own():
     slope = jitted(jax.grad(lambda x, key: pure({}, x, rng=key)[0].sum()))(zeros, jax.random.key(0))
     assert not np.allclose(slope, first)
     assert len({*map(float, slope)}) == 3
+
+
+def drawn(function, *inputs):
+    """What a traced function gives for one key, as float32."""
+    pure = bridge.module_function(Applies(function))
+    program = jitted(lambda key, *given: [x.astype("float32") for x in pure({}, *given, rng=key)])
+    return program(jax.random.key(4), *bridge.to_jax(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_draw_from_the_whole_distribution(dtype):
+    weights = torch.tensor([0.9] + [0.1 / 99] * 99, dtype=dtype)
+
+    def draws(w):
+        rare = torch.full((200_000,), 0.001, dtype=w.dtype)
+        return (
+            (torch.multinomial(w, 100_000, True) == 0).float().mean(),
+            torch.multinomial(torch.ones(5000, 500, dtype=w.dtype), 1).float().mean(),
+            torch.bernoulli(rare).float().mean(),
+            torch.empty_like(rare).bernoulli_(rare).float().mean(),
+            torch.randn(200_000, dtype=w.dtype).abs().max(),
+            torch.randn_like(rare).abs().max(),
+            torch.empty_like(rare).normal_().abs().max(),
+            torch.normal(torch.zeros_like(rare), 1.0).abs().max(),
+            torch.empty_like(rare).exponential_().max(),
+            torch.nn.functional.gumbel_softmax(w.log().expand(80, -1)).isnan().any(),
+        )
+
+    first, index, *chances, a, b, c, d, longest, lost = map(float, drawn(draws, weights))
+    assert abs(first - 0.9) < 0.01
+    assert abs(index - 249.5) < 12
+    assert all(0.0007 < chance < 0.0014 for chance in chances)
+    assert min(a, b, c, d) > 4
+    assert longest > 9
+    assert not lost
+
+
+def test_waiting_times_are_never_zero():
+    (least,) = drawn(lambda x: (torch.empty(30_000_000).exponential_().min() + 0 * x,), torch.zeros(()))
+    assert least > 0
+
+
+def test_shares_are_never_zero_or_one():
+    def densities(a):
+        beta = D.Beta(a, a)
+        z, flat = beta.rsample((100_000,)), D.Dirichlet(a.expand(20) / 15)
+        return beta.log_prob(z).mean(), z.min(), z.max(), flat.log_prob(flat.sample((1000,))).isfinite().all()
+
+    a = torch.tensor(0.3)
+    value, least, most, finite = map(float, drawn(densities, a))
+    expected = -float(D.Beta(a, a).entropy())
+    assert 0 < least < most < 1
+    assert finite
+    assert value == pytest.approx(expected, rel=0.1)
+    pure = bridge.module_function(Applies(lambda a: densities(a)[0]))
+    slope = jitted(jax.grad(lambda a, key: pure({}, a, rng=key)))(0.3, jax.random.key(5))
+    assert np.isfinite(slope)
+
+
+def test_gamma_numbers_below_the_smallest_keep_their_gradient():
+    pure = bridge.module_function(Applies(lambda a: D.Gamma(a.expand(200_000), 1.0).rsample().log().mean()))
+    slope = jitted(jax.grad(lambda a, key: pure({}, a, rng=key)))(0.02, jax.random.key(6))
+    torch.manual_seed(0)
+    a = torch.tensor(0.02, requires_grad=True)
+    (expected,) = torch.autograd.grad(D.Gamma(a.expand(200_000), 1.0).rsample().log().mean(), a)
+    assert slope == pytest.approx(expected.item(), rel=0.05)
+
+
+def test_large_rates_have_their_counts():
+    counts = drawn(lambda rate: (torch.poisson(rate),), torch.full((10_000,), 3e9))[0]
+    assert abs(float(counts.mean()) / 3e9 - 1) < 1e-5
+    assert float(np.asarray(counts, np.float64).std()) == pytest.approx(3e9**0.5, rel=0.05)
+
+
+def test_normal_numbers_have_no_gradient_but_reparameterized_ones():
+    pure = bridge.module_function(Applies(lambda mean, std: torch.normal(mean, std).sum()))
+    slopes = jitted(jax.grad(lambda *given: pure({}, *given, rng=jax.random.key(7)), argnums=(0, 1)))(1.0, 2.0)
+    assert [float(x) for x in slopes] == [0.0, 0.0]
+
+
+def test_trials_keep_their_dtype_in_a_train_step():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    loss = lambda m, x: m(D.Binomial(5, torch.sigmoid(x)).sample()).square().mean()  # noqa: E731
+    step = torch_api.JaxTrainStep(model, loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
+    assert step(torch.randn(5, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["covariance_matrix", "precision_matrix"])
+def test_matrices_that_are_checked_by_their_values_pass_where_they_are_traced(name):
+    def density(w):
+        matrix = w @ w.mT + torch.eye(3)
+        return D.MultivariateNormal(torch.zeros(3), **{name: matrix}).log_prob(torch.ones(3))
+
+    compare(density, torch.linspace(-1, 1, 6).reshape(3, 2))
+
+
+def test_other_code_that_asks_for_values_is_still_refused():
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="asks for values"):
+        drawn(lambda x: (D.VonMises(x, 1.0).sample(),), torch.zeros(()))
