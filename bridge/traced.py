@@ -30,7 +30,7 @@ TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
 # Whose `x.dtype` asks for numpy's: jax reads it of whatever has `__jax_array__`, and torch.dtype is nothing to it.
 JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
 # Where torch checks the arguments of distributions: by values that are known; what is traced passes.
-CHECKS = "torch.distributions.distribution", "torch.distributions.constraints"
+CHECKS = tuple(f"torch.distributions.{name}" for name in ("distribution", "constraints", "uniform"))
 
 
 def torch_dtype(array: Any) -> torch.dtype:

@@ -314,8 +314,10 @@ def test_sequences_are_padded():
 def test_fake_quantization():
     torch.manual_seed(0)
     x = torch.cat([torch.randn(3, 4) * 2, torch.tensor([[float("inf"), -float("inf"), 100.0, -100.0]])])
-    compare(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), x)
-    x = x.clamp(-100, 100)  # torch's result of infinities depends on the processor here
+    finite = x.clamp(-100, 100)  # torch 2.6 has the least number for infinity
+    right = torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7)[3, 0] > 0
+    compare(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), x if right else finite)
+    x = finite  # torch's result of infinities depends on the processor here
     scale, zero = torch.tensor([0.1, 0.2, 0.05, 0.3]), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
     for axis in (0, 1):
         compare(lambda x, axis=axis: torch.fake_quantize_per_channel_affine(x, scale, zero, axis, -8, 7), x)
@@ -483,6 +485,7 @@ print(jax.jit(bridge.module_function(Layer()))({}, jax.numpy.zeros(2)).tolist())
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch 2.6, that its graph breaks
 def test_a_trace_may_begin_within_a_compiled_function():
     pure, found, array = bridge.module_function(nn.ReLU()), [], jax.numpy.array([-1.0, 2.0])
 
