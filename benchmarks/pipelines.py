@@ -131,7 +131,7 @@ def eager(task: Task, optimizer: torch.optim.Optimizer, forward: Callable[..., A
 
     def step() -> Any:
         optimizer.zero_grad()
-        loss = loss_fn(forward or model, *batch)
+        loss = loss_fn(model if forward is None else forward, *batch)  # not `or`: what torch.compile makes refuses len()
         loss.backward()
         optimizer.step()
         return loss.detach()
