@@ -77,22 +77,9 @@ class Op(NamedTuple):
 
 OPS: dict[Any, Op] = {}
 # What draws where it is told to, from a tensor's shape: by the call's keys for plain tensors too.
-DRAW = frozenset(
-    [
-        "dropout",
-        "native_dropout",
-        "feature_dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "rrelu",
-        "gumbel_softmax",
-        "scaled_dot_product_attention",
-        "multi_head_attention_forward",
-    ]
-)
+_POOLS = (f"fractional_max_pool{n}d{form}" for n in (2, 3) for form in ("", "_with_indices"))
+_DROPS = "dropout native_dropout feature_dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
+DRAW = frozenset([*_POOLS, *_DROPS.split(), "rrelu", "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"])
 BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # how large the result is depends on values, and torch does not say so
 
 

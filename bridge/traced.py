@@ -202,6 +202,7 @@ class Traced(Tensor, Torchish):
         before._writes, before._epoch, before._seen = self._writes, self._epoch, self._seen
         self._before.append(before)
         self._base_ = self._taken = None
+        new = before if new is self else new
         if type(new) is Traced:
             kept = lambda array: unnoticed(old, array) if array.dtype == old.dtype else array  # noqa: E731
             self._base_, self._taken, self._epoch = new, (kept, (), {}, None, torch.detach), len(new._before)

@@ -411,10 +411,32 @@ def data_of_a_flat_view(x):
     return h * flat.sum()
 
 
-@pytest.mark.parametrize("function", [data_of_a_view, data_swapped, data_under_a_view, data_shared, data_of_a_flat_view])
+def data_of_itself(x):
+    y = x * 2
+    row = y[0]
+    y.data = y
+    y.add_(1)
+    return y + row
+
+
+def data_from_each_other(x):
+    y, z = x * 2, x * 3
+    y.data = z
+    z.data = y
+    z.mul_(x)
+    return y + z
+
+
+PLACES = [data_of_a_view, data_swapped, data_under_a_view, data_shared, data_of_a_flat_view, data_of_itself, data_from_each_other]
+
+
+@pytest.mark.parametrize("function", PLACES)
 def test_data_takes_another_place_and_leaves_views_over_the_old_one(function):
     torch.manual_seed(0)
     compare(function, torch.randn(2, 3))
+
+
+PLANES, SPACES = torch.arange(400.0).reshape(1, 4, 10, 10), torch.arange(1372.0).reshape(4, 7, 7, 7)
 
 
 @pytest.mark.parametrize(
@@ -426,8 +448,10 @@ def test_data_takes_another_place_and_leaves_views_over_the_old_one(function):
         nn.RReLU(),
         F.gumbel_softmax,
         lambda x: F.scaled_dot_product_attention(x - 1, x, x, dropout_p=0.5),
+        lambda x: F.fractional_max_pool2d(PLANES, 2, output_size=4).sum((0, 2, 3)),
+        lambda x: F.fractional_max_pool3d(SPACES, 2, output_size=3).sum((1, 2, 3)),
     ],
-    ids=["dropout", "dropout1d", "alpha_dropout", "rrelu", "gumbel_softmax", "attention"],
+    ids=["dropout", "dropout1d", "alpha_dropout", "rrelu", "gumbel_softmax", "attention", "fractional pool", "of three dims"],
 )
 def test_what_draws_for_a_plain_tensor_draws_by_the_key(layer):
     plain = -torch.ones(4, 4)
