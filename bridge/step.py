@@ -27,6 +27,7 @@ from .calm import calmed, settings, undisturbed
 from .cells import Cells
 from .contents import calls_back
 from .dlpack import X64, behind_torch, operands, wait_for, x64
+from .flags import of_update
 from .fusion import client_started, compiled, request
 from .passes import bytes_accessed
 from .storage import Memory
@@ -99,8 +100,9 @@ class Program:
 
     def compile(self) -> None:
         """Make it ready; several may be compiled at once, each in a thread."""
+        options = of_update(self.plan.device)
         with x64():
-            self.update, *measures = [compiled(lowered, fused=True) for lowered in self._lowered]
+            self.update, *measures = [compiled(lowered, True, options) for lowered in self._lowered]
         self.measure = measures[0] if measures else None
         self._lowered = []
 

@@ -14,7 +14,7 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, fusion, passes
+from bridge import flags, fusion, passes, step
 from bridge.dlpack import x64
 
 ROOT = Path(__file__).parent.parent
@@ -323,6 +323,37 @@ def test_options_of_counting_are_those_that_this_jaxlib_has(monkeypatch):
     assert flags.of_counting(cpu) == {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     monkeypatch.setattr(flags, "_known", lambda option, value: False)
     assert flags.of_counting(cpu) == {"xla_backend_optimization_level": 0}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
+    """LAMB stores an update of the leaf's size between its loops: in XLA's own order those of all leaves are there at once."""
+    shapes = [(300, 300 + i) for i in range(8)]
+    needed = {}
+    for name, options in (("ours", step.of_update), ("XLA's", lambda device: {})):
+        monkeypatch.setattr(step, "of_update", options)
+        monkeypatch.setattr(step, "_programs", {})
+        params = random_params(shapes=shapes)
+        optimizer = torch_api.MaskedLamb(params, lr=1e-3)
+        stepped(optimizer, params)
+        (launch,) = optimizer._launches.latest
+        needed[name] = launch.program.update.memory_analysis().temp_size_in_bytes
+    largest = 4 * 300 * 307
+    assert needed["ours"] < 4 * largest
+    assert needed["XLA's"] > 7 * largest  # the broken sibling
+
+
+def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_not_set(monkeypatch):
+    cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
+    (newer, least), (older, off) = flags._ORDERS
+    assert flags.of_update(gpu) == {}
+    for known, expected in (({newer, older}, {newer: least}), ({older}, {older: off}), (set(), {})):
+        monkeypatch.setattr(flags, "_known", lambda option, value, known=known: option in known)
+        assert flags.of_update(cpu) == expected
+    monkeypatch.setattr(flags, "_known", lambda option, value: True)
+    for option in (newer, older):
+        monkeypatch.setenv("XLA_FLAGS", f"--{option}={least}")
+        assert flags.of_update(cpu) == {}
 
 
 def _asked(optimizer):
