@@ -24,6 +24,7 @@ HYPERPARAMS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "w
 EMA_DECAY = 0.999
 MAX_NORM = 1.0
 FUSED, OURS, OPTAX = "torch fused", "maskbridge", "optax in pure JAX"
+OPTAX_CHAIN = "maskbridge, optax.chain"
 DEFAULT, FOREACH, COMPILED = "torch default", "torch foreach", "torch compiled"
 NOT_ASKED, NO_COMPILER, NOT_INSTALLED = "needs --compiled", "no C++ compiler here", "not installed"
 
@@ -197,6 +198,7 @@ def tail() -> dict[str, tuple[dict[str, Maker], str]]:
                 clipped: torch_tail(None),
                 OPTAX: in_jax(adamw_in_jax(clip=True)),
                 OURS: stepping(torch_api.MaskedAdamW, **norm),
+                OPTAX_CHAIN: stepping(torch_api.OptaxOptimizer, tx=adamw_in_jax(clip=True)),
             },
             clipped,
         ),

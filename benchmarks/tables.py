@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import candidates
+import optax.contrib
 import torch
-from common import FLOAT, NAMES, Settings, Shape, Step, compare, gradients, interleaved, parameters, rows
+from common import FLOAT, NAMES, Settings, Shape, Step, compare, elements, gradients, interleaved, parameters, rows
 from torch.nn import functional as F
 
 import torch_api
@@ -48,18 +49,20 @@ BYTES: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, average": ("MaskedAdamW", {"ema_decay": candidates.EMA_DECAY}),
     "AdamW, clip": ("MaskedAdamW", {"max_grad_norm": candidates.MAX_NORM}),
     "AdamW, clip, average": ("MaskedAdamW", {"max_grad_norm": candidates.MAX_NORM, "ema_decay": candidates.EMA_DECAY}),
+    "AdamW, clip, optax.chain": ("OptaxOptimizer", {"tx": candidates.adamw_in_jax(clip=True)}),
+    "schedule-free AdamW, optax": ("OptaxOptimizer", {"tx": optax.contrib.schedule_free_adamw(1e-3)}),
 }
 # Bytes that are read a second time, since a norm must be known before the first element is updated: the gradient for
 # clipping; for a trust ratio all that the update is made of.
-TWICE = {"LAMB": 16, "AdamW, clip": 4, "AdamW, clip, average": 4}
+TWICE = {"LAMB": 16, "AdamW, clip": 4, "AdamW, clip, average": 4, "AdamW, clip, optax.chain": 4}
 
 
 def bytes_per_parameter(settings: Settings) -> list[dict[str, Any]]:
-    """Bytes per parameter of one large leaf, beside the fewest that there can be.
+    """Bytes per parameter of two large leaves, beside the fewest that there can be.
 
     The fewest: the parameter and its state read and written once, the gradient read once, and what is read twice.
     """
-    shapes: list[Shape] = [(settings.count(1 << 22, 1 << 14),)]
+    shapes: list[Shape] = [(settings.count(1 << 22, 1 << 14),), (settings.count(1 << 21, 1 << 13),)]
     found = []
     for name, (factory, arguments) in BYTES.items():
         params = parameters(shapes, gradients(shapes, settings.device), settings.device)
@@ -68,7 +71,7 @@ def bytes_per_parameter(settings: Settings) -> list[dict[str, Any]]:
         count = params[0].numel()
         state = sum(t.numel() * t.element_size() for t in optimizer.state[params[0]].values() if t.numel() > 1)
         fewest = 3 * FLOAT + 2 * state / count + TWICE.get(name, 0)
-        found.append({"optimizer": name, "bytes": optimizer.bytes_accessed() / count, "fewest": fewest})
+        found.append({"optimizer": name, "bytes": optimizer.bytes_accessed() / elements(shapes), "fewest": fewest})
     return found
 
 

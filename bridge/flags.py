@@ -24,7 +24,7 @@ def of_counting(device: Any) -> dict[str, Any]:
     return {_EFFORT_OPTION: 0} | ({_EMITTERS_OPTION: False} if _known(_EMITTERS_OPTION, False) else {})
 
 
-# XLA's names for the order in which its CPU compiler puts what a program does, the newer first; where that is known, the older does nothing.
+# XLA's names for the order in which its CPU compiler puts what a program does; one that knows the first does nothing for the second.
 _ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("xla_cpu_enable_concurrency_optimized_scheduler", False)
 
 

@@ -24,6 +24,8 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from .scattered import Scattered, over_live_rows, part
 from .whole import apply, inlined, kind_text, literal, params_text, slice_of, traced
 
+# Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
+_APART = 8
 _FEW = 64  # elements up to which a value that depends on scalars alone is one of them
 
 
@@ -231,18 +233,25 @@ def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
+def _column(values: list[Any], rows: Sequence[int | None], count: int) -> Any:
+    """One scalar of all leaves, of each row of a pack one; that which all leaves have is written once."""
+    if all(x is values[0] for x in values) and not any(rows):
+        return jnp.broadcast_to(values[0], (count, *values[0].shape))
+    return jnp.concatenate([jnp.expand_dims(x, 0) if each is None else x for x, each in zip(values, rows, strict=True)])
+
+
 def _known(
     of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared: Sequence[Any], apart: bool
 ) -> Iterator[tuple[list[Any], list[Any]]]:
     """For one leaf of these kinds after the other what the scalars give: so many values to be handed on, and the results."""
     function = jaxpr_as_fun(of_scalars)
     leaves = [(kind.rows, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
-    if len(leaves) == 1 and leaves[0][0] is None:
+    if len(leaves) == 1 and leaves[0][0] is None and (handed <= _APART or not apart):
         found = function(*leaves[0][1], *shared)
         yield found[:handed], found[handed:]
         return
-    columns = zip(*(x if rows is not None else [jnp.expand_dims(v, 0) for v in x] for rows, x in leaves), strict=True)
-    stacked = [jnp.concatenate(column) for column in columns]
+    count = sum(rows or 1 for rows, _ in leaves)
+    stacked = [_column(list(column), [rows for rows, _ in leaves], count) for column in zip(*(x for _, x in leaves), strict=True)]
     found = jax.vmap(function, in_axes=(*(0 for _ in stacked), *(None for _ in shared)))(*stacked, *shared)
     tables: dict[Any, list[Any]] = {}
     for x in found[:handed]:

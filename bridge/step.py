@@ -91,7 +91,7 @@ class Program:
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         arguments = abstract(plan)
         with x64(), jax.disable_jit(False):
-            traced = jax.jit(functools.partial(stepped, plan), donate_argnums=(0, 1)).trace(*arguments)
+            traced = jax.jit(functools.partial(stepped, plan), donate_argnums=(0, 1), keep_unused=True).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self._lowered = [traced.lower()]
             if plan.measured:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import joint
 from .analysis import in_parts
 from .evaluate import Arrays, evaluate_buffers
 from .gradients import along, consequences, found_in
-from .leaf_update import ONES, Passes, joined, kept_in, leaf_update, masked, parted, unless
+from .leaf_update import ONES, Passes, joined, kept_in, leaf_update, parted, unless
 from .passes import ONCE, chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec, layout
 from .scattered import Scattered, part
@@ -168,12 +169,11 @@ def update(
     new_shared: list[Any] = []
     for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
         shared = [next(states) for _ in signatures]
-        multipliers = [values[i][-1] for i in at]
-        p, state_of, g, m = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks))
-        new = _unit_update(problem, p, state_of, g, m, shared, values[at[0]], multipliers, scale, plan.extra.restored(extra))
+        p, state_of, g, m, numbers = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks, values))
+        new = _unit_update(plan, problem, Arrays(p, g, state_of, shared), m, numbers, (ones, scale, skip, extra), fused)
         new_shared += unless(skip, new.shared, shared)
         for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
-            results[i] = unless(skip, result, (old_params[i], own[i]))
+            results[i] = result
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
@@ -274,28 +274,28 @@ def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
     return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
 
 
-def _unit_update(
-    problem: Problem,
-    params: list[Any],
-    own: list[Any],
-    grads: list[Any],
-    masks: list[Any],
-    shared: list[Any],
-    values: Any,
-    multipliers: list[Any],
-    scale: Any,
-    extra: dict[str, Any],
-) -> Arrays:
-    """The update of leaves that one transformation must see together."""
-    seen = [[kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (params, grads)]
-    new = evaluate_buffers(problem, Arrays(seen[0], seen[1], own, shared), values, multipliers, scale, None, extra)
-    kept = [
-        after if mask is None else masked(mask, fields, before, after)
-        for mask, fields, before, after in zip(
-            masks, layout(problem).own, zip(params, own, strict=True), zip(new.params, new.own, strict=True), strict=True
-        )
+def _unit_update(plan: Plan, problem: Problem, old: Arrays, masks: list[Any], values: list[Any], common: Any, fused: bool) -> Arrays:
+    """The update of leaves that one transformation must see together; `common`: ones, scale, skip and further arguments.
+
+    Written for flat leaves and cut where it looks across elements; but on a GPU, and where a leaf lies in another order of dimensions.
+    """
+    ones, scale, skip, further = common
+    seen = [[kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (old.params, old.grads)]
+    multipliers = [each[-1] for each in values]
+    inputs = old._replace(params=seen[0], grads=seen[1]), values[0], multipliers, scale, further
+
+    def evaluated(inputs: Any) -> Arrays:
+        arrays, values, multipliers, scale, further = inputs
+        return evaluate_buffers(problem, arrays, values, multipliers, scale, None, plan.extra.restored(further))
+
+    fields = layout(problem).own
+    leaves = [
+        joint.Old(p, own, [field.shape is None for field in kinds], mask)
+        for p, own, kinds, mask in zip(old.params, old.own, fields, masks, strict=True)
     ]
-    return new._replace(params=[p for p, _ in kept], own=[state for _, state in kept])
+    if plan.device.platform != "cpu" or any(spec.order is not None for spec in problem.specs):
+        return joint.settled(evaluated(inputs), leaves, skip)
+    return joint.updated(evaluated, inputs, leaves, ones, skip, fused)
 
 
 def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:

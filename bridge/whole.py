@@ -65,9 +65,14 @@ def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Calla
     return [literal(v) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
+def body_of(eqn: Any) -> Any:
+    """The function that an operation calls; None of one that calls none."""
+    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
+
+
 def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
     """The results of one operation of a program, whatever the shapes there are; of a call that is `wanted`, those of its body."""
-    body = eqn.params.get(_CALLS.get(eqn.primitive.name, "")) if wanted(eqn) else None
+    body = body_of(eqn) if wanted(eqn) else None
     if body is not None:
         return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, wanted)
     given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]

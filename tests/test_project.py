@@ -86,6 +86,7 @@ ORDER = {
         "modules",
         "gradients",
         "leaf_update",
+        "joint",
         "passes",
         "update",
         "step",
