@@ -32,6 +32,7 @@ from .fusion import client_started, compiled, request
 from .passes import bytes_accessed
 from .storage import Memory
 from .update import Plan, abstract, measured, stepped, traces
+from .whole import unread
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "programs", "run", "traces"]
 
@@ -91,7 +92,11 @@ class Program:
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         arguments = abstract(plan)
         with x64(), jax.disable_jit(False):
-            traced = jax.jit(functools.partial(stepped, plan), donate_argnums=(0, 1), keep_unused=True).trace(*arguments)
+            jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
+            traced = jitted().trace(*arguments)
+            if unread(traced.jaxpr.jaxpr, len(jax.tree.leaves(arguments[:2]))):
+                # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
+                traced = jitted(keep_unused=True).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self._lowered = [traced.lower()]
             if plan.measured:

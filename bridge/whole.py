@@ -97,6 +97,12 @@ def slice_of(eqns: Sequence[Any], wanted: Iterable[Any], given: Iterable[Any] = 
     return kept[::-1]
 
 
+def unread(jaxpr: Any, count: int) -> set[Any]:
+    """Those of the first inputs, so many, that no result needs."""
+    needed = [*jaxpr.outvars, *(v for eqn in slice_of(jaxpr.eqns, jaxpr.outvars) for v in eqn.invars)]
+    return set(jaxpr.invars[:count]).difference(v for v in needed if not isinstance(v, Literal))
+
+
 def keeps_elements(eqn: Any) -> bool:
     """Whether the result has the elements of the first operand, in their order: as large as it, but maybe of another shape."""
     turned = eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
