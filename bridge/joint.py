@@ -53,7 +53,7 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
     leaves = []
     for leaf, p, own in zip(old, places.params, places.own, strict=True):
         shaped = [(p, leaf.param), *((at, x) for at, x, like in zip(own, leaf.state, leaf.shaped, strict=True) if like)]
-        rest = _Leaf.of(jaxpr, behind, is_known, [(at, outvars[at]) for at, _ in shaped], leaf.param.size, fused)
+        rest = _Leaf.of(behind, is_known, [(at, outvars[at]) for at, _ in shaped], leaf.param.size, fused)
         leaves.append((rest, dict(shaped), leaf.mask))
     apart = {at for leaf, _, _ in leaves for at in leaf.places}
 
@@ -227,7 +227,7 @@ class _Leaf(NamedTuple):
     key: Any
 
     @staticmethod
-    def of(jaxpr: Any, behind: Callable[..., Any], known: set[Any], outputs: Sequence[tuple[int, Any]], size: int, fused: bool) -> _Leaf:
+    def of(behind: Callable[..., Any], known: set[Any], outputs: Sequence[tuple[int, Any]], size: int, fused: bool) -> _Leaf:
         """That of a leaf of so many elements with these results; without places where that cannot be."""
         rest = behind([v for _, v in outputs], known)
         made = {v for eqn in rest for v in eqn.outvars}
@@ -236,8 +236,9 @@ class _Leaf(NamedTuple):
         given = [v for v in _read(rest) if v not in made]
         arrays, numbers = ([v for v in given if (v.aval.size > 1) is large] for large in (True, False))
         if {v.aval.size for v in (*made, *arrays)} != {size}:
-            return _Leaf([], _evaluated([]), [], [], None)
-        groups = _groups(rest, results) if fused and size >= _LARGE else [list(range(len(results)))]
+            return _Leaf([], _evaluated([], [], [], [], []), [], [], None)
+        apart = fused and size >= _LARGE and not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in arrays)
+        groups = _groups(rest, results) if apart else [list(range(len(results)))]
         like = (size,)
         names = {v: f"{kind}{i}" for kind, column in (("a", arrays), ("n", numbers)) for i, v in enumerate(column)}
         lines = [kind_text(v.aval, like) for v in (*arrays, *numbers)]
@@ -245,13 +246,9 @@ class _Leaf(NamedTuple):
             operands = [f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v] for v in eqn.invars]
             lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kind_text(eqn.outvars[0].aval, like)}")
             names |= {v: f"%{n}.{i}" for i, v in enumerate(eqn.outvars)}
-        programs = []
-        for group in groups:
-            outs = [results[i] for i in group]
-            program = jaxpr.replace(constvars=[], invars=[*arrays, *numbers], outvars=outs, eqns=slice_of(rest, outs))
-            programs.append((group, jaxpr_as_fun(ClosedJaxpr(program, []))))
         key = *lines, *(names[v] for v in results), str(groups)
-        return _Leaf([at for at, _ in outputs], _evaluated(programs), arrays, numbers, key)
+        evaluated = _evaluated(rest, results, arrays, numbers, groups)
+        return _Leaf([at for at, _ in outputs], evaluated, arrays, numbers, key)
 
 
 def _groups(rest: Sequence[Any], results: Sequence[Any]) -> list[list[int]]:
@@ -272,15 +269,50 @@ _LARGE = 1 << 14  # elements, of which caches do not hold all that one update re
 _EVALUATIONS = 4  # the first as it is, each other times a traced 1.0 of its own
 
 
-def _evaluated(programs: Sequence[tuple[list[int], Callable[..., Any]]]) -> Callable[..., Any]:
-    def leaf(arrays: Any, numbers: Any, common: Any) -> list[Any]:
-        (old, read, mask), (ones, skip) = arrays, common
+def _evaluated(
+    rest: Sequence[Any], results: Sequence[Any], arrays: Sequence[Any], numbers: Sequence[Any], groups: Sequence[list[int]]
+) -> Callable[..., Any]:
+    """The function of a leaf: see `_Leaf`."""
+    parts = [(group, slice_of(rest, [results[i] for i in group])) for group in groups]
+
+    def leaf(given: Any, known: Any, common: Any) -> list[Any]:
+        (old, read, mask), (ones, skip) = given, common
         new: list[Any] = [None] * len(old)
-        for nth, (members, program) in enumerate(programs):
-            # Nothing may be shared between the results of one loop: see `leaf_update`.
-            results = program(*(times(x, ones[nth - 1] if nth else None) for x in read), *numbers)
-            for i, x in zip(members, results, strict=True):
-                new[i] = x if mask is None else jnp.where(mask, x, old[i])
+        for nth, (group, eqns) in enumerate(parts):
+            values = _run(
+                eqns, dict(zip(arrays, read, strict=True)), dict(zip(numbers, known, strict=True)), ones[nth - 1] if nth else None
+            )
+            for i in group:
+                new[i] = values[results[i]] if mask is None else jnp.where(mask, values[results[i]], old[i])
         return unless(skip, new, old)
 
     return leaf
+
+
+def _run(eqns: Sequence[Any], arrays: dict[Any, Any], numbers: dict[Any, Any], factor: Any) -> dict[Any, Any]:
+    """All that these operations give, from arrays times a factor, so that nothing is shared with another evaluation: see `leaf_update`.
+
+    But a choice hands on the bits of an array as they are, and a half type is multiplied once it is wide: the product of a number
+    too small to be normal may be 0.
+    """
+    values: dict[Any, Any] = {}
+
+    def read(v: Any, as_it_is: bool) -> Any:
+        if isinstance(v, Literal):
+            return literal(v)
+        if v in arrays:
+            return arrays[v] if as_it_is or _is_half(v.aval.dtype) else times(arrays[v], factor)
+        return numbers[v] if v in numbers else values[v]
+
+    for eqn in eqns:
+        chooses = eqn.primitive.name == "select_n"
+        found = eqn.primitive.bind(*(read(v, chooses) for v in eqn.invars), **eqn.params)
+        widened = any(not isinstance(v, Literal) and v in arrays and _is_half(v.aval.dtype) for v in eqn.invars) and not _is_half(
+            found.dtype
+        )
+        values[eqn.outvars[0]] = times(found, factor) if widened and not chooses else found
+    return values
+
+
+def _is_half(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

@@ -230,6 +230,23 @@ def test_a_skipped_update_and_a_masked_element_keep_their_bits():
     assert same([x for p in params for x in (p.detach(), *optimizer.state[p].values())], before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rate_of_0_keeps_all_bits(dtype):
+    """Those of numbers too small to be normal, too, which a product with 1 may lose."""
+    params = random_params(dtype, shapes=[(300, 200), (200, 300)])
+    bits = {2: torch.int16, 4: torch.int32}[params[0].element_size()]
+    with torch.no_grad():
+        for row, value in enumerate((torch.finfo(dtype).tiny / 8, -0.0, torch.nan, torch.inf)):
+            params[0][row] = value
+        if dtype != torch.bfloat16:  # XLA widens these to choose between them, which makes them quiet
+            params[0].view(bits)[4] = params[0].view(bits)[3] + 1  # signalling NaNs
+    start = [p.detach().clone().view(bits) for p in params]
+    moved(TRANSFORMATIONS["clip, adamw"](), params, [random_grads(params) for _ in range(3)], lr=0.0)
+    assert same([p.detach().view(bits) for p in params], start)
+    moved(TRANSFORMATIONS["clip, adamw"](), params, [random_grads(params)], lr=1.0)
+    assert not torch.equal(params[1].detach().view(bits), start[1])
+
+
 def test_a_leaf_in_another_order_of_dimensions(monkeypatch):
     """It is evaluated in its own shape, with all that is seen with it."""
     torch.manual_seed(0)
@@ -247,7 +264,7 @@ def test_a_leaf_in_another_order_of_dimensions(monkeypatch):
 def test_equal_leaves_are_traced_once(monkeypatch):
     traced = []
     evaluated = joint._evaluated
-    monkeypatch.setattr(joint, "_evaluated", lambda programs: lambda *given: traced.append(None) or evaluated(programs)(*given))
+    monkeypatch.setattr(joint, "_evaluated", lambda *of: lambda *given: traced.append(None) or evaluated(*of)(*given))
     monkeypatch.setattr(step, "_programs", {})
     params = random_params(shapes=[(130 + i, 300) for i in range(6)] * 4)
     moved(clipped(optax.adamw(0.05, b1=0.83)), params, [random_grads(params)])
