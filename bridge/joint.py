@@ -166,7 +166,7 @@ def _by_element(eqn: Any) -> bool:
 
 
 def _known(jaxpr: Any) -> list[Any]:
-    """What is evaluated once: numbers, what looks across elements, and arrays that sums are taken of and results need again."""
+    """What is evaluated once: numbers, what looks across elements, and what that is taken of, where results need it again."""
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
     hard = [v for eqn in jaxpr.eqns if not _by_element(eqn) for v in eqn.outvars]
@@ -175,6 +175,8 @@ def _known(jaxpr: Any) -> list[Any]:
     own = {v for eqn in rest for v in eqn.outvars}
     sums = [eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name in REDUCTIONS and eqn.invars[0].aval.size > 1]
     stored = [root for v in sums if (root := _root(v, made)) in own and root not in results]
+    others = [eqn for eqn in jaxpr.eqns if not _by_element(eqn) and eqn.primitive.name not in REDUCTIONS]
+    stored += [v for v in _read(others) if v in own]  # an operation that is no loop over elements has its arrays stored anyway
     return list(dict.fromkeys([*(v for v in hard if v in needed), *stored]))
 
 
