@@ -18,7 +18,20 @@ from .evaluate import Arrays
 from .leaf_update import unless
 from .problem import times
 from .split import Alike, for_each
-from .whole import REDUCTIONS, apply, body_of, elementwise, keeps_elements, kind_text, literal, params_text, slice_of, spreads
+from .whole import (
+    REDUCTIONS,
+    apply,
+    body_of,
+    elementwise,
+    keeps_elements,
+    kind_text,
+    literal,
+    params_text,
+    slice_of,
+    slices,
+    source,
+    spreads,
+)
 
 
 class Old(NamedTuple):
@@ -48,7 +61,7 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
     given, structure = jax.tree.leaves(inputs), jax.tree.structure(result)
     flat = jax.make_jaxpr(lambda *arguments: _flat(closed.jaxpr, closed.consts, arguments))(*jax.tree.leaves(shapes))
     jaxpr, outvars, known = flat.jaxpr, flat.jaxpr.outvars, _known(flat.jaxpr)
-    behind, is_known = _behind(jaxpr.eqns), set(known)
+    behind, is_known = slices(jaxpr.eqns), set(known)
     places: Arrays = structure.unflatten(range(structure.num_leaves))
     leaves = []
     for leaf, p, own in zip(old, places.params, places.own, strict=True):
@@ -59,7 +72,7 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
 
     once = {at: v for at, v in enumerate(outvars) if at not in apart}
     before = list(dict.fromkeys([*known, *(v for v in once.values() if not isinstance(v, Literal))]))
-    first = ClosedJaxpr(jaxpr.replace(outvars=before, eqns=behind(before, ())), flat.consts)
+    first = ClosedJaxpr(jaxpr.replace(outvars=before, eqns=behind(before)), flat.consts)
     values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *flat.consts), strict=True))
     values |= zip(before, jaxpr_as_fun(first)(*given), strict=True)
     results: list[Any] = [None] * structure.num_leaves
@@ -115,8 +128,8 @@ def _flat(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[A
     read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
 
     def named(v: Any) -> Any:
-        # XLA writes no more results from one loop where it would read too many values, and counts each constant as one: so they are
-        # numbers as others are, which a loop reads from its row. What is 0 or 1 may lead it to leave something out.
+        # A constant is a number as others are, which a loop reads from its row: where each was a value of its own, XLA wrote the
+        # parameter from another loop than the state (clip and AdamW: 60 bytes, not 32). What is 0 or 1 may lead it to leave something out.
         x = literal(v)
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x in (0, 1):
             return x
@@ -174,42 +187,16 @@ def _known(jaxpr: Any) -> list[Any]:
     needed = {*results, *_read(rest)}
     own = {v for eqn in rest for v in eqn.outvars}
     sums = [eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name in REDUCTIONS and eqn.invars[0].aval.size > 1]
-    stored = [root for v in sums if (root := _root(v, made)) in own and root not in results]
+    is_array = lambda v: v.aval.size > 1 and not (v in made and spreads(made[v], v.aval.size))  # noqa: E731
+    stored = [root for v in sums if (root := source(v, made, _by_element, is_array)) in own and root not in results]
     others = [eqn for eqn in jaxpr.eqns if not _by_element(eqn) and eqn.primitive.name not in REDUCTIONS]
     stored += [v for v in _read(others) if v in own]  # an operation that is no loop over elements has its arrays stored anyway
     return list(dict.fromkeys([*(v for v in hard if v in needed), *stored]))
 
 
-def _behind(eqns: Sequence[Any]) -> Callable[[Iterable[Any], Any], list[Any]]:
-    """`slice_of` these operations, made ready to be asked for many times."""
-    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-
-    def behind(wanted: Iterable[Any], given: Any) -> list[Any]:
-        todo, found = [v for v in wanted if not isinstance(v, Literal)], set()
-        while todo:
-            v = todo.pop()
-            i = None if v in given else made.get(v)
-            if i is not None and i not in found:
-                found.add(i)
-                todo += [u for u in eqns[i].invars if not isinstance(u, Literal)]
-        return [eqns[i] for i in sorted(found)]
-
-    return behind
-
-
 def _read(eqns: Iterable[Any]) -> list[Any]:
     """What operations read, each once."""
     return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)))
-
-
-def _root(var: Any, made: Any) -> Any:
-    """What an array is computed from alone, by itself or with numbers: the array that is worth storing."""
-    while not isinstance(var, Literal) and var in made and _by_element(made[var]):
-        arrays = [v for v in _read([made[var]]) if v.aval.size > 1 and not (v in made and spreads(made[v], v.aval.size))]
-        if len(arrays) != 1:
-            break
-        (var,) = arrays
-    return var
 
 
 # ------------------------------------------------------------------ the rest of a leaf
@@ -267,7 +254,7 @@ def _groups(rest: Sequence[Any], results: Sequence[Any]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
-_LARGE = 1 << 14  # elements, of which caches do not hold all that one update reads and writes
+_LARGE = 1 << 14  # elements; fewer are evaluated once, since each evaluation is compiled: 300 small leaves took 10 s at first, then 7
 _EVALUATIONS = 4  # the first as it is, each other times a traced 1.0 of its own
 
 
@@ -298,23 +285,18 @@ def _run(eqns: Sequence[Any], arrays: dict[Any, Any], numbers: dict[Any, Any], f
     too small to be normal may be 0.
     """
     values: dict[Any, Any] = {}
+    half = [v for v in arrays if jnp.issubdtype(v.aval.dtype, jnp.floating) and jnp.finfo(v.aval.dtype).bits < 32]
 
     def read(v: Any, as_it_is: bool) -> Any:
         if isinstance(v, Literal):
             return literal(v)
         if v in arrays:
-            return arrays[v] if as_it_is or _is_half(v.aval.dtype) else times(arrays[v], factor)
+            return arrays[v] if as_it_is or v in half else times(arrays[v], factor)
         return numbers[v] if v in numbers else values[v]
 
     for eqn in eqns:
         chooses = eqn.primitive.name == "select_n"
         found = eqn.primitive.bind(*(read(v, chooses) for v in eqn.invars), **eqn.params)
-        widened = any(not isinstance(v, Literal) and v in arrays and _is_half(v.aval.dtype) for v in eqn.invars) and not _is_half(
-            found.dtype
-        )
-        values[eqn.outvars[0]] = times(found, factor) if widened and not chooses else found
+        widens = eqn.primitive.name == "convert_element_type" and eqn.invars[0] in half
+        values[eqn.outvars[0]] = times(found, factor) if widens else found
     return values
-
-
-def _is_half(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

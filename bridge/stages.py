@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .problem import times
-from .whole import apply, elementwise, inlined, keeps_elements, literal, reduces, slice_of, spreads
+from .whole import apply, elementwise, inlined, keeps_elements, literal, reduces, slice_of, source, spreads
 
 
 class _Spread(NamedTuple):
@@ -69,14 +69,8 @@ class Stages:
         return known and eqn.outvars[0].aval.size == self._size and (elementwise(eqn, self._size) or keeps_elements(eqn))
 
     def _root(self, var: Any) -> Any:
-        """What an array is computed from alone, by itself or with numbers: the array that is worth storing."""
-        while var in self._made:
-            eqn = self._made[var]
-            arrays = {v for v in eqn.invars if not isinstance(v, Literal) and v.aval.size == self._size and v not in self._equal}
-            if len(arrays) != 1 or not (elementwise(eqn, self._size) or keeps_elements(eqn)):
-                break
-            (var,) = arrays
-        return var
+        by_element = lambda eqn: elementwise(eqn, self._size) or keeps_elements(eqn)  # noqa: E731
+        return source(var, self._made, by_element, lambda v: v.aval.size == self._size and v not in self._equal)
 
     def begin(self, inputs: Any, stored: int, one: Any) -> Callable[[Any], Any]:
         """The sums of these inputs; gives a function from a traced 1.0 or None, as of `evaluate`, to the results.

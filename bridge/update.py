@@ -172,7 +172,7 @@ def update(
         p, state_of, g, m, numbers = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks, values))
         new = _unit_update(plan, problem, Arrays(p, g, state_of, shared), m, numbers, (ones, scale, skip, extra), fused)
         new_shared += unless(skip, new.shared, shared)
-        for i, result in zip(at, zip(new.params, new.own, strict=True), strict=True):
+        for i, *result in zip(at, new.params, new.own, strict=True):
             results[i] = result
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.

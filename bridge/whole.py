@@ -87,14 +87,34 @@ def literal(var: Any) -> Any:
 
 def slice_of(eqns: Sequence[Any], wanted: Iterable[Any], given: Iterable[Any] = ()) -> list[Any]:
     """The operations, in order, that the `wanted` variables need where those of `given` are there."""
-    given = set(given)
-    needed = {v for v in wanted if not isinstance(v, Literal)} - given
-    kept = []
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal) and v not in given)
-    return kept[::-1]
+    return slices(eqns)(wanted, set(given))
+
+
+def slices(eqns: Sequence[Any]) -> Callable[..., list[Any]]:
+    """`slice_of` these operations, made ready to be asked for many times, with `given` a set."""
+    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+
+    def behind(wanted: Iterable[Any], given: Any = frozenset()) -> list[Any]:
+        todo, found = [v for v in wanted if not isinstance(v, Literal)], set()
+        while todo:
+            v = todo.pop()
+            i = None if v in given else made.get(v)
+            if i is not None and i not in found:
+                found.add(i)
+                todo += [u for u in eqns[i].invars if not isinstance(u, Literal)]
+        return [eqns[i] for i in sorted(found)]
+
+    return behind
+
+
+def source(var: Any, made: Mapping[Any, Any], by_element: Callable[[Any], bool], is_array: Callable[[Any], bool]) -> Any:
+    """What an array is computed from alone, by itself or with numbers: the array that is worth storing."""
+    while var in made and by_element(made[var]):
+        arrays = {v for v in made[var].invars if not isinstance(v, Literal) and is_array(v)}
+        if len(arrays) != 1:
+            break
+        (var,) = arrays
+    return var
 
 
 def unread(jaxpr: Any, count: int) -> set[Any]:
