@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.extend.core import Literal
 
 from .dlpack import x64
 from .precision import AVERAGE, KEY, MASTER, nearest, stochastic_round
@@ -35,50 +32,6 @@ def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arr
         state = jax.tree.leaves(row.transformation(values, problem.specs[0].dtype).init(problem.tree(leaves)))
         own, shared = _taken_out(problem, plan, state, None, [{} for _ in params])
     return Arrays([], [], own, shared)
-
-
-def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array]) -> Arrays:
-    """`begin` for buffers, with buffers as result."""
-    plan = layout(problem)
-    with x64(), jax.transfer_guard("allow"), jax.default_device(next(iter(params[0].devices()))):
-        numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
-        state = begin(problem, numbers, [unflatten(p, spec) for p, spec in zip(params, problem.specs, strict=True)])
-        return _copied(_buffered(problem, plan, state))
-
-
-@functools.lru_cache(1024)
-def constants(problem: Problem, values: tuple[float, ...]) -> tuple[Any, ...]:
-    """For each field of a leaf that is updated by itself the number that all its elements begin with; None if there is no such number.
-
-    Read from the traced program of `begin`, so that state of zeros needs no program for each shape.
-    """
-    numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
-    leaves = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in problem.specs]
-    with x64():
-        closed = jax.make_jaxpr(lambda params: begin(problem, numbers, params).own[0])(leaves)
-    made = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
-
-    def constant(var: Any) -> Any:
-        if isinstance(var, Literal):
-            return np.asarray(var.val)[()] if np.ndim(var.val) == 0 else None
-        eqn = made.get(var)
-        spread = eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "copy_p")
-        source = constant(eqn.invars[0]) if eqn is not None and spread else None
-        return None if source is None else np.asarray(source).astype(var.aval.dtype)[()]
-
-    found = iter([constant(var) for var in closed.jaxpr.outvars])
-    begun = [(field, None if field.position is None else next(found)) for field in layout(problem).own[0]]
-    return tuple(value.item() if value is not None and field.key is None else None for field, value in begun)
-
-
-def _copied(state: Arrays) -> Arrays:
-    """The state in buffers that nothing else has, because all are donated: an `init` may hand out the parameters, one array
-    twice, or a constant of its own (Muon's coefficients). Each original is let go before the next is copied."""
-    for fields in (*state.own, state.shared):
-        assert isinstance(fields, list)
-        for position, x in enumerate(fields):
-            fields[position] = jnp.array(x, copy=True)
-    return state
 
 
 # ------------------------------------------------------------------ the update
@@ -144,7 +97,7 @@ def evaluate_buffers(
     )
     new = evaluate(problem, shaped, values, multipliers, scale, factor, extra)
     params = [flatten(p, spec) for p, spec in zip(new.params, specs, strict=True)]
-    return _buffered(problem, plan, new)._replace(params=params)
+    return buffered(problem, plan, new)._replace(params=params)
 
 
 def _moves(problem: Problem, updates: Any, params: Sequence[Any]) -> list[Any]:
@@ -217,7 +170,8 @@ def _taken_out(
     return own, shared
 
 
-def _buffered(problem: Problem, plan: Layout, state: Arrays) -> Arrays:
+def buffered(problem: Problem, plan: Layout, state: Arrays) -> Arrays:
+    """State of shaped leaves as buffers."""
     own = [
         [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=False)]
         for fields, leaf, spec in zip(plan.own, state.own, problem.specs, strict=True)

@@ -37,6 +37,7 @@ ORDER = {
         "problem",
         "evaluate",
         "whole",
+        "beginning",
         "contents",
         "analysis",
         "fusion",

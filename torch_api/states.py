@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from bridge import storage
+from bridge.beginning import begin_buffers, constants
 from bridge.cells import reserve
 from bridge.dlpack import device_of, to_torch
-from bridge.evaluate import begin_buffers, constants
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, buffer_shape, layout
 from bridge.rules import Rule
