@@ -78,6 +78,7 @@ def _numbers(jaxpr: Any) -> Callable[[Any], Any]:
             return np.asarray(var.val, var.aval.dtype)[()] if np.ndim(var.val) == 0 else None
         eqn = made.get(var)
         source = number(eqn.invars[0]) if eqn is not None and eqn.primitive.name in _KEEPS_THE_NUMBER else None
-        return None if source is None else np.asarray(source).astype(var.aval.dtype)[()]
+        aval: Any = var.aval
+        return None if source is None else np.asarray(source).astype(aval.dtype)[()]
 
     return number
