@@ -22,7 +22,8 @@ from .contents import calls_back
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .problem import Extra, Field, Path, Problem, Row, Same, Spec, layout
-from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of, traced
+from .rest import Rest, known
+from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of, slices, traced
 
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
@@ -42,7 +43,7 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
     Raises:
       Whatever the transformation raises for these leaves.
     """
-    together = _Program(Problem(row.together(0), specs, skeleton), extra)
+    together = _together(Problem(row.together(0), specs, skeleton), extra)
     if calls_back(together.jaxpr):
         return None  # two Python functions cannot be told apart by what they are called
     if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
@@ -61,6 +62,20 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
             chosen[key] = view
         found.append(chosen[key])  # equal programs: the first leaf's place in the tree serves for all
     return tuple(found)
+
+
+@functools.lru_cache(64)
+def kinds(problem: Problem, extra: Extra) -> tuple[Any, ...]:
+    """Of leaves that are updated together: equal for those of equal state whose elements are updated alike, each by itself.
+
+    So they may lie side by side in one buffer. None for a leaf that is looked at otherwise than by numbers that all of it gives.
+
+    Args:
+      problem: the transformation and its leaves.
+      extra: the further arguments.
+    """
+    program = _together(problem._replace(row=problem.row.together(0)), extra)
+    return (None,) * len(problem.specs) if calls_back(program.jaxpr) else program.kinds()
 
 
 def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, sizes: Iterable[int] = ()) -> bool:
@@ -148,6 +163,11 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
     return None
 
 
+@functools.lru_cache(2)  # large, and asked for again at once if at all
+def _together(problem: Problem, extra: Extra) -> _Program:
+    return _Program(problem, extra)
+
+
 class _Program:
     """The traced beginning and update of some leaves, cut along them."""
 
@@ -178,7 +198,9 @@ class _Program:
         others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
         self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
         outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in states)]
-        self._results = sorted(zip(outputs, self.jaxpr.outvars, strict=True), key=lambda pair: pair[0][0])
+        results = list(zip(outputs, self.jaxpr.outvars, strict=True))
+        self._after = results[: len(specs) + len(states)]
+        self._results = sorted(results, key=lambda pair: pair[0][0])
         self._constants = {var: constant_text(value) for var, value in zip(self.jaxpr.constvars, closed.consts, strict=True)}
         self._define()
 
@@ -228,6 +250,41 @@ class _Program:
         }
         found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
         return None if found is None else f"{found}\n{sorted(self._fields[index].items())}"
+
+    def kinds(self) -> tuple[Any, ...]:
+        """As the function of this name."""
+        update = self.jaxpr.replace(outvars=[var for _, var in self._after])
+        with x64():
+            closed = inlined(update, self._consts)
+        jaxpr = closed.jaxpr
+        name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
+        behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
+
+        def read_from(rest: Rest) -> list[Any] | None:
+            """The inputs that these arrays are, or are computed from."""
+            found = []
+            for v in rest.arrays:
+                before = None if v in name_of else Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size)
+                read = [name_of[v]] if v in name_of else None if before is None else read_from(before)
+                if read is None:
+                    return None
+                found += read
+            return found
+
+        outputs: list[list[tuple[int, Any]]] = [[] for _ in self._shapes]
+        for at, ((name, owner), var) in enumerate(zip((pair for pair, _ in self._after), jaxpr.outvars, strict=True)):
+            if owner is not None and self._fields[owner].get(name) is None:  # the parameter, or state of its shape
+                outputs[owner].append((at, var))
+        found: list[Any] = []
+        for i, (shape, own) in enumerate(zip(self._shapes, outputs, strict=True)):
+            rest = Rest.of(behind, is_known, own, math.prod(shape))
+            read = None if rest is None or len(rest.places) < len(own) else read_from(rest)
+            if rest is None or read is None or any(owner != i for _, owner in read):
+                found.append(None)
+            else:
+                fields = layout(self.problem).own[i]
+                found.append((rest.text(shape), *(name for name, _ in read), *(field._replace(position=None) for field in fields)))
+        return tuple(found)
 
     def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:
         """The variable's name in the text, after the lines that compute it."""

@@ -15,7 +15,7 @@ from . import storage
 from .dlpack import x64
 from .evaluate import Arrays, begin, buffered
 from .problem import Problem, layout, unflatten
-from .whole import inlined, slice_of
+from .whole import inlined, literal, slice_of
 
 _KEEPS_THE_NUMBER = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape")
 
@@ -75,7 +75,7 @@ def _numbers(jaxpr: Any) -> Callable[[Any], Any]:
 
     def number(var: Any) -> Any:
         if isinstance(var, Literal):
-            return np.asarray(var.val, var.aval.dtype)[()] if np.ndim(var.val) == 0 else None
+            return literal(var)[()] if np.ndim(var.val) == 0 else None
         eqn = made.get(var)
         source = number(eqn.invars[0]) if eqn is not None and eqn.primitive.name in _KEEPS_THE_NUMBER else None
         aval: Any = var.aval

@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import joint
 from .analysis import in_parts
-from .evaluate import Arrays, evaluate_buffers
 from .gradients import along, consequences, found_in
-from .leaf_update import ONES, Passes, joined, kept_in, leaf_update, parted, unless
+from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
 from .passes import ONCE, chosen
-from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec, layout
+from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
 from .scattered import Scattered, part
 from .scattered import signature as scattered
 from .split import Alike, for_each
+from .units import Columns, unit_update
 
 _traces = 0
 
@@ -35,7 +34,8 @@ class Leaf:
     `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
     every field of state; `spec` is then that of one row. None for a leaf by itself. `singly`: the gradients of the rows are
     arguments of their own, because reading them in one place would not be worth moving them there. `looped`: rows are updated one
-    after the other, their gradients read where they lie.
+    after the other, their gradients read where they lie. `members`: of leaves that their transformation sees together with others,
+    each with its row.
     """
 
     row: Row
@@ -46,6 +46,7 @@ class Leaf:
     count: int | None = None
     singly: bool = False
     looped: bool = False
+    members: tuple[tuple[int, Spec], ...] = ()
 
     @property
     def buffer(self) -> Signature:
@@ -88,17 +89,16 @@ class Plan:
         return Problem(leaf.row, (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
 
     @property
-    def units(self) -> list[tuple[Problem, list[int]]]:
-        """Each transformation that is evaluated over several leaves together, with the positions of its leaves."""
-        positions: dict[int, list[int]] = {}
+    def units(self) -> list[tuple[Problem, list[tuple[int, int | None]]]]:
+        """Each transformation that is evaluated over several leaves together, with their places: position, and row in a pack."""
+        seen: dict[int, list[tuple[int, int | None, Spec]]] = {}
         for position, leaf in enumerate(self.leaves):
-            unit = leaf.row.unit
-            if unit is not None:
-                positions.setdefault(unit, []).append(position)
-        problems = [
-            Problem(self.leaves[at[0]].row, tuple(self.leaves[i].spec for i in at), self.skeleton) for _, at in sorted(positions.items())
+            if leaf.row.unit is not None:
+                seen.setdefault(leaf.row.unit, []).extend((position, row, spec) for row, spec in leaf.members or ((None, leaf.spec),))
+        return [
+            (Problem(self.leaves[own[0][0]].row, tuple(spec for *_, spec in own), self.skeleton), [(at, row) for at, row, _ in own])
+            for _, own in sorted(seen.items())
         ]
-        return list(zip(problems, [at for _, at in sorted(positions.items())], strict=True))
 
     @property
     def scalars(self) -> dict[str, int]:
@@ -167,12 +167,13 @@ def update(
             new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
             results[i] = new_p, joined(plan.problem(leaf), *columns)
     new_shared: list[Any] = []
-    for (problem, at), signatures in zip(plan.units, plan.shared, strict=True):
+    for (problem, places), signatures in zip(plan.units, plan.shared, strict=True):
         shared = [next(states) for _ in signatures]
-        p, state_of, g, m, numbers = ([column[i] for i in at] for column in (old_params, own, grads, leaf_masks, values))
-        new = _unit_update(plan, problem, Arrays(p, g, state_of, shared), m, numbers, (ones, scale, skip, extra), fused)
-        new_shared += unless(skip, new.shared, shared)
-        for i, *result in zip(at, new.params, new.own, strict=True):
+        columns = Columns(old_params, own, grads, leaf_masks, values)
+        flat = plan.device.platform == "cpu"
+        new, new_of = unit_update(problem, places, columns, shared, (ones, scale, skip, extra), plan.extra, flat, fused)
+        new_shared += unless(skip, new, shared)
+        for i, result in new_of.items():
             results[i] = result
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
@@ -272,30 +273,6 @@ def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
     if isinstance(arrays[2], Scattered):
         return *new[:2], jax.tree.map(chosen, new[2], scalars[0])
     return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
-
-
-def _unit_update(plan: Plan, problem: Problem, old: Arrays, masks: list[Any], values: list[Any], common: Any, fused: bool) -> Arrays:
-    """The update of leaves that one transformation must see together; `common`: ones, scale, skip and further arguments.
-
-    Written for flat leaves and cut where it looks across elements; but on a GPU, and where a leaf lies in another order of dimensions.
-    """
-    ones, scale, skip, further = common
-    seen = [[kept_in(mask, x, problem) for mask, x in zip(masks, column, strict=True)] for column in (old.params, old.grads)]
-    multipliers = [each[-1] for each in values]
-    inputs = old._replace(params=seen[0], grads=seen[1]), values[0], multipliers, scale, further
-
-    def evaluated(inputs: Any) -> Arrays:
-        arrays, values, multipliers, scale, further = inputs
-        return evaluate_buffers(problem, arrays, values, multipliers, scale, None, plan.extra.restored(further))
-
-    fields = layout(problem).own
-    leaves = [
-        joint.Old(p, own, [field.shape is None for field in kinds], mask)
-        for p, own, kinds, mask in zip(old.params, old.own, fields, masks, strict=True)
-    ]
-    if plan.device.platform != "cpu" or any(spec.order is not None for spec in problem.specs):
-        return joint.settled(evaluated(inputs), leaves, skip)
-    return joint.updated(evaluated, inputs, leaves, ones, skip, fused)
 
 
 def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:

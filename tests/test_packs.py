@@ -262,7 +262,6 @@ TENSORWISE = {
     "Muon": lambda params: torch_api.MaskedMuon(params),
     "Adafactor": lambda params: torch_api.MaskedAdafactor(params),
     "adaptive_grad_clip": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(0.01))),
-    "clip_by_global_norm": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))),
     "centralize": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.centralize(), optax.sgd(0.01))),
     "masks of elements": lambda params: torch_api.MaskedAdam(
         list(zip("abcdef", params, strict=True)), mask={name: torch.eye(4, dtype=torch.bool) for name in "abcdef"}
@@ -286,6 +285,7 @@ ROWWISE = {
     "Lamb": lambda params: torch_api.MaskedLamb(params, lr=0.01, weight_decay=0.1),
     "Lars": lambda params: torch_api.MaskedLars(params, lr=0.1, weight_decay=0.1),
     "clip_by_block_rms": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.01))),
+    "clip_by_global_norm": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))),
 }
 
 

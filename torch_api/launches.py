@@ -135,9 +135,12 @@ class Launches:
                     self._described[leaf] = block.described
             else:
                 block.described = self._described[leaf]
-            if block.described.looped and not loops:
-                described = replace(block.described, looped=False, singly=singly)
-                block.described = self._kinds.setdefault(described, described)
+            described = block.described
+            if described.looped and not loops:
+                described = replace(described, looped=False, singly=singly)
+            if described.row.unit is not None and block.pack is not None:
+                described = replace(described, members=tuple((each.slot, each.spec) for each in block.leaves))
+            block.described = self._kinds.setdefault(described, described)
         return blocks
 
     def _describe(self, block: Block) -> update.Leaf:
@@ -195,7 +198,7 @@ class Launches:
         return [self._programs_of[key] for key in keys]
 
     def _plan(self, tile: Sequence[Block], extra: Extra, scaled: bool, is_part: bool) -> update.Plan:
-        leaves = [block.leaves[0] for block in tile]
+        leaves = [leaf for block in tile for leaf in block.leaves]
         shared = tuple(
             self.states.shared_signature(unit, [leaf for leaf in leaves if self.states.unit(leaf) == unit]) for unit in _units(tile)
         )

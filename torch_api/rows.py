@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ class Rows:
         self._owner, self._extra, self._kept = owner, extra, kept
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
+        self._alike: dict[int, Counter[Any]] = {}  # of each unit how many leaves there are of each type and size
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
             check_group(owner, group, rule, allowed=group)  # it may have been edited
@@ -155,9 +157,12 @@ class Rows:
         gradient is not gathered. `loops`: whether rows may be updated in a loop, which knows nothing of all gradients.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
-        if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
+        if leaf.layout is not None or leaf.elements is not None or (leaf.spec.path is not None and row.unit is None):
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
+        if row.unit is not None:
+            kind = self._kind_among(leaf, row.unit) if gathered and size and width == size else None
+            return None if kind is None else (self._kinds[leaf.row], leaf.dtype, leaf.device, width, kind)
         looped = loops and packs.is_looped(leaf) and not whole and self._is_of_parts(leaf)
         if not size or not (gathered or looped or leaf.device.type in packs.SINGLY_ON):
             return None
@@ -167,6 +172,21 @@ class Rows:
         if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
             return None
         return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
+
+    def _kind_among(self, leaf: Leaf, unit: int) -> Any:
+        """Equal for leaves of one transformation that it updates alike, given what it finds out of all; None for one by itself."""
+        problem, positions = self.units[unit]
+        specs = problem.specs
+        if leaf.device.type != "cpu" or any(spec.order is not None for spec in specs):
+            return None  # it is then evaluated in the shapes of the leaves
+        spec = specs[positions[id(leaf)]]
+        alike = self._alike.setdefault(unit, Counter((spec.dtype, math.prod(spec.shape)) for spec in specs))
+        if alike[spec.dtype, math.prod(spec.shape)] < packs.FEWEST:
+            return None
+        try:
+            return analysis.kinds(problem, self._extra)[positions[id(leaf)]]
+        except Exception:  # noqa: BLE001 - it may need arguments that only `step` has: any error is then raised by that
+            return None
 
     def _is_of_parts(self, leaf: Leaf) -> bool:
         """Whether parameter and state are numbers and arrays of the parameter's shape, of types that a loop takes parts of."""

@@ -119,7 +119,9 @@ class States:
         if leaf.memory not in self.packs:
             everyone = [other for other in self.active if other.memory is leaf.memory and other.slot is not None]
             members = [(other.slot or 0, self.shown.get(other.param, {})) for other in everyone]
-            begun = constants(self.rows.problem(leaf), tuple(values))
+            begun: Sequence[Any] = [None] * len(self.fields(leaf))  # of leaves that are seen together each is given its own
+            if self.unit(leaf) is None:
+                begun = constants(self.rows.problem(leaf), tuple(values))
             self.packs[leaf.memory] = Pack(leaf, self.fields(leaf), self.rules[leaf.group].hidden, begun, members, self._taken())
         return self.packs[leaf.memory]
 
@@ -170,7 +172,12 @@ class States:
         begins = fresh is None and not has_state(fields, saved)
         if leaf.slot is not None:
             pack = self.pack(leaf, values)
-            fresh = self._begun(leaf, values) if begins else [None] * len(fields)
+            if begins:
+                fresh = self._begun(leaf, values)
+            elif fresh is None:
+                fresh = [None] * len(fields)
+            else:
+                fresh = _as_tensors(fresh, fields)
             leaf.state, views = pack.state, pack.give(leaf, hidden, fresh, saved, self._begin)
         else:
             fresh = self._begun(leaf, values, in_memory=True) if begins else fresh
@@ -209,7 +216,7 @@ class States:
         known = constants(problem, tuple(values))
         if any(value is None and field.position is not None for field, value in zip(fields, known, strict=True)):
             buffers = begin_buffers(problem, values, [param_array(leaf)]).own[0]
-            return list(buffers) if in_memory else [*to_torch(list(buffers)), *(None for _ in fields[len(buffers) :])]
+            return list(buffers) if in_memory else _as_tensors(buffers, fields)
         if not in_memory:
             return list(known)
         device = device_of(leaf.param)
@@ -251,6 +258,11 @@ class States:
         self.shared[unit] = Shared(*allocate(leaves[0], fields, {}, begun, source, taken, self._begin))
         for leaf in saved:
             self.shown[leaf.param].update(self.shared[unit].views)
+
+
+def _as_tensors(buffers: Sequence[Any], fields: Sequence[Field]) -> list[Any]:
+    """As flat tensors what the transformation begins with, and None for each field that is kept beside that."""
+    return [*to_torch(list(buffers)), *(None for _ in fields[len(buffers) :])]
 
 
 def _shown(leaf: Leaf, names: set[str]) -> list[tuple[str, torch.Tensor]]:

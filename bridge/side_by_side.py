@@ -1,0 +1,187 @@
+"""Leaves that lie side by side in the rows of packs, in a program that sees all of them: what is alike of all rows is computed at once.
+
+XLA would run one loop after the other, each of them as long as it takes to start it, and compile each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from .rest import Rest, read_by, run, sums_up
+from .whole import literal, params_text, slices
+
+
+class Slot:
+    """An array or a number that is one row of a pack: of `buffer`, which has one of each leaf."""
+
+    __slots__ = ("buffer", "index")
+
+    def __init__(self, buffer: Any, index: int) -> None:
+        self.buffer, self.index = buffer, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buffer.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.buffer.dtype
+
+
+def cut(x: Any) -> Any:
+    """The array, one of its own where it is the row of a pack."""
+    return jax.lax.index_in_dim(x.buffer, x.index, keepdims=False) if isinstance(x, Slot) else x
+
+
+def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
+    """A pack with these values in these rows; in others, of which nobody reads anything, what is `old`."""
+    first = values[0]
+    if isinstance(first, Slot) and all(
+        isinstance(x, Slot) and x.buffer is first.buffer and x.index == r for r, x in zip(rows, values, strict=True)
+    ):
+        return first.buffer
+    given = dict(zip(rows, map(cut, values), strict=True))
+    return jnp.stack([given[r] if r in given else old[r] for r in range(len(old))])
+
+
+def buffers_of(arrays: Sequence[Any]) -> tuple[int, ...] | None:
+    """Which packs these are one row of; None where they are not."""
+    rows = [x for x in arrays if isinstance(x, Slot)]
+    if not rows or len(rows) < len(arrays) or len({x.index for x in rows}) > 1:
+        return None
+    return tuple(id(x.buffer) for x in rows)
+
+
+def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is to be known of leaves that are rows of packs, of all rows at once: sums over each, and what those are taken of.
+
+    And the numbers that this takes. XLA would run one loop after the other, each of them as long as it takes to start it.
+    """
+    there, behind = dict(values), slices(flat.jaxpr.eqns)
+    eqns = behind(needed)
+    apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if v.aval.size == 1)}
+    waiting: dict[Any, _Work] = {}
+    for eqn in eqns:
+        if len(eqn.outvars) == 1 and (sums_up(eqn) or eqn.outvars[0] in apart):
+            work = _Work.of(behind, apart, eqn)
+            waiting |= {} if work is None else {eqn.outvars[0]: work}
+    while True:
+        early = {x for work in waiting.values() for x in work.rest.numbers}
+        early -= {x for x in early if not waiting.keys().isdisjoint(v for eqn in behind([x], there) for v in (x, *eqn.outvars))}
+        kinds: dict[Any, list[tuple[Any, _Work]]] = {}
+        taken: Counter[Any] = Counter()
+        for v, work in waiting.items():
+            buffers = buffers_of([there.get(x) for x in work.rest.arrays])
+            if buffers is not None and early.issuperset(work.rest.numbers):
+                row = there[work.rest.arrays[0]].index
+                taken[row, work.text, buffers] += 1  # two of one row may read other numbers
+                kinds.setdefault((work.text, buffers, taken[row, work.text, buffers]), []).append((v, work))
+        if not kinds:
+            return {v: x for v, x in there.items() if v not in values}
+        numbers = [x for members in kinds.values() for _, work in members for x in work.rest.numbers]
+        there |= evaluated_once(flat, list(dict.fromkeys(numbers)), there)
+        for members in kinds.values():
+            there |= _side_by_side(flat, members, there)
+            for v, _ in members:
+                del waiting[v]
+
+
+class _Work(NamedTuple):
+    """How an array, or what is summed up of one by `total`, is computed: see `Rest`. `text`: equal for the same arithmetic."""
+
+    rest: Rest
+    total: Any
+    text: Any
+
+    @staticmethod
+    def of(behind: Callable[..., Any], known: set[Any], eqn: Any) -> _Work | None:
+        """That of the result of an operation; None where it is neither, or computed otherwise than each element by itself."""
+        total = eqn if sums_up(eqn) and eqn.outvars[0].aval.size == 1 else None
+        array = eqn.outvars[0] if total is None else eqn.invars[0]
+        size = array.aval.size
+        if size == 1:
+            return None
+        is_there = total is not None and (array in known or not behind([array]))
+        rest = Rest([0], [array], [], [array], []) if is_there else Rest.of(behind, known - {array}, [(0, array)], size)
+        how = None if total is None else (total.primitive, params_text(total.params))
+        return None if rest is None else _Work(rest, total, (how, rest.text((size,))))
+
+
+def _side_by_side(flat: Any, members: Sequence[tuple[Any, _Work]], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """These variables, all computed alike of rows of one pack."""
+    (_, (rest, total, _)), rows = members[0], [values[work.rest.arrays[0]].index for _, work in members]
+
+    def one(arrays: list[Any], own: list[Any]) -> Any:
+        made = run(rest.eqns, dict(zip(rest.arrays, arrays, strict=True)), dict(zip(rest.numbers, own, strict=True)), None)
+        x = made[rest.results[0]] if rest.eqns else arrays[0]
+        return x if total is None else total.primitive.bind(x, **total.params)
+
+    buffers = [values[v].buffer for v in rest.arrays]
+    columns = columns_of(flat, rows, [work.rest.numbers for _, work in members], values, len(buffers[0]))
+    found = jax.vmap(one)(buffers, columns)
+    return {v: Slot(found, row) if total is None else found[row] for row, (v, _) in zip(rows, members, strict=True)}
+
+
+def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]], values: Mapping[Any, Any], count: int) -> list[Any]:
+    """What these variables are in rows of a pack of so many, one column for each; in other rows whatever there is."""
+    made = {v: eqn for eqn in flat.jaxpr.eqns for v in eqn.outvars}
+    seen: dict[Any, Any] = {}
+
+    def column(each: tuple[Any, ...]) -> Any:
+        """One column, computed as such where each row's number is computed alike from columns: of numbers XLA makes a loop for each.
+
+        A number alone where it is that of all rows; None where they are not computed alike.
+        """
+        first = each[0]
+        if isinstance(first, Literal):
+            return literal(first) if all(isinstance(v, Literal) and (v.val, v.aval) == (first.val, first.aval) for v in each) else None
+        if all(v is first for v in each):
+            return cut(values[first] if first in values else evaluated_once(flat, [first], values)[first])
+        if any(isinstance(v, Literal) for v in each):
+            return None
+        if each not in seen:
+            seen[each] = computed(each)
+        return seen[each]
+
+    def computed(each: tuple[Any, ...]) -> Any:
+        found = [values.get(v) for v in each]
+        if isinstance(found[0], Slot):
+            buffers = [x.buffer if isinstance(x, Slot) and x.index == row else None for x, row in zip(found, rows, strict=True)]
+            return buffers[0] if all(x is buffers[0] for x in buffers) else None
+        eqns: list[Any] = [made.get(v) for v in each]
+        one = eqns[0]
+        if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 for v in one.invars):
+            return None
+        if len({(eqn.primitive, params_text(eqn.params), len(eqn.invars)) for eqn in eqns}) > 1:
+            return None
+        operands = list(map(column, zip(*(eqn.invars for eqn in eqns), strict=True)))
+        if any(x is None for x in operands):
+            return None
+        axes = [0 if np.ndim(x) > v.aval.ndim else None for x, v in zip(operands, one.invars, strict=True)]
+        apply = lambda *xs: one.primitive.bind(*xs, **one.params)  # noqa: E731
+        return jax.vmap(apply, in_axes=axes)(*operands) if 0 in axes else apply(*operands)
+
+    def whole(each: tuple[Any, ...]) -> Any:
+        found = column(each)
+        if found is None:
+            own = dict(zip(rows, (cut(values[v]) for v in each), strict=True))
+            return jnp.stack([own.get(row, own[rows[0]]) for row in range(count)])
+        return jnp.broadcast_to(found, (count, *each[0].aval.shape)) if np.ndim(found) == each[0].aval.ndim else found
+
+    return [whole(each) for each in zip(*numbers, strict=True)]
+
+
+def evaluated_once(flat: Any, wanted: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Those of the wanted variables that are not among the values, by these."""
+    jaxpr, todo = flat.jaxpr, [v for v in wanted if v not in values]
+    eqns = slices(jaxpr.eqns)(todo, values.keys())
+    given = [v for v in read_by(eqns) if v in values]
+    program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=given, outvars=todo, eqns=eqns), [])
+    return dict(zip(todo, jaxpr_as_fun(program)(*(cut(values[v]) for v in given)), strict=True))

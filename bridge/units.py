@@ -1,0 +1,75 @@
+"""The update of leaves that one transformation must see together, some of them rows of packs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .evaluate import Arrays, evaluate_buffers
+from .joint import Old, settled, updated
+from .leaf_update import kept_in
+from .problem import Extra, Problem, layout
+from .side_by_side import Slot, cut, packed
+
+Place = tuple[int, int | None]  # of a leaf: its position among those of the plan, and its row if that is a pack
+
+
+class Columns(NamedTuple):
+    """Of all leaves of a plan, those of packs in rows: parameters, fields of state, gradients, masks of elements and numbers."""
+
+    params: Sequence[Any]
+    own: Sequence[Sequence[Any]]
+    grads: Sequence[Any]
+    masks: Sequence[Any]
+    values: Sequence[Any]
+
+
+def unit_update(
+    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[Any], common: Any, extra: Extra, flat: bool, fused: bool
+) -> tuple[list[Any], Mapping[int, tuple[Any, list[Any]]]]:
+    """The new shared state, and by position new parameters and state.
+
+    Args:
+      problem: the leaves.
+      places: of each leaf.
+      given: of all leaves of the plan.
+      shared: the state that belongs to no leaf.
+      common: ones, scale, skip, and the arrays among the `extra` arguments.
+      flat: whether to write the update for flat leaves and cut it where it looks across elements; but where a leaf lies in another
+        order of dimensions it is evaluated in the shapes of the leaves.
+      fused: whether XLA is asked to write several results from one loop.
+    """
+    ones, scale, skip, further = common
+    multipliers = {position: given.values[position][..., -1] for position, _ in places}
+    of = lambda column, place: column[place[0]] if place[1] is None else Slot(column[place[0]], place[1])  # noqa: E731
+    leaves = []
+    for place, kinds in zip(places, layout(problem).own, strict=True):
+        state = [of({place[0]: x}, place) for x in given.own[place[0]]]
+        leaves.append(Old(of(given.params, place), state, [field.shape is None for field in kinds], given.masks[place[0]]))
+    params = [kept_in(leaf.mask, leaf.param, problem) for leaf in leaves]
+    grads = [kept_in(leaf.mask, of(given.grads, place), problem) for leaf, place in zip(leaves, places, strict=True)]
+    arrays = Arrays(params, grads, [leaf.state for leaf in leaves], shared)
+    inputs = arrays, cut(of(given.values, places[0])), [of(multipliers, place) for place in places], scale, further
+
+    def evaluated(inputs: Any) -> Arrays:
+        arrays, values, multipliers, scale, further = inputs
+        return evaluate_buffers(problem, arrays, values, multipliers, scale, None, extra.restored(further))
+
+    if not flat or any(spec.order is not None for spec in problem.specs):
+        new = settled(evaluated(jax.tree.map(cut, inputs)), leaves, skip)
+    else:
+        new = updated(evaluated, inputs, leaves, ones, skip, fused)
+    found: dict[int, list[tuple[int | None, list[Any]]]] = {}
+    for (position, row), p, state in zip(places, new.params, new.own, strict=True):
+        found.setdefault(position, []).append((row, [p, *state]))
+    results = {}
+    for position, rows in found.items():
+        (row, arrays_of_one), *_ = rows
+        if row is not None:
+            columns = zip(*(arrays for _, arrays in rows), strict=True)
+            old = given.params[position], *given.own[position]
+            arrays_of_one = [packed([row or 0 for row, _ in rows], *each) for each in zip(columns, old, strict=True)]
+        results[position] = arrays_of_one[0], arrays_of_one[1:]
+    return list(map(cut, new.shared)), results
