@@ -29,6 +29,7 @@ ELEMENTWISE = frozenset({
 # fmt: on
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_PLAIN = ELEMENTWISE | _RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
@@ -75,6 +76,9 @@ def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any],
     body = body_of(eqn) if wanted(eqn) else None
     if body is not None:
         return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, wanted)
+    if eqn.primitive.name in _PLAIN:
+        inputs = [v.val if isinstance(v, Literal) else x for v, x in zip(eqn.invars, operands, strict=True)]
+        return [eqn.primitive.bind(*inputs, **eqn.params)]
     given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]
     alone = jaxpr.replace(constvars=[], invars=[v for v, _ in given], outvars=eqn.outvars, eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(alone, []))(*(x for _, x in given))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from bridge import step, storage, update
+from bridge.calm import uncollected
 from bridge.dlpack import device_of
 from bridge.problem import Extra
 
@@ -57,6 +58,7 @@ class Launches:
         """The launches of the set of live leaves that was seen last."""
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
+    @uncollected()
     def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[list[Launch]]:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
 
@@ -92,6 +94,7 @@ class Launches:
         self.known[live, extra, scaled] = launches
         return launches
 
+    @uncollected()
     def whole(
         self, live: Sequence[int], extra: Extra, hyperparams: np.ndarray, compiled: Callable[[Sequence[Block], update.Plan], Any]
     ) -> Launch:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bridge import lanes, scattered, storage
+from bridge.calm import uncollected
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.problem import Field, buffer_shape
 
@@ -51,6 +52,7 @@ def is_looped(leaf: Leaf) -> bool:
     )
 
 
+@uncollected()
 def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], writeback: str) -> None:
     """Give each leaf its memory: the rows of a pack for those of equal key, for others a memory of their own.
 

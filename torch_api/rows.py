@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge import analysis, update
+from bridge.calm import uncollected
 from bridge.dlpack import dense_order, numpy_dtype
 from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
@@ -42,6 +43,7 @@ class Rows:
       kept: what is kept beside the state of every transformation.
     """
 
+    @uncollected()
     def __init__(
         self,
         owner: str,
