@@ -77,11 +77,13 @@ def bytes_per_parameter(settings: Settings) -> list[dict[str, Any]]:
 
 def tail(settings: Settings) -> dict[str, Any]:
     """What follows the backward pass: clipping to a global norm, the update, an average of the weights, a scaled loss."""
-    shapes = settings.shapes("gpt2")
-    tables = [
-        compare(f"{title}, {NAMES['gpt2']}", makers, shapes, settings, baseline) for title, (makers, baseline) in candidates.tail().items()
-    ]
-    return {"tables": tables}
+    tails, first = candidates.tail(), "clip, AdamW"
+    wanted = [*((title, "gpt2") for title in tails), *((first, name) for name in ("tiny", "resnet50"))]
+    return {
+        "tables": [
+            compare(f"{title}, {NAMES[name]}", tails[title][0], settings.shapes(name), settings, tails[title][1]) for title, name in wanted
+        ]
+    }
 
 
 def matrices(shapes: list[Shape]) -> list[Shape]:

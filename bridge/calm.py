@@ -36,7 +36,7 @@ def calmed() -> Iterator[None]:
 def uncollected() -> Iterator[None]:
     """Python's cyclic collector waits: what a trace makes stays, and it would look through all of the process's objects again and again.
 
-    A third of the time of tracing hundreds of leaves. Where several threads are here, it goes on when the first that came leaves.
+    Where several threads are here, it goes on when the first that came leaves.
     """
     collects = gc.isenabled()
     gc.disable()

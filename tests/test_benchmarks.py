@@ -158,7 +158,7 @@ def test_tails_and_loops(tables):
     found, _ = tables
     for table in (*found["tail"]["tables"], *found["loop"]["tables"]):
         check_rows(table["rows"], {"maskbridge", table["baseline"]})
-    assert len(found["tail"]["tables"]) == 3
+    assert len(found["tail"]["tables"]) == 5
     assert len(found["loop"]["tables"]) == 2
 
 
