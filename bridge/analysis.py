@@ -197,7 +197,11 @@ class _Program:
         states = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
         others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
         self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
-        outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in states)]
+        begun = [
+            *((f.name, i) for i, own in enumerate(plan.own) for f in own if f.position is not None),
+            *((f.name, None) for f in plan.shared),
+        ]
+        outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in begun)]
         results = list(zip(outputs, self.jaxpr.outvars, strict=True))
         self._after = results[: len(specs) + len(states)]
         self._results = sorted(results, key=lambda pair: pair[0][0])
@@ -260,16 +264,15 @@ class _Program:
         name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
         behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
 
-        def read_from(rest: Rest) -> list[Any] | None:
-            """The inputs that these arrays are, or are computed from."""
-            found = []
-            for v in rest.arrays:
-                before = None if v in name_of else Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size)
-                read = [name_of[v]] if v in name_of else None if before is None else read_from(before)
-                if read is None:
-                    return None
-                found += read
-            return found
+        @functools.cache
+        def inputs_of(v: Any) -> frozenset[Any] | None:
+            """The inputs that an array is, or is computed from, each element by itself."""
+            rest = None if v in name_of else Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size)
+            return frozenset([name_of[v]]) if v in name_of else None if rest is None else read_from(rest)
+
+        def read_from(rest: Rest) -> frozenset[Any] | None:
+            found = list(map(inputs_of, rest.arrays))
+            return None if any(each is None for each in found) else frozenset().union(*(each for each in found if each is not None))
 
         outputs: list[list[tuple[int, Any]]] = [[] for _ in self._shapes]
         for at, ((name, owner), var) in enumerate(zip((pair for pair, _ in self._after), jaxpr.outvars, strict=True)):
@@ -283,7 +286,7 @@ class _Program:
                 found.append(None)
             else:
                 fields = layout(self.problem).own[i]
-                found.append((rest.text(shape), *(name for name, _ in read), *(field._replace(position=None) for field in fields)))
+                found.append((rest.text(shape), frozenset(name for name, _ in read), *(field._replace(position=None) for field in fields)))
         return tuple(found)
 
     def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:

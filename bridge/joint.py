@@ -73,7 +73,7 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
     if closed.effects:  # a callback is called once
         return settled(function(jax.tree.map(cut, inputs)), old, skip)
     given, structure = jax.tree.leaves(inputs), jax.tree.structure(result)
-    flat = jax.make_jaxpr(lambda *arguments: _flat(closed.jaxpr, closed.consts, arguments))(*jax.tree.leaves(shapes))
+    flat = jax.make_jaxpr(lambda *arguments: _flat(closed.jaxpr, closed.consts, arguments, {}))(*jax.tree.leaves(shapes))
     jaxpr, outvars = flat.jaxpr, flat.jaxpr.outvars
     needed, places = known(jaxpr), structure.unflatten(range(structure.num_leaves))
     leaves = _leaves(jaxpr, needed, places, old, fused)
@@ -164,13 +164,12 @@ def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:
 # ------------------------------------------------------------------ the program of flat leaves
 
 
-def _flat(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+def _flat(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], numbers: dict[Any, Any]) -> list[Any]:
     """The results of a program, those of more than one element flat, with all that takes each element by itself written for flat arrays.
 
-    The bodies of the functions that it calls stand in place of the calls.
+    The bodies of the functions that it calls stand in place of the calls. `numbers`: the constants that were named.
     """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
-    numbers: dict[Any, Any] = {}
     read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
 
     def named(v: Any) -> Any:
@@ -196,7 +195,7 @@ def _flat(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[A
         out: Any = eqn.outvars[0].aval if eqn.outvars else None
         body = body_of(eqn)
         if body is not None:
-            found = _flat(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)))
+            found = _flat(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)), numbers)
         elif out is None or out.size < 2:
             found = _number(jaxpr, eqn, flat, shaped)
         elif keeps_elements(eqn):

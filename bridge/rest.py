@@ -26,7 +26,7 @@ class Rest(NamedTuple):
 
     @staticmethod
     def of(behind: Callable[..., Any], known: set[Any], outputs: Sequence[tuple[int, Any]], size: int) -> Rest | None:
-        """Those of these results that are not known; None where there are none, or they need arrays of another size.
+        """Those of these results that are not known; None where there are none, they need arrays of another size, or other operations.
 
         Args:
           behind: as `slices` gives it, of the program.
@@ -39,7 +39,7 @@ class Rest(NamedTuple):
         outputs = [(at, v) for at, v in outputs if not isinstance(v, Literal) and v in made]
         given = [v for v in read_by(eqns) if v not in made]
         arrays, numbers = ([v for v in given if (v.aval.size > 1) is large] for large in (True, False))
-        if {v.aval.size for v in (*made, *arrays)} != {size}:
+        if {v.aval.size for v in (*made, *arrays)} != {size} or not all(map(by_element, eqns)):
             return None
         return Rest([at for at, _ in outputs], [v for _, v in outputs], eqns, arrays, numbers)
 

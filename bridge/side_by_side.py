@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from .rest import Rest, read_by, run, sums_up
-from .whole import literal, params_text, slices
+from .whole import bound, literal, params_text, slices
 
 
 class Slot:
@@ -59,6 +60,12 @@ def buffers_of(arrays: Sequence[Any]) -> tuple[int, ...] | None:
     return tuple(id(x.buffer) for x in rows)
 
 
+# So often what is found lets more be computed: a norm of all, then an update, then its norms. Where each leaf waits for the one before
+# it, the others are computed leaf by leaf.
+_ROUNDS = 6
+_DEPTH = 16  # operations between a number of a row and those that it is computed from
+
+
 def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
     """What is to be known of leaves that are rows of packs, of all rows at once: sums over each, and what those are taken of.
 
@@ -72,25 +79,26 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
         if len(eqn.outvars) == 1 and (sums_up(eqn) or eqn.outvars[0] in apart):
             work = _Work.of(behind, apart, eqn)
             waiting |= {} if work is None else {eqn.outvars[0]: work}
-    while True:
-        early = {x for work in waiting.values() for x in work.rest.numbers}
-        early -= {x for x in early if not waiting.keys().isdisjoint(v for eqn in behind([x], there) for v in (x, *eqn.outvars))}
+    for _ in range(_ROUNDS):
+        ready = set(there)
+        for eqn in eqns:
+            if waiting.keys().isdisjoint(eqn.outvars) and all(isinstance(v, Literal) or v in ready for v in eqn.invars):
+                ready.update(eqn.outvars)
         kinds: dict[Any, list[tuple[Any, _Work]]] = {}
         taken: Counter[Any] = Counter()
         for v, work in waiting.items():
             buffers = buffers_of([there.get(x) for x in work.rest.arrays])
-            if buffers is not None and early.issuperset(work.rest.numbers):
+            if buffers is not None and ready.issuperset(work.rest.numbers):
                 row = there[work.rest.arrays[0]].index
                 taken[row, work.text, buffers] += 1  # two of one row may read other numbers
                 kinds.setdefault((work.text, buffers, taken[row, work.text, buffers]), []).append((v, work))
-        if not kinds:
-            return {v: x for v, x in there.items() if v not in values}
         numbers = [x for members in kinds.values() for _, work in members for x in work.rest.numbers]
         there |= evaluated_once(flat, list(dict.fromkeys(numbers)), there)
         for members in kinds.values():
             there |= _side_by_side(flat, members, there)
             for v, _ in members:
                 del waiting[v]
+    return {v: x for v, x in there.items() if v not in values}
 
 
 class _Work(NamedTuple):
@@ -134,7 +142,7 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
     made = {v: eqn for eqn in flat.jaxpr.eqns for v in eqn.outvars}
     seen: dict[Any, Any] = {}
 
-    def column(each: tuple[Any, ...]) -> Any:
+    def column(each: tuple[Any, ...], depth: int = 0) -> Any:
         """One column, computed as such where each row's number is computed alike from columns: of numbers XLA makes a loop for each.
 
         A number alone where it is that of all rows; None where they are not computed alike.
@@ -144,13 +152,13 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
             return literal(first) if all(isinstance(v, Literal) and (v.val, v.aval) == (first.val, first.aval) for v in each) else None
         if all(v is first for v in each):
             return cut(values[first] if first in values else evaluated_once(flat, [first], values)[first])
-        if any(isinstance(v, Literal) for v in each):
+        if depth == _DEPTH or any(isinstance(v, Literal) for v in each):
             return None
         if each not in seen:
-            seen[each] = computed(each)
+            seen[each] = computed(each, depth)
         return seen[each]
 
-    def computed(each: tuple[Any, ...]) -> Any:
+    def computed(each: tuple[Any, ...], depth: int) -> Any:
         found = [values.get(v) for v in each]
         if isinstance(found[0], Slot):
             buffers = [x.buffer if isinstance(x, Slot) and x.index == row else None for x, row in zip(found, rows, strict=True)]
@@ -161,12 +169,12 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
             return None
         if len({(eqn.primitive, params_text(eqn.params), len(eqn.invars)) for eqn in eqns}) > 1:
             return None
-        operands = list(map(column, zip(*(eqn.invars for eqn in eqns), strict=True)))
+        operands = [column(operand, depth + 1) for operand in zip(*(eqn.invars for eqn in eqns), strict=True)]
         if any(x is None for x in operands):
             return None
         axes = [0 if np.ndim(x) > v.aval.ndim else None for x, v in zip(operands, one.invars, strict=True)]
-        apply = lambda *xs: one.primitive.bind(*xs, **one.params)  # noqa: E731
-        return jax.vmap(apply, in_axes=axes)(*operands) if 0 in axes else apply(*operands)
+        found = jax.vmap(partial(bound, one), in_axes=axes)(*operands) if 0 in axes else bound(one, *operands)
+        return found[0]
 
     def whole(each: tuple[Any, ...]) -> Any:
         found = column(each)

@@ -170,7 +170,7 @@ def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
 def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any, wait: bool = True) -> jax.Array:
     """A new array of one value that only jax holds; ready, unless the caller means to `wait` for several at once."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if device.platform == "cpu" and not value:
+    if device.platform == "cpu" and not any(np.asarray(value, dtype).tobytes()):  # -0.0 is another
         return _fresh(_zeros(size).view(dtype).reshape(shape), device, wait)
     if device.platform == "cpu" and size <= _SMALL:
         return _fresh(np.full(shape, value, dtype), device, wait)

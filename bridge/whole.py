@@ -77,11 +77,16 @@ def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any],
     if body is not None:
         return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, wanted)
     if eqn.primitive.name in _PLAIN:
-        inputs = [v.val if isinstance(v, Literal) else x for v, x in zip(eqn.invars, operands, strict=True)]
-        return [eqn.primitive.bind(*inputs, **eqn.params)]
+        return bound(eqn, *(v.val if isinstance(v, Literal) else x for v, x in zip(eqn.invars, operands, strict=True)))
     given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]
     alone = jaxpr.replace(constvars=[], invars=[v for v, _ in given], outvars=eqn.outvars, eqns=[eqn])
     return jaxpr_as_fun(ClosedJaxpr(alone, []))(*(x for _, x in given))
+
+
+def bound(eqn: Any, *operands: Any) -> list[Any]:
+    """The results of an operation that has no program among its parameters."""
+    found = eqn.primitive.bind(*operands, **eqn.params)
+    return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def literal(var: Any) -> Any:

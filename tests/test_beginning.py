@@ -24,6 +24,7 @@ def begins():
             "copy": params,
             "half": jax.tree.map(lambda p: jnp.full_like(p, 0.5, dtype=jnp.bfloat16), params),
             "ones": jax.tree.map(jnp.ones_like, params),
+            "negative": jax.tree.map(lambda p: jnp.full_like(p, -0.0), params),
             "scaled": jax.tree.map(lambda p: jnp.tanh(p) * 2, params),
             "count": jnp.zeros((), jnp.int32),
             "norm": jnp.sqrt(sum(jnp.sum(jnp.square(p)) for p in leaves)),
@@ -49,9 +50,10 @@ def test_state_begins_as_init_gives_it_in_memory_of_its_own():
     addresses = []
     for name, p in params:
         state = {key.split(".")[0]: value for key, value in opt.state[p].items()}
-        for key in ("copy", "half", "ones", "scaled"):
+        for key in ("copy", "half", "ones", "negative", "scaled"):
             want = np.asarray(expected[key][name], np.float32)
             np.testing.assert_array_equal(state[key].float().numpy(), want, err_msg=key)
+            np.testing.assert_array_equal(np.signbit(state[key].float().numpy()), np.signbit(want), err_msg=key)
             addresses.append(state[key].data_ptr())
     shared = {key.split(".")[0]: value for key, value in opt.state[params[0][1]].items()}
     for key in ("count", "norm", "table", "again"):

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 import torch
@@ -11,7 +12,7 @@ from oracles import CLOSE, clones, movement_error, random_grads, random_params, 
 from packing import by_themselves, near, packed, run, slots, two_sets
 
 import torch_api
-from bridge import joint, step
+from bridge import analysis, joint, side_by_side, step
 from torch_api import packs
 from torch_api import rows as torch_rows
 
@@ -59,6 +60,80 @@ def test_a_callback_sees_the_leaves_of_packs(monkeypatch):
     assert seen == pytest.approx([torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item()], rel=1e-5)
     for p, g, s in zip(params, grads, start, strict=True):
         torch.testing.assert_close(p.detach(), s - 0.1 * g)
+
+
+def _doubled(x):
+    """A loop that knows when to end from what it computes."""
+    return jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y)) < 4, lambda y: 2 * y, x)
+
+
+# Calls, programs within programs, operations of several results, and those that look along a dimension.
+WITHIN = {
+    "round": lambda x: jnp.round(x, 1),
+    "nan_to_num": jnp.nan_to_num,
+    "sort": lambda x: jnp.sort(x, -1),
+    "cumsum": lambda x: jnp.cumsum(x, -1),
+    "softmax": jax.nn.softmax,
+    "checkpoint": jax.checkpoint(jnp.sin),
+    "while": _doubled,
+    "barrier": jax.lax.optimization_barrier,
+    "custom derivative": jax.nn.relu,
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_whatever_an_update_computes_beside_a_global_norm(name):
+    def update(updates, state, params=None):
+        norm = norm_of(updates)
+        return jax.tree.map(lambda g: -0.4 * g / norm + 0.01 * WITHIN[name](g) + 0.02 * WITHIN[name](g / norm), updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    params = random_params(shapes=[(24, 16)] * 4 + [(48,)] * 4 + [(5,)])
+    start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
+    moved(tx, params, grads)
+    assert max(map(movement_error, params, pure(tx, start, grads), start)) < 1e-5
+
+
+def test_numbers_that_wait_for_one_another_are_computed_in_few_rounds(monkeypatch):
+    """One leaf's sum needs that of the leaf before it: with a round for each of 300 leaves the first step took a minute."""
+
+    def update(updates, state, params=None):
+        found, total = [], 0.0
+        for g in jax.tree.leaves(updates):
+            total = total * 0.5 + jnp.sqrt(jnp.sum(jnp.square(g / (1 + total))))
+            found.append(-0.1 * g / (1 + total))
+        return jax.tree.unflatten(jax.tree.structure(updates), found), state
+
+    rounds = []
+    once = side_by_side.evaluated_once
+    monkeypatch.setattr(side_by_side, "evaluated_once", lambda *given: rounds.append(None) or once(*given))
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    params = random_params(shapes=[(24, 16)] * 12 + [(48,)] * 12)
+    start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
+    packed(moved(tx, params, grads), 24)
+    assert len(rounds) <= side_by_side._ROUNDS
+    assert max(map(movement_error, params, pure(tx, start, grads), start)) < 1e-5
+
+
+def test_long_programs_are_looked_at_once(monkeypatch):
+    """Each product of an unrolled Newton-Schulz iteration reads the one before it twice: with 17 the construction took half a minute."""
+
+    def update(updates, state, params=None):
+        def of(x):
+            x = x / norm_of(updates)
+            for _ in range(12):
+                y = x @ x.T @ x
+                x = 1.5 * x - 0.5 * y + 0.1 * jnp.tanh(y)
+            return -0.1 * x
+
+        return jax.tree.map(of, updates), state
+
+    calls = []
+    of = analysis.Rest.of
+    monkeypatch.setattr(analysis.Rest, "of", staticmethod(lambda *given: calls.append(None) or of(*given)))
+    params = random_params(shapes=[(16, 16)] * 4)
+    torch_api.OptaxOptimizer(params, optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    assert 4 <= len(calls) < 200
 
 
 @pytest.mark.parametrize("name", ["clip, adamw", "clip, lamb", "schedule-free"])
@@ -177,6 +252,7 @@ def test_what_is_kept_beside_the_state(options, dtype):
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, clipped(optax.adamw(0.05)), **options)  # noqa: E731
     ours = make(params)
+    assert sum(slot is not None for slot in slots(ours)) == (0 if options.get("stochastic_rounding") else 9)  # it draws for each element
     theirs, others = by_themselves(make, start)
     run([(ours, params), (theirs, others)], 20)
     rounded = dtype is torch.bfloat16

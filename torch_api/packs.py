@@ -148,7 +148,9 @@ class Pack:
         count, width = self.memory.array.shape
         inner = (width,) if field.shape is None else buffer_shape(field)
         lengths = self.memory.lengths if field.shape is None else [int(np.prod(inner))] * count
-        return storage.register(storage.full((count, *inner), jnp.dtype(dtype), constant or 0, device_of(leaf.param)), lengths)
+        return storage.register(
+            storage.full((count, *inner), jnp.dtype(dtype), 0 if constant is None else constant, device_of(leaf.param)), lengths
+        )
 
     def _as_saved(
         self, saved: Sequence[tuple[int, Mapping[str, Any]]], dtypes: Sequence[str], hidden: Mapping[str, float], taken: set[storage.Memory]
