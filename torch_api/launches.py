@@ -58,7 +58,6 @@ class Launches:
         """The launches of the set of live leaves that was seen last."""
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
-    @uncollected()
     def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[list[Launch]]:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
 
@@ -76,14 +75,16 @@ class Launches:
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
             early = self.states.begun_early([leaf for part in on_device.values() for leaf, _ in part], values)
         before = self._cache.info.compilations
-        programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
+        with uncollected():
+            programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
         blocks = [block for part in divided for tile in part for block in tile]
         described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
         situation = Situation(described, self._max_grad_norm is not None, scaled, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
         if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
             storage.return_freed()
-        given = [self.states.give([leaf for leaf, _ in part], values, early) for part in on_device.values()]
+        with uncollected():
+            given = [self.states.give([leaf for leaf, _ in part], values, early) for part in on_device.values()]
         self.began = any(given)
         launches = [
             [Launch(tile, next(programs), [self.states.shared[unit] for unit in _units(tile)], self._rows.offsets) for tile in part]
@@ -94,7 +95,6 @@ class Launches:
         self.known[live, extra, scaled] = launches
         return launches
 
-    @uncollected()
     def whole(
         self, live: Sequence[int], extra: Extra, hyperparams: np.ndarray, compiled: Callable[[Sequence[Block], update.Plan], Any]
     ) -> Launch:
@@ -105,9 +105,11 @@ class Launches:
         values = self._rows.cut(hyperparams)
         leaves = [self._active[i] for i in live]
         blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
-        program = compiled(blocks, self._plan(blocks, extra, False, False))
+        with uncollected():
+            program = compiled(blocks, self._plan(blocks, extra, False, False))
         storage.return_freed()
-        self.began = self.states.give(leaves, values)
+        with uncollected():
+            self.began = self.states.give(leaves, values)
         launch = Launch(blocks, program, [self.states.shared[unit] for unit in _units(blocks)], self._rows.offsets)
         launch.prepare()
         return launch
