@@ -65,10 +65,11 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
 
 
 @functools.lru_cache(64)
-def kinds(problem: Problem, extra: Extra) -> tuple[Any, ...]:
-    """Of leaves that are updated together: equal for those of equal state whose elements are updated alike, each by itself.
+def kinds(problem: Problem, extra: Extra) -> tuple[int | None, ...]:
+    """Of leaves that are updated together a number: equal for those of equal state whose elements are updated alike, each by itself.
 
-    So they may lie side by side in one buffer. None for a leaf that is looked at otherwise than by numbers that all of it gives.
+    So they may lie side by side in one buffer, where they are of one size. None for a leaf that is looked at otherwise than by numbers
+    that all of it gives.
 
     Args:
       problem: the transformation and its leaves.
@@ -163,9 +164,12 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
     return None
 
 
-@functools.lru_cache(2)  # large, and asked for again at once if at all
+@functools.lru_cache(1)
 def _together(problem: Problem, extra: Extra) -> _Program:
     return _Program(problem, extra)
+
+
+forget = _together.cache_clear  # of a thousand leaves it holds 800 MB
 
 
 class _Program:
@@ -255,7 +259,7 @@ class _Program:
         found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
         return None if found is None else f"{found}\n{sorted(self._fields[index].items())}"
 
-    def kinds(self) -> tuple[Any, ...]:
+    def kinds(self) -> tuple[int | None, ...]:
         """As the function of this name."""
         update = self.jaxpr.replace(outvars=[var for _, var in self._after])
         with x64():
@@ -278,15 +282,16 @@ class _Program:
         for at, ((name, owner), var) in enumerate(zip((pair for pair, _ in self._after), jaxpr.outvars, strict=True)):
             if owner is not None and self._fields[owner].get(name) is None:  # the parameter, or state of its shape
                 outputs[owner].append((at, var))
-        found: list[Any] = []
+        found: list[int | None] = []
+        seen: dict[Any, int] = {}
         for i, (shape, own) in enumerate(zip(self._shapes, outputs, strict=True)):
             rest = Rest.of(behind, is_known, own, math.prod(shape))
             read = None if rest is None or len(rest.places) < len(own) else read_from(rest)
             if rest is None or read is None or any(owner != i for _, owner in read):
                 found.append(None)
             else:
-                fields = layout(self.problem).own[i]
-                found.append((rest.text(shape), frozenset(name for name, _ in read), *(field._replace(position=None) for field in fields)))
+                fields = tuple(field._replace(position=None) for field in layout(self.problem).own[i])
+                found.append(seen.setdefault((rest.text(shape), frozenset(name for name, _ in read), fields), len(seen)))
         return tuple(found)
 
     def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +56,7 @@ class Rows:
         self._owner, self._extra, self._kept = owner, extra, kept
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
-        self._alike: dict[int, Counter[Any]] = {}  # of each unit how many leaves there are of each type and size
+        self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
             check_group(owner, group, rule, allowed=group)  # it may have been edited
@@ -73,7 +72,10 @@ class Rows:
         row_of: dict[int, Row] = {}
         for number, own in enumerate(together.values()):
             group = own[0][0].group
-            row = self._seen(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
+            try:
+                row = self._seen(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
+            finally:
+                analysis.forget()
             row_of |= dict.fromkeys((leaf.group for leaf, _ in own), replace(row, kept=kept))
         # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
         self.rows = [(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
@@ -118,6 +120,7 @@ class Rows:
                 Problem(replace(row, kept=self._kept), specs, self.skeleton),
                 {id(leaf): i for i, leaf in enumerate(leaves)},
             )
+            self._alike |= self._alike_of(leaves, self.units[number][0])
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
             raise ValueError(
                 f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "
@@ -159,12 +162,12 @@ class Rows:
         gradient is not gathered. `loops`: whether rows may be updated in a loop, which knows nothing of all gradients.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
-        if leaf.layout is not None or leaf.elements is not None or (leaf.spec.path is not None and row.unit is None):
+        if row.unit is not None:
+            kind = self._alike.get(id(leaf))
+            return None if kind is None else (self._kinds[leaf.row], leaf.dtype, leaf.device, size, kind)
+        if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
-        if row.unit is not None:
-            kind = self._kind_among(leaf, row.unit) if gathered and size and width == size else None
-            return None if kind is None else (self._kinds[leaf.row], leaf.dtype, leaf.device, width, kind)
         looped = loops and packs.is_looped(leaf) and not whole and self._is_of_parts(leaf)
         if not size or not (gathered or looped or leaf.device.type in packs.SINGLY_ON):
             return None
@@ -175,20 +178,24 @@ class Rows:
             return None
         return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
 
-    def _kind_among(self, leaf: Leaf, unit: int) -> Any:
-        """Equal for leaves of one transformation that it updates alike, given what it finds out of all; None for one by itself."""
-        problem, positions = self.units[unit]
-        specs = problem.specs
-        if leaf.device.type != "cpu" or any(spec.order is not None for spec in specs):
-            return None  # it is then evaluated in the shapes of the leaves
-        spec = specs[positions[id(leaf)]]
-        alike = self._alike.setdefault(unit, Counter((spec.dtype, math.prod(spec.shape)) for spec in specs))
-        if alike[spec.dtype, math.prod(spec.shape)] < packs.FEWEST:
-            return None
+    def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, Any]:
+        """By id of each leaf that may be packed: equal for those that one transformation updates alike, given what it finds out of all."""
+        if any(leaf.device.type != "cpu" for leaf in leaves) or any(spec.order is not None for spec in problem.specs):
+            return {}  # all are then evaluated in their own shapes
+        kind_of = lambda leaf: (leaf.dtype, leaf.shape.numel())  # noqa: E731
+        small = [
+            leaf for leaf in leaves if leaf.layout is None and leaf.elements is None and packs.is_gathered(leaf) and leaf.shape.numel()
+        ]
+        small = [leaf for leaf in small if pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel()]
+        count = Counter(map(kind_of, small))
+        enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= packs.FEWEST}
+        if not enough:
+            return {}
         try:
-            return analysis.kinds(problem, self._extra)[positions[id(leaf)]]
+            kinds = analysis.kinds(problem, self._extra)
         except Exception:  # noqa: BLE001 - it may need arguments that only `step` has: any error is then raised by that
-            return None
+            return {}
+        return {id(leaf): kind for leaf, kind in zip(leaves, kinds, strict=True) if id(leaf) in enough}
 
     def _is_of_parts(self, leaf: Leaf) -> bool:
         """Whether parameter and state are numbers and arrays of the parameter's shape, of types that a loop takes parts of."""
