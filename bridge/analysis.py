@@ -268,16 +268,15 @@ class _Program:
         name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
         behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
 
-        @functools.cache
-        def inputs_of(v: Any) -> frozenset[Any] | None:
-            """The inputs that an array is, or is computed from, each element by itself."""
-            rest = None if v in name_of else Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size)
-            return frozenset([name_of[v]]) if v in name_of else None if rest is None else read_from(rest)
+        # Of each array the inputs that it is, or is computed from, each element by itself; None where it is computed otherwise.
+        inputs: dict[Any, frozenset[Any] | None] = {v: frozenset([name]) for v, name in name_of.items()}
 
-        def read_from(rest: Rest) -> frozenset[Any] | None:
-            found = list(map(inputs_of, rest.arrays))
-            return None if any(each is None for each in found) else frozenset().union(*(each for each in found if each is not None))
+        def read_from(rest: Rest | None) -> frozenset[Any] | None:
+            found = [None] if rest is None else [inputs.get(v) for v in rest.arrays]
+            return None if None in found else frozenset().union(*(each for each in found if each is not None))
 
+        for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if v in is_known and v.aval.size > 1):
+            inputs[v] = read_from(Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size))
         outputs: list[list[tuple[int, Any]]] = [[] for _ in self._shapes]
         for at, ((name, owner), var) in enumerate(zip((pair for pair, _ in self._after), jaxpr.outvars, strict=True)):
             if owner is not None and self._fields[owner].get(name) is None:  # the parameter, or state of its shape

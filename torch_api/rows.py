@@ -106,6 +106,7 @@ class Rows:
         pruned = _prunes(read(()), specs[0], self.skeleton)
         read = lambda names: replace(group_reader(rule, names)(group), pruned=pruned)  # noqa: E731
         layout(Problem(read(()).together(number), specs, self.skeleton))  # raises what `init` raises
+        known = True
         try:
             row = read(analysis.traced_names(read, rule.traceable, self.skeleton, specs, self._extra))
             views = analysis.views(row, self.skeleton, specs, self._extra)
@@ -113,6 +114,7 @@ class Rows:
             if self._extra.leaves or not rule.takes_extra:
                 raise
             row, views = read(rule.traceable), None  # it may need arguments that only `step` has; else the first step says why
+            known = False
         decays = {bool(leaf.decay.value) for leaf in leaves}
         if views is None:
             row = row.together(number)
@@ -120,7 +122,7 @@ class Rows:
                 Problem(replace(row, kept=self._kept), specs, self.skeleton),
                 {id(leaf): i for i, leaf in enumerate(leaves)},
             )
-            self._alike |= self._alike_of(leaves, self.units[number][0])
+            self._alike |= self._alike_of(leaves, self.units[number][0]) if known else {}
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
             raise ValueError(
                 f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "
@@ -191,10 +193,7 @@ class Rows:
         enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= packs.FEWEST}
         if not enough:
             return {}
-        try:
-            kinds = analysis.kinds(problem, self._extra)
-        except Exception:  # noqa: BLE001 - it may need arguments that only `step` has: any error is then raised by that
-            return {}
+        kinds = analysis.kinds(problem, self._extra)
         return {id(leaf): kind for leaf, kind in zip(leaves, kinds, strict=True) if id(leaf) in enough}
 
     def _is_of_parts(self, leaf: Leaf) -> bool:
