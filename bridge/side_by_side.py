@@ -41,13 +41,18 @@ def cut(x: Any) -> Any:
     return jax.lax.index_in_dim(x.buffer, x.index, keepdims=False) if isinstance(x, Slot) else x
 
 
-def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
-    """A pack with these values in these rows; in others, of which nobody reads anything, what is `old`."""
+def pack_of(rows: Sequence[int], values: Sequence[Any]) -> Any:
+    """The one buffer that has each of these values in its row; None where there is none."""
     first = values[0]
-    if isinstance(first, Slot) and all(
-        isinstance(x, Slot) and x.buffer is first.buffer and x.index == r for r, x in zip(rows, values, strict=True)
-    ):
-        return first.buffer
+    own = (isinstance(x, Slot) and (x.buffer is first.buffer and x.index == row) for x, row in zip(values, rows, strict=True))
+    return first.buffer if isinstance(first, Slot) and all(own) else None
+
+
+def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
+    """A pack with these values in these rows, and what is `old` in others."""
+    buffer = pack_of(rows, values)
+    if buffer is not None:
+        return buffer
     given = dict(zip(rows, map(cut, values), strict=True))
     return jnp.stack([given[r] if r in given else old[r] for r in range(len(old))])
 
@@ -71,6 +76,8 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
 
     And the numbers that this takes. XLA would run one loop after the other, each of them as long as it takes to start it.
     """
+    if not any(isinstance(x, Slot) for x in values.values()):
+        return {}
     there, behind = dict(values), slices(flat.jaxpr.eqns)
     eqns = behind(needed)
     apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if v.aval.size == 1)}
@@ -92,6 +99,8 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
                 row = there[work.rest.arrays[0]].index
                 taken[row, work.text, buffers] += 1  # two of one row may read other numbers
                 kinds.setdefault((work.text, buffers, taken[row, work.text, buffers]), []).append((v, work))
+        if not kinds:
+            break
         numbers = [x for members in kinds.values() for _, work in members for x in work.rest.numbers]
         there |= evaluated_once(flat, list(dict.fromkeys(numbers)), there)
         for members in kinds.values():
@@ -161,8 +170,7 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
     def computed(each: tuple[Any, ...], depth: int) -> Any:
         found = [values.get(v) for v in each]
         if isinstance(found[0], Slot):
-            buffers = [x.buffer if isinstance(x, Slot) and x.index == row else None for x, row in zip(found, rows, strict=True)]
-            return buffers[0] if all(x is buffers[0] for x in buffers) else None
+            return pack_of(rows, found)
         eqns: list[Any] = [made.get(v) for v in each]
         one = eqns[0]
         if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 for v in one.invars):

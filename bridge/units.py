@@ -43,15 +43,15 @@ def unit_update(
     """
     ones, scale, skip, further = common
     multipliers = {position: given.values[position][..., -1] for position, _ in places}
-    of = lambda column, place: column[place[0]] if place[1] is None else Slot(column[place[0]], place[1])  # noqa: E731
+    of = lambda x, row: x if row is None else Slot(x, row)  # noqa: E731
     leaves = []
-    for place, kinds in zip(places, layout(problem).own, strict=True):
-        state = [of({place[0]: x}, place) for x in given.own[place[0]]]
-        leaves.append(Old(of(given.params, place), state, [field.shape is None for field in kinds], given.masks[place[0]]))
+    for (i, row), kinds in zip(places, layout(problem).own, strict=True):
+        state = [of(x, row) for x in given.own[i]]
+        leaves.append(Old(of(given.params[i], row), state, [field.shape is None for field in kinds], given.masks[i]))
     params = [kept_in(leaf.mask, leaf.param, problem) for leaf in leaves]
-    grads = [kept_in(leaf.mask, of(given.grads, place), problem) for leaf, place in zip(leaves, places, strict=True)]
-    arrays = Arrays(params, grads, [leaf.state for leaf in leaves], shared)
-    inputs = arrays, cut(of(given.values, places[0])), [of(multipliers, place) for place in places], scale, further
+    grads = [kept_in(leaf.mask, of(given.grads[i], row), problem) for leaf, (i, row) in zip(leaves, places, strict=True)]
+    arrays, (first, row_of_first) = Arrays(params, grads, [leaf.state for leaf in leaves], shared), places[0]
+    inputs = arrays, cut(of(given.values[first], row_of_first)), [of(multipliers[i], row) for i, row in places], scale, further
 
     def evaluated(inputs: Any) -> Arrays:
         arrays, values, multipliers, scale, further = inputs
