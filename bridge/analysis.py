@@ -172,6 +172,9 @@ def _together(problem: Problem, extra: Extra) -> _Program:
 forget = _together.cache_clear  # of a thousand leaves it holds 800 MB
 
 
+_SEVERAL = -1
+
+
 class _Program:
     """The traced beginning and update of some leaves, cut along them."""
 
@@ -213,15 +216,16 @@ class _Program:
         self._define()
 
     def _define(self) -> None:
-        """For each variable the operation that makes it, and the leaves that it depends on."""
-        self._owners: dict[Any, frozenset[int]] = {}
+        """For each variable the operation that makes it, and the leaf that it depends on: None for none, `_SEVERAL` for more."""
+        self._owners: dict[Any, int | None] = {}
         self._made: dict[Any, Any] = {}
         for var, (_, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
-            self._owners[var] = frozenset() if owner is None else frozenset((owner,))
+            self._owners[var] = owner
         for eqn in self.jaxpr.eqns:
-            owners = frozenset().union(*(self._owners.get(v, frozenset()) for v in eqn.invars if not isinstance(v, Literal)))
+            owners = {self._owners.get(v) for v in eqn.invars if not isinstance(v, Literal)} - {None}
+            owner = _SEVERAL if len(owners) > 1 else next(iter(owners), None)
             for var in eqn.outvars:
-                self._owners[var], self._made[var] = owners, eqn
+                self._owners[var], self._made[var] = owner, eqn
 
     def text(self, index: int, marked: bool = True) -> str | None:
         """All that is computed for a leaf, one operation a line, its shape as L if `marked`; None if another leaf takes part."""
@@ -235,8 +239,7 @@ class _Program:
         for (name, owner), var in self._results:
             if owner is not None and owner != index:
                 continue
-            depends = frozenset() if isinstance(var, Literal) else self._owners.get(var, frozenset())
-            if depends - {owner}:
+            if not isinstance(var, Literal) and self._owners.get(var) not in (None, owner):
                 return None
             results.append(f"{name} = {self._write(var, lines, like)}")
         return "\n".join([*lines, *results])
@@ -253,7 +256,7 @@ class _Program:
         with x64():
             closed = inlined(own, self._consts)
         named = {
-            var: (name, self._owners[old] == {index} and old.aval.shape == shape)
+            var: (name, self._owners[old] == index and old.aval.shape == shape)
             for var, (old, name) in zip(closed.jaxpr.invars, inputs, strict=True)
         }
         found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
