@@ -8,6 +8,7 @@ leaves that are rows of a pack the rest is one loop over all of them, and so is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,21 +20,30 @@ from jax.extend.core import Literal
 from .evaluate import Arrays
 from .leaf_update import unless
 from .rest import Rest, known, run, sums_up
-from .side_by_side import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs
+from .side_by_side import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts
 from .split import Alike, for_each
+from .tiles import equals
 from .whole import apply, body_of, elementwise, keeps_elements, literal, slice_of, slices, spreads
+
+
+class Way(NamedTuple):
+    """How an update is written: whether XLA is asked for several results from one loop, and whether the program will be cut in pieces."""
+
+    fused: bool
+    pieces: bool
 
 
 class Old(NamedTuple):
     """What a leaf was: its flat array, its arrays and numbers of state, which of those have its shape, and its mask of elements or None.
 
-    In a pack the arrays are rows.
+    In a pack the arrays are rows. `multiplier`: its row of a column, or a number.
     """
 
     param: Any
     state: Sequence[Any]
     shaped: Sequence[bool]
     mask: Any
+    multiplier: Any
 
 
 class _Leaf(NamedTuple):
@@ -44,6 +54,7 @@ class _Leaf(NamedTuple):
     param: Any
     old: dict[int, Any]
     mask: Any
+    multiplier: Any
     function: Callable[..., Any]
     key: Any
 
@@ -57,7 +68,7 @@ class _Leaf(NamedTuple):
         return None if buffers is None or self.mask is not None else (self.key, buffers)
 
 
-def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], ones: Any, skip: Any, fused: bool) -> Arrays:
+def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], ones: Any, skip: Any, way: Way) -> Arrays:
     """The function's arrays, flat: where a mask is False, or all is skipped, the old ones; its shared state as it comes.
 
     Args:
@@ -66,7 +77,7 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
       old: the leaves.
       ones: traced 1.0s.
       skip: whether to keep everything, or None.
-      fused: whether XLA is asked to write several results from one loop.
+      way: how to write it.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
@@ -76,19 +87,20 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
     flat = jax.make_jaxpr(lambda *arguments: _flat(closed.jaxpr, closed.consts, arguments, {}))(*jax.tree.leaves(shapes))
     jaxpr, outvars = flat.jaxpr, flat.jaxpr.outvars
     needed, places = known(jaxpr), structure.unflatten(range(structure.num_leaves))
-    leaves = _leaves(jaxpr, needed, places, old, fused)
+    leaves = _leaves(jaxpr, needed, places, old, way.fused)
     apart = {at for leaf in leaves for at in leaf.rest.places}
 
     once = {at: v for at, v in enumerate(outvars) if at not in apart}
     before = list(dict.fromkeys([*needed, *(v for v in once.values() if not isinstance(v, Literal))]))
     values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *flat.consts), strict=True))
     values |= of_packs(flat, before, values)
+    values |= of_parts(flat, before, values) if way.pieces else {}
     values |= evaluated_once(flat, before, values)
     results: list[Any] = [None] * structure.num_leaves
     for at, v in once.items():
         results[at] = jnp.asarray(literal(v)) if isinstance(v, Literal) else values[v]
     results = jax.tree.leaves(settled(structure.unflatten(results), old, skip), is_leaf=lambda x: x is None)
-    for at, x in _rests(flat, leaves, values, (ones, skip)):
+    for at, x in _rests(flat, leaves, values, (ones, skip), way.pieces):
         results[at] = x
     return structure.unflatten(results)
 
@@ -105,11 +117,13 @@ def _leaves(jaxpr: Any, needed: Sequence[Any], places: Arrays, old: Sequence[Old
             elements = leaf.param.buffer.size if isinstance(leaf.param, Slot) else size
             apart = fused and elements >= _LARGE and not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in rest.arrays)
             groups = _groups(rest) if apart else [list(range(len(rest.results)))]
-            found.append(_Leaf(rest, leaf.param, shaped, leaf.mask, _evaluated(rest, groups), (rest.text((size,)), str(groups))))
+            found.append(
+                _Leaf(rest, leaf.param, shaped, leaf.mask, leaf.multiplier, _evaluated(rest, groups), (rest.text((size,)), str(groups)))
+            )
     return found
 
 
-def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common: Any) -> Iterator[tuple[int, Any]]:
+def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common: Any, pieces: bool) -> Iterator[tuple[int, Any]]:
     """The results of all leaves, each with its place: those of equal ones from one function, those of a whole pack from one loop."""
     home = lambda leaf: id(leaf.param.buffer if isinstance(leaf.param, Slot) else leaf.param)  # noqa: E731
     seen: dict[int, set[Any]] = {}
@@ -120,7 +134,11 @@ def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common
         pack = leaf.pack(values)
         side_by_side = pack is not None and seen[home(leaf)] == {pack}
         kinds.setdefault((side_by_side, pack if side_by_side else (leaf.key, leaf.param.shape, leaf.mask is None)), []).append(leaf)
-    alike = [_alike(flat, members, values, side_by_side) for (side_by_side, _), members in kinds.items()]
+    enough = equals(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
+    alike = []
+    for (side_by_side, _), members in kinds.items():
+        parts = not side_by_side and len(members) >= enough
+        alike.append(_alike(flat, members, values, side_by_side, parts))
     for ((side_by_side, _), members), found in zip(kinds.items(), for_each(alike, common), strict=True):
         if side_by_side:
             rows = [leaf.param.index for leaf in members]
@@ -132,15 +150,17 @@ def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common
             yield from zip(leaf.rest.places, arrays, strict=True)
 
 
-def _alike(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any], side_by_side: bool) -> Alike:
-    """Leaves of one function; `side_by_side`: as the rows of one pack."""
+def _alike(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any], side_by_side: bool, parts: bool) -> Alike:
+    """Leaves of one function; `side_by_side`: as the rows of one pack; `parts`: each is a part of the program."""
     first, arrays = members[0], [leaf.arrays(values) for leaf in members]
     family = "joint", first.key, first.mask is None
-    if not side_by_side:
+    if not side_by_side and not parts:
         numbers = [[cut(values[v]) for v in leaf.rest.numbers] for leaf in members]
         return Alike(first.function, jax.tree.map(cut, arrays), numbers, family=family)
-    count = len(first.param.buffer)
-    columns = columns_of(flat, [leaf.param.index for leaf in members], [leaf.rest.numbers for leaf in members], values, count)
+    rows, count = [leaf.multiplier.index for leaf in members], len(first.multiplier.buffer)
+    columns = columns_of(flat, rows, [leaf.rest.numbers for leaf in members], values, count)
+    if parts:
+        return Alike(first.function, jax.tree.map(cut, arrays), [columns], family=family, at=rows)
     return Alike(first.function, [jax.tree.map(lambda x: x.buffer, arrays[0])], [columns], count, family)
 
 

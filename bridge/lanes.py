@@ -47,14 +47,21 @@ _ordered: Any = jax.jit(lambda numbers: numbers * np.float64(1))
 
 
 def opened(numbers: np.ndarray, device: Any, lanes: int = LANES) -> tuple[Any, list[int]]:
-    """What each program of a step is given as `numbers`, and the orders to choose from: the thread's own first, then so many lanes.
+    """What each program of a step is given as `numbers`, and the `orders` to choose from.
 
     The numbers come from an execution on the programs' device in the thread's own order: whatever it was asked for there
     before, such as reading a parameter that the programs are about to change, has ended when they begin.
     """
     if _calls is None:
-        return numbers, [0, 0]
-    first = threading.get_ident() + 1  # no thread waits for the lanes of another
+        return numbers, orders(lanes)
     with jax.default_device(device):
         ordered = _ordered(numbers)
-    return ordered, [_calls[0](), *range(first, first + lanes)]
+    return ordered, orders(lanes)
+
+
+def orders(lanes: int = LANES) -> list[int]:
+    """The orders to choose from: that in which this thread's executions are now, and so many lanes."""
+    if _calls is None:
+        return [0, 0]
+    first = threading.get_ident() + 1  # no thread waits for the lanes of another
+    return [_calls[0](), *range(first, first + lanes)]

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from .pieces import part
 from .rest import Rest, read_by, run, sums_up
+from .tiles import equals
 from .whole import bound, literal, params_text, slices
 
 
@@ -110,6 +112,26 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
     return {v: x for v, x in there.items() if v not in values}
 
 
+def of_parts(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is summed over leaves by themselves, of those that have enough equals each from one `part`."""
+    behind = slices(flat.jaxpr.eqns)
+    kinds: dict[Any, list[tuple[Any, _Work]]] = {}
+    count = 0
+    for eqn in filter(sums_up, behind(needed, values.keys())):
+        work = _Work.of(behind, set(), eqn)
+        if work is not None and all(isinstance(values.get(v), jax.Array) for v in (*work.rest.arrays, *work.rest.numbers)):
+            (size,) = work.rest.arrays[0].aval.shape
+            kinds.setdefault((work.text, size), []).append((eqn.outvars[0], work))
+        count += 1
+    found: dict[Any, Any] = {}
+    for members in kinds.values():
+        if len(members) >= equals(count):
+            (_, work), *_ = members
+            function = part(lambda *given, work=work: work.of_row(given[: len(work.rest.arrays)], given[len(work.rest.arrays) :]))
+            found |= {v: function(*(values[x] for x in (*work.rest.arrays, *work.rest.numbers))) for v, work in members}
+    return found
+
+
 class _Work(NamedTuple):
     """How an array, or what is summed up of one by `total`, is computed: see `Rest`. `text`: equal for the same arithmetic."""
 
@@ -130,20 +152,22 @@ class _Work(NamedTuple):
         how = None if total is None else (total.primitive, params_text(total.params))
         return None if rest is None else _Work(rest, total, (how, rest.text((size,))))
 
+    def of_row(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        """It, from what the rest reads."""
+        made = run(
+            self.rest.eqns, dict(zip(self.rest.arrays, arrays, strict=True)), dict(zip(self.rest.numbers, numbers, strict=True)), None
+        )
+        x = made[self.rest.results[0]] if self.rest.eqns else arrays[0]
+        return x if self.total is None else self.total.primitive.bind(x, **self.total.params)
+
 
 def _side_by_side(flat: Any, members: Sequence[tuple[Any, _Work]], values: Mapping[Any, Any]) -> dict[Any, Any]:
     """These variables, all computed alike of rows of one pack."""
-    (_, (rest, total, _)), rows = members[0], [values[work.rest.arrays[0]].index for _, work in members]
-
-    def one(arrays: list[Any], own: list[Any]) -> Any:
-        made = run(rest.eqns, dict(zip(rest.arrays, arrays, strict=True)), dict(zip(rest.numbers, own, strict=True)), None)
-        x = made[rest.results[0]] if rest.eqns else arrays[0]
-        return x if total is None else total.primitive.bind(x, **total.params)
-
-    buffers = [values[v].buffer for v in rest.arrays]
+    (_, work), rows = members[0], [values[work.rest.arrays[0]].index for _, work in members]
+    buffers = [values[v].buffer for v in work.rest.arrays]
     columns = columns_of(flat, rows, [work.rest.numbers for _, work in members], values, len(buffers[0]))
-    found = jax.vmap(one)(buffers, columns)
-    return {v: Slot(found, row) if total is None else found[row] for row, (v, _) in zip(rows, members, strict=True)}
+    found = jax.vmap(work.of_row)(buffers, columns)
+    return {v: Slot(found, row) if work.total is None else found[row] for row, (v, _) in zip(rows, members, strict=True)}
 
 
 def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]], values: Mapping[Any, Any], count: int) -> list[Any]:

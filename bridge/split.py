@@ -21,11 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .scattered import Scattered, over_live_rows, part
+from .pieces import part
+from .scattered import Scattered, over_live_rows
+from .scattered import part as part_of
 from .whole import apply, inlined, kind_text, literal, params_text, slice_of, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8
+_ROWS = 64  # of a table from which parts read their numbers, at least
 _FEW = 64  # elements up to which a value that depends on scalars alone is one of them
 
 
@@ -36,6 +39,7 @@ class Alike(NamedTuple):
     rows: of a leaf that stands for so many, one in each row of its arrays and scalars, their number; the function is of one row.
     family: kinds of one family have one function but for the size of their arrays: it is traced for the largest, if those are flat.
       None for a kind by itself.
+    at: where the scalars of all leaves are given once, as columns, the row of each leaf in those. Each is then a `part` of the program.
     """
 
     function: Callable[..., Any]
@@ -43,6 +47,7 @@ class Alike(NamedTuple):
     scalars: Sequence[Any]
     rows: int | None = None
     family: Any = None
+    at: Sequence[int] | None = None
 
     @property
     def size(self) -> int:
@@ -73,10 +78,18 @@ def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[li
                     axes = [0] * (cut.handed + len(given))
                     function = jax.vmap(function, in_axes=(*axes, *(None for _ in shared)))
                 function = _repeated(function, len(kind.arrays))
+            called = None
             for arrays in kind.arrays:
-                handed, done = next(known)
-                results[i].append(cut.results(done, function(*handed, *jax.tree.leaves(arrays), *shared)))
+                numbers, taken, done = next(known)
+                if called is None:
+                    called = function if taken is None else part(_at_row(cut.of_arrays, taken, len(numbers)))
+                results[i].append(cut.results(done, called(*numbers, *jax.tree.leaves(arrays), *shared)))
     return results
+
+
+def _at_row(function: Callable[..., Any], taken: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The function, with its first operands taken from others, so many."""
+    return lambda *given: function(*taken(*given[:count]), *given[count:])
 
 
 _families: dict[Any, _Cut] = {}
@@ -112,7 +125,11 @@ class _Cut:
     """
 
     def __init__(self, kind: Alike, common: Any) -> None:
-        one = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[kind.rows is not None :], x.dtype), x[0]) for x in kind[1:3]]
+        columns = kind.rows is not None, kind.rows is not None or kind.at is not None
+        one = [
+            jax.tree.map(lambda x, column=column: jax.ShapeDtypeStruct(x.shape[column:], x.dtype), x[0])
+            for column, x in zip(columns, kind[1:3], strict=True)
+        ]
         closed, result = traced(kind.function, *one, jax.tree.map(_shape, common))
         self.structure, self._size, self._now = jax.tree.structure(result), kind.size, kind.size
         arrays, scalars = (len(jax.tree.leaves(x)) for x in one)
@@ -156,7 +173,7 @@ class _Cut:
 
     def over_live_rows(self, shared: Sequence[Any]) -> Callable[..., Any]:
         """The second part of all rows, as a loop over those that are live, some elements at a time where the size does not matter."""
-        width = part(self._now)
+        width = part_of(self._now)
         some = None if width is None else self.resized(width)
         one = self if width is None or some is None else some
         targets = [i for i, scalar in enumerate(self.is_scalar) if not scalar]  # the results stand where the arrays did
@@ -242,40 +259,56 @@ def _column(values: list[Any], rows: Sequence[int | None], count: int) -> Any:
 
 def _known(
     of_scalars: ClosedJaxpr, handed: int, kinds: Sequence[Alike], shared: Sequence[Any], apart: bool
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """For one leaf of these kinds after the other what the scalars give: so many values to be handed on, and the results."""
+) -> Iterator[tuple[list[Any], Callable[..., Any] | None, list[Any]]]:
+    """For one leaf of these kinds after the other what the scalars give: so many values to be handed on, and the results.
+
+    Of a leaf that is a part, its row and tables instead of the values, and the function that takes those from these.
+    """
     function = jaxpr_as_fun(of_scalars)
-    leaves = [(kind.rows, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
-    if len(leaves) == 1 and leaves[0][0] is None and (handed <= _APART or not apart):
-        found = function(*leaves[0][1], *shared)
-        yield found[:handed], found[handed:]
+    leaves = [(kind.rows, kind.at, jax.tree.leaves(each)) for kind in kinds for each in kind.scalars]
+    if len(leaves) == 1 and leaves[0][:2] == (None, None) and (handed <= _APART or not apart):
+        found = function(*leaves[0][2], *shared)
+        yield found[:handed], None, found[handed:]
         return
-    count = sum(rows or 1 for rows, _ in leaves)
-    stacked = [_column(list(column), [rows for rows, _ in leaves], count) for column in zip(*(x for _, x in leaves), strict=True)]
+    heights = [rows if at is None else len(columns[0]) if columns else max(at) + 1 for rows, at, columns in leaves]
+    count = sum(height or 1 for height in heights)
+    stacked = [_column(list(column), heights, count) for column in zip(*(x for *_, x in leaves), strict=True)]
     found = jax.vmap(function, in_axes=(*(0 for _ in stacked), *(None for _ in shared)))(*stacked, *shared)
     tables: dict[Any, list[Any]] = {}
     for x in found[:handed]:
         tables.setdefault(x.dtype, []).append(jax.lax.reshape(x, (len(x), math.prod(x.shape[1:]))))
     joined = {dtype: jnp.concatenate(columns, 1) for dtype, columns in tables.items()}
+    if any(at is not None for _, at, _ in leaves):  # of as many rows in most programs, for the sake of which parts are the same
+        rows = max(_ROWS, 1 << (count - 1).bit_length())
+        joined = {dtype: jnp.pad(x, ((0, rows - count), (0, 0))) for dtype, x in joined.items()}
     ends = {dtype: [0, *accumulate(x.shape[1] for x in columns)] for dtype, columns in tables.items()}
+    kinds_of = [(x.dtype, x.shape[1:]) for x in found[:handed]]
 
     def cells(own: Any, *, height: tuple[int, ...]) -> list[Any]:
         """One row, or the rows of a pack, as the numbers that are handed on."""
         left = {dtype: pairwise(at) for dtype, at in ends.items()}
-        columns = [(jax.lax.slice_in_dim(own[x.dtype], *next(left[x.dtype]), axis=1), x.shape[1:]) for x in found[:handed]]
+        columns = [(jax.lax.slice_in_dim(own[dtype], *next(left[dtype]), axis=1), shape) for dtype, shape in kinds_of]
         return [jax.lax.reshape(x, (*height, *shape)) for x, shape in columns]
+
+    def taken(row: Any, *matrices: Any) -> list[Any]:
+        own = {dtype: jax.lax.dynamic_slice_in_dim(x, row, 1) for dtype, x in zip(ends, matrices, strict=True)}
+        return cells(jax.lax.optimization_barrier(own), height=())
 
     if not apart:  # a loop of a GPU reads its numbers where they lie; to cut them out is a kernel for each leaf
         joined = jax.lax.optimization_barrier(joined)
-    heights = Counter(() if rows is None else (rows,) for rows, _ in leaves)
-    taken_apart = {height: _repeated(partial(cells, height=height), times) for height, times in heights.items()}
+    times = Counter(() if height is None else (height,) for height in heights)
+    taken_apart = {height: _repeated(partial(cells, height=height), n) for height, n in times.items()}
     start = 0
-    for rows, _ in leaves:
+    for (_, at, _), rows in zip(leaves, heights, strict=True):
         stop, height = start + (rows or 1), () if rows is None else (rows,)
-        cut = lambda x, start=start, stop=stop: jax.lax.slice_in_dim(x, start, stop)  # noqa: E731
-        # The rows of a leaf are one value of their own: else XLA reads each number in a loop of its own, or joins the loops over
-        # leaves that read one matrix, which are then slower by a fifth.
-        own = jax.tree.map(cut, joined)
-        own = jax.lax.optimization_barrier(own) if apart else own
-        yield taken_apart[height](own), [jax.lax.reshape(cut(x), (*height, *x.shape[1:])) for x in found[handed:]]
+        cut = lambda x, start, stop: jax.lax.slice_in_dim(x, start, stop)  # noqa: E731
+        for row in at or ():
+            numbers = np.int32(start + row), *joined.values()
+            yield [*numbers], taken, [jax.lax.reshape(cut(x, start + row, start + row + 1), x.shape[1:]) for x in found[handed:]]
+        if at is None:
+            # The rows of a leaf are one value of their own: else XLA reads each number in a loop of its own, or joins the loops over
+            # leaves that read one matrix, which are then slower by a fifth.
+            own = {dtype: cut(x, start, stop) for dtype, x in joined.items()}
+            own = jax.lax.optimization_barrier(own) if apart else own
+            yield taken_apart[height](own), None, [jax.lax.reshape(cut(x, start, stop), (*height, *x.shape[1:])) for x in found[handed:]]
         start = stop

@@ -28,8 +28,9 @@ from .cells import Cells
 from .contents import calls_back
 from .dlpack import X64, behind_torch, operands, wait_for, x64
 from .flags import of_update
-from .fusion import client_started, compiled, request
+from .fusion import client_started, request
 from .passes import bytes_accessed
+from .pieces import Piece, cut
 from .storage import Memory
 from .update import Plan, abstract, measured, stepped, traces
 from .whole import unread
@@ -80,7 +81,7 @@ class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
     `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
-    `looped`: it is a loop over rows, on one core.
+    `looped`: it is a loop over rows, on one core. `pieces`: what is to be compiled before it is `ready`.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -90,26 +91,25 @@ class Program:
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.looped = any(leaf.looped for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
-        arguments = abstract(plan)
+        arguments, options = abstract(plan), of_update(plan.device)
         with x64(), jax.disable_jit(False):
             jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
-            traced = jitted().trace(*arguments)
-            if unread(traced.jaxpr.jaxpr, len(jax.tree.leaves(arguments[:2]))):
+            traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
+            if unread(traced.jaxpr.jaxpr, donated):
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
                 traced = jitted(keep_unused=True).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
-            self._lowered = [traced.lower()]
+            self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
+            self.pieces = [Piece(traced.lower(), options)] if self._cut is None else self._cut.pieces
             if plan.measured:
                 _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
-                self._lowered.append(jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure, after))
+                measuring = jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure, after)
+                self.pieces.append(Piece(measuring, options))
 
-    def compile(self) -> None:
-        """Make it ready; several may be compiled at once, each in a thread."""
-        options = of_update(self.plan.device)
-        with x64():
-            self.update, *measures = [compiled(lowered, True, options) for lowered in self._lowered]
-        self.measure = measures[0] if measures else None
-        self._lowered = []
+    def ready(self) -> None:
+        """All pieces are compiled."""
+        self.update = self._cut or self.pieces[0].compiled
+        self.measure = self.pieces[-1].compiled if self.plan.measured else None
 
     @property
     def bytes_accessed(self) -> float:
@@ -238,13 +238,13 @@ def run(
                     lanes.choose(side_by_side[len(kept) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
                 own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
-                new_params, new_state, new_scalars, new_kept, skipped, token = launch.program.update(
+                new_params, new_state, new_scalars, new_kept, skipped, tokens = launch.program.update(
                     *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
                 arrays = [*new_params, *new_state]
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
-                flight.landing.append(([token], memories, arrays, (launch.scalars, new_scalars)))
+                flight.landing.append((tokens, memories, arrays, (launch.scalars, new_scalars)))
                 if device.platform != "cpu" and len(flight.landing) > 1 and not flight.may_fail:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
@@ -387,8 +387,11 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
     with _programs_lock:
         found = {plan: _programs.get(plan) or Program(plan) for plan in plans}
         new = [program for plan, program in found.items() if plan not in _programs]
-        for _ in _threads().map(Program.compile, new) if len(new) > 1 else map(Program.compile, new):
+        pieces = [piece for piece in dict.fromkeys(p for program in new for p in program.pieces) if piece.compiled is None]
+        for _ in _threads().map(Piece.compile, pieces) if len(pieces) > 1 else map(Piece.compile, pieces):
             pass
+        for program in new:
+            program.ready()
         _compilations += len(new)
         for plan, program in found.items():  # the last to go
             _programs.pop(plan, None)

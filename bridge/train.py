@@ -226,7 +226,7 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     with _searching(task, columns, batch, seed):
         plain = params, state, scalars, kept, grads, masks, numbers, offsets, live, further
         new = update(task.plan, *plain, [], _NOTHING_MEASURED, fused=False)
-    new_params, new_state, new_scalars, new_kept, _, token = new
+    new_params, new_state, new_scalars, new_kept, _, [token] = new
     return new_params, new_state, _flat(task, after, "buffers"), new_scalars, new_kept, _flat(task, after, "copied"), loss, aux, token
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .evaluate import Arrays, evaluate_buffers
-from .joint import Old, settled, updated
+from .joint import Old, Way, settled, updated
 from .leaf_update import kept_in
 from .problem import Extra, Problem, layout
 from .side_by_side import Slot, cut, packed
@@ -17,7 +17,10 @@ Place = tuple[int, int | None]  # of a leaf: its position among those of the pla
 
 
 class Columns(NamedTuple):
-    """Of all leaves of a plan, those of packs in rows: parameters, fields of state, gradients, masks of elements and numbers."""
+    """Of all leaves of a plan, those of packs in rows: parameters, fields of state, gradients, masks of elements and numbers.
+
+    The numbers of a leaf by itself may be a row of a table too, a `Slot`.
+    """
 
     params: Sequence[Any]
     own: Sequence[Sequence[Any]]
@@ -27,7 +30,7 @@ class Columns(NamedTuple):
 
 
 def unit_update(
-    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[Any], common: Any, extra: Extra, flat: bool, fused: bool
+    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[Any], common: Any, extra: Extra, way: Way | None
 ) -> tuple[list[Any], Mapping[int, tuple[Any, list[Any]]]]:
     """The new shared state, and by position new parameters and state.
 
@@ -37,30 +40,30 @@ def unit_update(
       given: of all leaves of the plan.
       shared: the state that belongs to no leaf.
       common: ones, scale, skip, and the arrays among the `extra` arguments.
-      flat: whether to write the update for flat leaves and cut it where it looks across elements; but where a leaf lies in another
-        order of dimensions it is evaluated in the shapes of the leaves.
-      fused: whether XLA is asked to write several results from one loop.
+      way: how to write the update for flat leaves, cut where it looks across elements; but where that is None, or a leaf lies in another
+        order of dimensions, it is evaluated in the shapes of the leaves.
     """
     ones, scale, skip, further = common
-    multipliers = {position: given.values[position][..., -1] for position, _ in places}
     of = lambda x, row: x if row is None else Slot(x, row)  # noqa: E731
+    values = [of(given.values[i], row) for i, row in places]
+    last = {id(x.buffer): x.buffer[:, -1] for x in values if isinstance(x, Slot)}
+    multipliers = [Slot(last[id(x.buffer)], x.index) if isinstance(x, Slot) else x[-1] for x in values]
     leaves = []
-    for (i, row), kinds in zip(places, layout(problem).own, strict=True):
-        state = [of(x, row) for x in given.own[i]]
-        leaves.append(Old(of(given.params[i], row), state, [field.shape is None for field in kinds], given.masks[i]))
+    for (i, row), kinds, multiplier in zip(places, layout(problem).own, multipliers, strict=True):
+        state, shaped = [of(x, row) for x in given.own[i]], [field.shape is None for field in kinds]
+        leaves.append(Old(of(given.params[i], row), state, shaped, given.masks[i], multiplier))
     params = [kept_in(leaf.mask, leaf.param, problem) for leaf in leaves]
     grads = [kept_in(leaf.mask, of(given.grads[i], row), problem) for leaf, (i, row) in zip(leaves, places, strict=True)]
-    arrays, (first, row_of_first) = Arrays(params, grads, [leaf.state for leaf in leaves], shared), places[0]
-    inputs = arrays, cut(of(given.values[first], row_of_first)), [of(multipliers[i], row) for i, row in places], scale, further
+    inputs = Arrays(params, grads, [leaf.state for leaf in leaves], shared), cut(values[0]), multipliers, scale, further
 
     def evaluated(inputs: Any) -> Arrays:
         arrays, values, multipliers, scale, further = inputs
         return evaluate_buffers(problem, arrays, values, multipliers, scale, None, extra.restored(further))
 
-    if not flat or any(spec.order is not None for spec in problem.specs):
+    if way is None or any(spec.order is not None for spec in problem.specs):
         new = settled(evaluated(jax.tree.map(cut, inputs)), leaves, skip)
     else:
-        new = updated(evaluated, inputs, leaves, ones, skip, fused)
+        new = updated(evaluated, inputs, leaves, ones, skip, way)
     found: dict[int, list[tuple[int | None, list[Any]]]] = {}
     for (position, row), p, state in zip(places, new.params, new.own, strict=True):
         found.setdefault(position, []).append((row, [p, *state]))

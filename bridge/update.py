@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ import numpy as np
 
 from .analysis import in_parts
 from .gradients import along, consequences, found_in
+from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
 from .passes import ONCE, chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
 from .scattered import Scattered, part
 from .scattered import signature as scattered
+from .side_by_side import Slot
 from .split import Alike, for_each
 from .units import Columns, unit_update
 
@@ -133,15 +136,16 @@ def update(
     measure: Any,
     after: Sequence[Any] = (),
     fused: bool = True,
-) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], Any]:
-    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and a result that nobody donates.
+    pieces: bool = False,
+) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]:
+    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens: a result that nobody donates.
 
     The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have; `grads` as of `in_rows`.
-    `after`: zeros that are there when the program may begin. `fused`: as of `fusion.compiled`.
+    `after`: zeros that are there when the program may begin. `fused`: as of `fusion.compiled`. `pieces`: it will be cut by `pieces.cut`.
     """
     global _traces
     _traces += 1
-    ones, values = hyperparams[:ONES], _values(plan, hyperparams, offsets)
+    ones, values = hyperparams[:ONES], _values(plan, hyperparams, offsets, pieces)
     donated, read, states = iter(params), iter(kept), iter(state)
     leaf_masks, leaf_lives = _flags(plan, masks, live)
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
@@ -166,21 +170,28 @@ def update(
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
             new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
             results[i] = new_p, joined(plan.problem(leaf), *columns)
-    new_shared: list[Any] = []
-    for (problem, places), signatures in zip(plan.units, plan.shared, strict=True):
-        shared = [next(states) for _ in signatures]
-        columns = Columns(old_params, own, grads, leaf_masks, values)
-        flat = plan.device.platform == "cpu"
-        new, new_of = unit_update(problem, places, columns, shared, (ones, scale, skip, extra), plan.extra, flat, fused)
-        new_shared += unless(skip, new, shared)
-        for i, result in new_of.items():
-            results[i] = result
+    columns, way = Columns(old_params, own, grads, leaf_masks, values), Way(fused, pieces)
+    new_shared, together = _together(plan, columns, states, (ones, scale, skip, extra), way if plan.device.platform == "cpu" else None)
+    results = [together.get(i, result) for i, result in enumerate(results)]
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
     new_state, new_vectors = _collected(plan, [fields for _, fields in results])
-    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, sum((x[0] for x in after), start=ones[0].astype(jnp.float32))
+    token = sum((x[0] for x in after), start=ones[0].astype(jnp.float32))
+    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token]
+
+
+def _together(plan: Plan, columns: Columns, states: Iterator[Any], common: Any, way: Way | None) -> tuple[list[Any], dict[int, Any]]:
+    """The new state that belongs to no leaf, and by position the results of leaves that a transformation sees together."""
+    new_shared: list[Any] = []
+    results: dict[int, Any] = {}
+    for (problem, places), signatures in zip(plan.units, plan.shared, strict=True):
+        shared = [next(states) for _ in signatures]
+        new, found = unit_update(problem, places, columns, shared, common, plan.extra, way)
+        new_shared += unless(common[2], new, shared)
+        results |= found
+    return new_shared, results
 
 
 def _distributed(plan: Plan, state: Iterator[Any], vectors: Sequence[Any]) -> list[list[Any]]:
@@ -226,16 +237,27 @@ def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
     return rule, () if _of_any_size.get(key) else leaf.spec.shape, tuple(dtype for _, dtype in leaf.state), leaf.elements, passes
 
 
-def _values(plan: Plan, hyperparams: Any, offsets: Any) -> list[Any]:
-    """The numbers of each leaf's row; of a pack one row of them for each of its leaves."""
-    at, out = 0, []
-    for leaf in plan.leaves:
-        width = leaf.row.width
-        cut = lambda start, width=width: jax.lax.dynamic_slice(hyperparams, (start,), (width,))  # noqa: E731
-        count = leaf.count or 1
-        out.append(cut(offsets[at]) if leaf.count is None else jax.vmap(cut)(offsets[at : at + count]))
-        at += count
-    return out
+def _values(plan: Plan, hyperparams: Any, offsets: Any, pieces: bool) -> list[Any]:
+    """The numbers of each leaf's row; of a pack one row of them for each of its leaves.
+
+    In a program that will be cut in `pieces`, those of leaves that are seen together are rows of a table: of a thousand leaves,
+    numbers one by one took XLA a minute.
+    """
+    starts = [0, *accumulate(leaf.count or 1 for leaf in plan.leaves)]
+    of_width = lambda width: lambda start: jax.lax.dynamic_slice(hyperparams, (start,), (width,))  # noqa: E731
+    together: dict[int, list[int]] = {}
+    for i, leaf in enumerate(plan.leaves):
+        if pieces and leaf.row.unit is not None and leaf.count is None:
+            together.setdefault(leaf.row.width, []).append(i)
+    found: dict[int, Any] = {}
+    for width, at in together.items():
+        table = jax.vmap(of_width(width))(offsets[np.asarray([starts[i] for i in at])])
+        found |= {i: Slot(table, row) for row, i in enumerate(at)}
+    for i, leaf in enumerate(plan.leaves):
+        if i not in found:
+            own = offsets[starts[i]] if leaf.count is None else offsets[starts[i] : starts[i + 1]]
+            found[i] = of_width(leaf.row.width)(own) if leaf.count is None else jax.vmap(of_width(leaf.row.width))(own)
+    return [found[i] for i in range(len(plan.leaves))]
 
 
 def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
@@ -255,7 +277,7 @@ def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
 
 def stepped(plan: Plan, params: Any, state: Any, vectors: Any, kept: Any, grads: list[Any], *others: Any) -> tuple[Any, ...]:
     """As `update`, of flat gradients as of `abstract`: the program of a step."""
-    return update(plan, params, state, vectors, kept, in_rows(plan, grads), *others)
+    return update(plan, params, state, vectors, kept, in_rows(plan, grads), *others, pieces=plan.device.platform == "cpu")
 
 
 def _flags(plan: Plan, masks: Sequence[Any], live: Any) -> tuple[list[Any], list[Any]]:

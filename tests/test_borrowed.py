@@ -11,10 +11,9 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge import borrowed, storage, whole
+from bridge import borrowed, storage, tiles, whole
 from bridge.borrowed import Borrowed
 from bridge.windows import Window
-from torch_api import tiles
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from packing import feed, near, run, some, states
 
 import bridge
 import torch_api
-from torch_api import packs, tiles
+from bridge import tiles
+from torch_api import packs
 from torch_api.cache import CompilationWarning
 
 SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]

@@ -13,12 +13,11 @@ import jax
 import numpy as np
 import torch
 
-from bridge import step, storage, update
+from bridge import step, storage, tiles, update
 from bridge.calm import uncollected
 from bridge.dlpack import device_of
 from bridge.problem import Extra
 
-from . import tiles
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
 from .plan import Leaf, check_devices, check_saved, has_state, state_signature

@@ -1,0 +1,226 @@
+"""Programs of many leaves that one transformation must see together: what is alike is compiled once, and called for some at a time."""
+
+import gc
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure
+from oracles import CLOSE, movement_error, random_grads, random_params, same, set_grads
+
+import torch_api
+from bridge import joint, pieces, side_by_side, step, tiles
+from bridge.pieces import Pieces
+from torch_api import packs
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+SHAPES = [(24, 16)] * 9 + [(48,)] * 6 + [(30, 20), (5,)]
+TILES = 3 + 3  # of nine: 4, 4, 1; of six: 4, 1, 1
+CUT = ["clip, adamw", "clip, lion", "clip, rmsprop, momentum", "clip, nadamw", "clip, amsgrad", "clip, amsgrad, average", "schedule-free"]
+
+
+@pytest.fixture(autouse=True)
+def _many(monkeypatch):
+    """Few small leaves stand for many large ones."""
+    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
+    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Called, programs are not cut from then on."""
+
+    def never():
+        for module in (joint, side_by_side):
+            monkeypatch.setattr(module, "equals", lambda loops: math.inf)
+
+    return never
+
+
+def through_others():
+    """Each leaf is drawn to what the leaf before it was, by a share that depends on a norm over all."""
+
+    def update(updates, state, params=None):
+        share = 0.1 / (1 + norm_of(updates))
+        leaves, tree = jax.tree.flatten(params)
+        return jax.tree.unflatten(tree, [share * (a.mean() - b) for a, b in zip(leaves[-1:] + leaves[:-1], leaves, strict=True)]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def from_old_values():
+    """As `through_others`, with the elements of the leaf before, where it is as large: it must be read before it is replaced."""
+
+    def update(updates, state, params=None):
+        share = 0.1 / (1 + norm_of(updates))
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves[-1:] + leaves[:-1], leaves, strict=True)
+        return jax.tree.unflatten(tree, [share * (a.reshape(b.shape) - b) if a.size == b.size else -share * b for a, b in pairs]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+ALL = TRANSFORMATIONS | {"means of others": through_others, "others": from_old_values}
+
+
+def calls(optimizer):
+    return program(optimizer).update._calls
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_twenty_steps_equal_optax(name):
+    params = random_params(shapes=SHAPES)
+    start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
+    optimizer = moved(ALL[name](), params, grads)
+    assert optimizer.cache_info().compilations == 1
+    if name in CUT:
+        late = [call for call in calls(optimizer) if call.donated and call.tokens]
+        assert len(late) == TILES
+    expected, bound = pure(ALL[name](), start, grads), (10 if name == "prodigy" else 1) * 3 * CLOSE
+    assert max(map(movement_error, params, expected, start)) < bound
+    with pytest.raises(AssertionError):  # the broken sibling
+        assert max(map(movement_error, moved_by(ALL[name](), start, grads, lr=1.001), expected, start)) < bound
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_pieces_give_what_one_program_gives_and_move_as_many_bytes(name, whole):
+    params, others = random_params(shapes=SHAPES), random_params(shapes=SHAPES)
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(5)]
+    cut = moved(ALL[name](), params, grads)
+    whole()
+    one = moved(ALL[name](), others, grads)
+    assert isinstance(program(cut).update, Pieces)
+    assert not isinstance(program(one).update, Pieces)
+    assert max(map(movement_error, params, others, start)) < CLOSE
+    assert program(cut).bytes_accessed < 1.2 * program(one).bytes_accessed  # numbers, which weigh more where leaves are small
+
+
+def test_what_is_alike_is_compiled_once_however_much_of_it_there_is():
+    found = []
+    for count in (21, 42):
+        params = random_params(shapes=[(7, 19)] * count)
+        found.append(program(moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])).update)
+    few, many = ({*each.pieces} for each in found)
+    assert (len(few), len(many)) == (7, 7)  # sums over 16, 4 and 1, their loops, and all that is no part
+    assert len(few & many) == 6
+    assert [len(each._calls) for each in found] == [7, 13]
+
+
+def test_programs_of_other_sets_of_leaves_share_their_pieces():
+    params = random_params(shapes=[(24, 16)] * 21)
+    optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
+    first = set(program(optimizer).update.pieces)
+    set_grads(params, [*random_grads(params)[:-1], None])
+    optimizer.step()
+    assert optimizer.cache_info().compilations == 2
+    new = [piece for piece in program(optimizer).update.pieces if piece not in first]
+    assert len(new) == 1, "all but what is no part"
+
+
+def test_addresses_stay_and_a_step_compiles_and_traces_nothing():
+    params = random_params(shapes=SHAPES)
+    optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
+    look = lambda: [x.data_ptr() for x in (*params, *(s for p in params for s in optimizer.state[p].values()))]  # noqa: E731
+    before, traced = look(), step.traces()
+    for _ in range(3):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    assert (look(), step.traces()) == (before, traced)
+    assert optimizer.cache_info().compilations == 1
+
+
+def test_large_leaves_are_read_before_they_are_replaced(whole):
+    """Sums over parameters and state, by pieces that run while others are called."""
+
+    def update(updates, trace, params=None):
+        size = norm_of(params) + norm_of(trace)
+        trace = jax.tree.map(lambda g, t: 0.9 * t + g, updates, trace)
+        return jax.tree.map(lambda t: -0.01 * t / (1 + size), trace), trace
+
+    make = lambda: optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)  # noqa: E731
+    params = random_params(shapes=[(512, 512)] * 20)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    start, grads = [p.detach().clone() for p in params], [random_grads(params)] * 20
+    assert isinstance(program(moved(make(), params, grads)).update, Pieces)
+    whole()
+    moved(make(), others, grads)
+    assert max(map(movement_error, params, others, start)) < 3 * CLOSE
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.3}, {"ema_decay": 0.9}], ids=str)
+def test_missing_gradients_frozen_leaves_and_masks(options):
+    params = random_params(shapes=SHAPES * 2)
+    keep = torch.zeros(24, 16, dtype=torch.bool)
+    keep[3] = True
+    named = [(f"{'head' if i % 5 else 'body'}.{i}", p) for i, p in enumerate(params)]
+    mask = {name: keep if name == "head.1" else True for name, _ in named}
+    optimizer = torch_api.OptaxOptimizer(named, clipped(optax.adamw(0.05)), mask=mask, **options)
+    for n in range(4):
+        set_grads(params, [g if n < 2 or i % 4 else None for i, g in enumerate(random_grads(params))])
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        if n == 0:
+            optimizer.set_trainable("body.*", False)
+        for i, (p, old) in enumerate(zip(params, before, strict=True)):
+            rests = (n > 0 and i % 5 == 0) or (n > 1 and i % 4 == 0)
+            assert torch.equal(p, old) is rests, (n, i)
+        assert torch.equal(params[1][:3], before[1][:3])
+    assert isinstance(program(optimizer).update, Pieces)
+
+
+def test_an_update_that_is_skipped_keeps_all_bits():
+    params = random_params(shapes=SHAPES)
+    optimizer = torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    moves = []
+    for n in range(4):
+        loss = scaler.scale(sum((p * g).sum() for p, g in zip(params, random_grads(params), strict=True)))
+        optimizer.zero_grad()
+        loss.backward()
+        if n == 2:
+            params[3].grad[-1] = float("nan")
+        before = [x.clone() for x in (*params, *(s for p in params for s in optimizer.state[p].values()))]
+        scaler.step(optimizer)
+        scaler.update()
+        moves.append(not same(before, [*params, *(s for p in params for s in optimizer.state[p].values())]))
+    assert isinstance(program(optimizer).update, Pieces)
+    assert moves == [True, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_other_types(dtype, whole):
+    params = random_params(dtype, shapes=SHAPES)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
+    assert isinstance(program(moved(clipped(optax.adamw(0.05)), params, grads)).update, Pieces)
+    whole()
+    moved(clipped(optax.adamw(0.05)), others, grads)
+    assert max(map(movement_error, params, others, start)) < (1e-2 if dtype is torch.bfloat16 else CLOSE)
+
+
+def test_nothing_is_kept_of_a_program_that_nobody_uses():
+    params = random_params(shapes=[(24, 17)] * 21)
+    optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
+    mine = {id(piece) for piece in program(optimizer).update.pieces}
+    assert mine & {id(piece) for piece in pieces._tiles.values()}
+    before = len(pieces._tiles)
+    del optimizer
+    step._programs.clear()
+    gc.collect()
+    assert len(pieces._tiles) < before
+
+
+def test_a_piece_that_fails_names_what_is_lost(monkeypatch):
+    params = random_params(shapes=SHAPES)
+    optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
+    *_, last = calls(optimizer)
+    monkeypatch.setattr(last.piece, "compiled", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        optimizer.step()
+    assert raised.value.__notes__
