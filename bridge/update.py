@@ -93,15 +93,21 @@ class Plan:
 
     @property
     def units(self) -> list[tuple[Problem, list[tuple[int, int | None]]]]:
-        """Each transformation that is evaluated over several leaves together, with their places: position, and row in a pack."""
+        """Each transformation that is evaluated over several leaves together, with their places: position, and row in a pack.
+
+        The leaves are in the order of their paths, as in the problem that was looked at before.
+        """
         seen: dict[int, list[tuple[int, int | None, Spec]]] = {}
         for position, leaf in enumerate(self.leaves):
             if leaf.row.unit is not None:
                 seen.setdefault(leaf.row.unit, []).extend((position, row, spec) for row, spec in leaf.members or ((None, leaf.spec),))
-        return [
-            (Problem(self.leaves[own[0][0]].row, tuple(spec for *_, spec in own), self.skeleton), [(at, row) for at, row, _ in own])
-            for _, own in sorted(seen.items())
-        ]
+        nth = {path: i for i, path in enumerate(self.skeleton)}
+        units = []
+        for _, own in sorted(seen.items()):
+            own.sort(key=lambda place: nth[place[2].path or ()])
+            problem = Problem(self.leaves[own[0][0]].row, tuple(spec for *_, spec in own), self.skeleton)
+            units.append((problem, [(at, row) for at, row, _ in own]))
+        return units
 
     @property
     def scalars(self) -> dict[str, int]:

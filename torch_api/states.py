@@ -100,11 +100,16 @@ class States:
     def _problem(self, leaves: Sequence[Leaf]) -> Problem:
         return Problem(self.rows.static[leaves[0].row], tuple(leaf.spec for leaf in leaves), self.rows.skeleton)
 
+    def _in_order(self, unit: int, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """As their transformation was looked at: of one problem all is known."""
+        _, positions = self.rows.units[unit]
+        return sorted(leaves, key=lambda leaf: positions[id(leaf)])
+
     def fields(self, leaf: Leaf) -> tuple[Field, ...]:
         return self.rows.fields(leaf)[0]
 
     def shared_signature(self, unit: int, leaves: list[Leaf]) -> tuple[Any, ...]:
-        signature = tuple((buffer_shape(field), field.dtype) for field in layout(self._problem(leaves)).shared)
+        signature = tuple((buffer_shape(field), field.dtype) for field in layout(self._problem(self._in_order(unit, leaves))).shared)
         known = self.shared.get(unit)
         if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.memories):
             raise ValueError(
@@ -228,6 +233,7 @@ class States:
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
+        leaves = self._in_order(unit, leaves)
         new = [leaf for leaf in leaves if leaf.state is None and not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
         if new or unit not in self.shared:
             fresh = begin_buffers(self._problem(new or leaves), values, [param_array(leaf) for leaf in new or leaves])
