@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from .contents import calls_back
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
-from .problem import Extra, Field, Path, Problem, Row, Same, Spec, layout
+from .flat import Flat
+from .problem import Extra, Field, Path, Problem, Row, Same, Spec, buffer_shape, layout
 from .rest import Rest, known
 from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of, slices, traced
 
@@ -43,7 +45,7 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
     Raises:
       Whatever the transformation raises for these leaves.
     """
-    together = _together(Problem(row.together(0), specs, skeleton), extra)
+    together = _together(Problem(row, specs, skeleton), extra)
     if calls_back(together.jaxpr):
         return None  # two Python functions cannot be told apart by what they are called
     if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
@@ -75,8 +77,8 @@ def kinds(problem: Problem, extra: Extra) -> tuple[int | None, ...]:
       problem: the transformation and its leaves.
       extra: the further arguments.
     """
-    program = _together(problem._replace(row=problem.row.together(0)), extra)
-    return (None,) * len(problem.specs) if calls_back(program.jaxpr) else program.kinds()
+    program = _together(problem, extra)
+    return program.kinds() or (None,) * len(problem.specs)
 
 
 def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, sizes: Iterable[int] = ()) -> bool:
@@ -164,12 +166,31 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
     return None
 
 
-@functools.lru_cache(1)
+# Programs that somebody holds, and the last one. Of a thousand leaves one is tens of megabytes.
+_alive: weakref.WeakValueDictionary[Any, _Program] = weakref.WeakValueDictionary()
+_last: list[_Program] = []
+
+
 def _together(problem: Problem, extra: Extra) -> _Program:
-    return _Program(problem, extra)
+    key = problem._replace(row=problem.row.together(0)), extra
+    program = _alive.get(key) or _Program(*key)
+    _alive[key], _last[:] = program, [program]
+    return program
 
 
-forget = _together.cache_clear  # of a thousand leaves it holds 800 MB
+def given_up() -> list[Any]:
+    """What was looked at last, which is kept here no longer: whoever holds it spares `flat_of` a trace."""
+    held, _last[:] = _last[:], []
+    return held
+
+
+def flat_of(problem: Problem, extra: Extra) -> Flat | None:
+    """The update of leaves together, in flat arrays, if it was looked at and somebody holds it.
+
+    As `evaluate_buffers` takes and gives them: a pytree (arrays, values, multipliers, arrays among the further arguments).
+    """
+    program = _alive.get((problem._replace(row=problem.row.together(0)), extra))
+    return None if program is None else program.flat
 
 
 _SEVERAL = -1
@@ -194,6 +215,10 @@ class _Program:
         scalars = jax.ShapeDtypeStruct((problem.row.width,), np.float64), [jax.ShapeDtypeStruct((), np.float64)] * len(specs)
         with x64():
             closed, _ = traced(run, arrays, *scalars, further)
+        flat = [[jax.ShapeDtypeStruct(buffer_shape(f, spec), f.dtype) for f in own] for own, spec in zip(plan.own, specs, strict=True)]
+        leaf = [jax.ShapeDtypeStruct((math.prod(spec.shape),), spec.dtype) for spec in specs]
+        buffers = Arrays(leaf, leaf, flat, [jax.ShapeDtypeStruct(buffer_shape(f), f.dtype) for f in plan.shared])
+        self._flat_inputs, self._flat_results = (buffers, scalars, further), buffers._replace(grads=[])
         names = [f.name for own in plan.own for f in own], [f.name for f in plan.shared]
         each = range(len(specs))
         owners = [i for i, own in enumerate(plan.own) for _ in own]
@@ -262,12 +287,20 @@ class _Program:
         found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
         return None if found is None else f"{found}\n{sorted(self._fields[index].items())}"
 
-    def kinds(self) -> tuple[int | None, ...]:
-        """As the function of this name."""
+    @functools.cached_property
+    def flat(self) -> Flat | None:
+        """The update alone, in flat arrays; None where it calls back into Python."""
+        if calls_back(self.jaxpr):
+            return None
         update = self.jaxpr.replace(outvars=[var for _, var in self._after])
         with x64():
-            closed = inlined(update, self._consts)
-        jaxpr = closed.jaxpr
+            return Flat.written(ClosedJaxpr(update, self._consts), self._flat_inputs, self._flat_results)
+
+    def kinds(self) -> tuple[int | None, ...] | None:
+        """As the function of this name; None where it calls back into Python."""
+        if self.flat is None:
+            return None
+        jaxpr = self.flat.closed.jaxpr
         name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
         behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
 
@@ -293,7 +326,7 @@ class _Program:
                 found.append(None)
             else:
                 fields = tuple(field._replace(position=None) for field in layout(self.problem).own[i])
-                found.append(seen.setdefault((rest.text(shape), frozenset(name for name, _ in read), fields), len(seen)))
+                found.append(seen.setdefault((rest.text((math.prod(shape),)), frozenset(name for name, _ in read), fields), len(seen)))
         return tuple(found)
 
     def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:

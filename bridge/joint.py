@@ -1,8 +1,8 @@
 """The update of leaves that one transformation must see together, as a global norm makes it: first what looks across elements.
 
 XLA would store what lies between, and run its loops over each leaf in the leaf's own shape, in which no result can lie where its
-argument did. Here the traced update is written for flat leaves and cut in two: what must be known before, evaluated once, and the
-rest of each leaf, which takes each element by itself and is evaluated as often as XLA needs to write all results in one loop. Of
+argument did. Here the traced update is written for flat leaves (`flat.py`) and cut in two: what must be known before, evaluated once, and
+the rest of each leaf, which takes each element by itself and is evaluated as often as XLA needs to write all results in one loop. Of
 leaves that are rows of a pack the rest is one loop over all of them, and so is what is summed over each.
 """
 
@@ -18,19 +18,26 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .evaluate import Arrays
+from .flat import Flat
 from .leaf_update import unless
-from .rest import Rest, known, run, sums_up
+from .rest import Rest, known, run
 from .side_by_side import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts
 from .split import Alike, for_each
 from .tiles import equals
-from .whole import apply, body_of, elementwise, keeps_elements, literal, slice_of, slices, spreads
+from .whole import literal, slice_of, slices, spreads
 
 
 class Way(NamedTuple):
-    """How an update is written: whether XLA is asked for several results from one loop, and whether the program will be cut in pieces."""
+    """How an update is written.
+
+    fused: whether XLA is asked for several results from one loop.
+    pieces: whether the program will be cut in pieces.
+    ready: the function if it was traced before, to be used where it takes these inputs.
+    """
 
     fused: bool
     pieces: bool
+    ready: Flat | None = None
 
 
 class Old(NamedTuple):
@@ -79,12 +86,11 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
       skip: whether to keep everything, or None.
       way: how to write it.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
-    if closed.effects:  # a callback is called once
+    given = jax.tree.leaves(inputs)
+    found = way.ready if way.ready is not None and way.ready.takes(given) else Flat.of(function, inputs)
+    if found is None:  # a callback is called once
         return settled(function(jax.tree.map(cut, inputs)), old, skip)
-    given, structure = jax.tree.leaves(inputs), jax.tree.structure(result)
-    flat = jax.make_jaxpr(lambda *arguments: _flat(closed.jaxpr, closed.consts, arguments, {}))(*jax.tree.leaves(shapes))
+    flat, structure = found
     jaxpr, outvars = flat.jaxpr, flat.jaxpr.outvars
     needed, places = known(jaxpr), structure.unflatten(range(structure.num_leaves))
     leaves = _leaves(jaxpr, needed, places, old, way.fused)
@@ -179,63 +185,6 @@ def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:
         for leaf, state in zip(old, new.own, strict=True)
     ]
     return new._replace(params=params, own=own)
-
-
-# ------------------------------------------------------------------ the program of flat leaves
-
-
-def _flat(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], numbers: dict[Any, Any]) -> list[Any]:
-    """The results of a program, those of more than one element flat, with all that takes each element by itself written for flat arrays.
-
-    The bodies of the functions that it calls stand in place of the calls. `numbers`: the constants that were named.
-    """
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
-    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
-
-    def named(v: Any) -> Any:
-        # A constant is a number as others are, which a loop reads from its row: where each was a value of its own, XLA wrote the
-        # parameter from another loop than the state (clip and AdamW: 60 bytes, not 32). What is 0 or 1 may lead it to leave something out.
-        x = literal(v)
-        if not jnp.issubdtype(x.dtype, jnp.inexact) or x in (0, 1):
-            return x
-        key = x.dtype, x.tobytes()
-        if key not in numbers:
-            numbers[key] = jax.lax.optimization_barrier(x)
-        return numbers[key]
-
-    def shaped(v: Any) -> Any:
-        x = read(v)
-        return x if x.shape == v.aval.shape else x.reshape(v.aval.shape)
-
-    def flat(v: Any) -> Any:
-        large, x = v.aval.size != 1, named(v) if isinstance(v, Literal) else values[v]
-        return x if x.ndim == large else x.reshape(-1 if large else ())
-
-    for eqn in jaxpr.eqns:
-        out: Any = eqn.outvars[0].aval if eqn.outvars else None
-        body = body_of(eqn)
-        if body is not None:
-            found = _flat(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)), numbers)
-        elif out is None or out.size < 2:
-            found = _number(jaxpr, eqn, flat, shaped)
-        elif keeps_elements(eqn):
-            found = [read(eqn.invars[0])]
-        elif spreads(eqn, out.size):
-            found = [jnp.broadcast_to(flat(eqn.invars[0]), (out.size,))]
-        elif elementwise(eqn, out.size):
-            found = [eqn.primitive.bind(*map(flat, eqn.invars), **eqn.params)]
-        else:
-            found = apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
-        values |= zip(eqn.outvars, found, strict=True)
-    return [flat(v) if v.aval.size > 1 else shaped(v) for v in jaxpr.outvars]
-
-
-def _number(jaxpr: Any, eqn: Any, flat: Callable[[Any], Any], shaped: Callable[[Any], Any]) -> list[Any]:
-    """The results of an operation that gives a number, or nothing: of a sum over all elements from the flat array."""
-    if eqn.outvars and sums_up(eqn):
-        (found,) = apply(jaxpr, eqn.replace(params=eqn.params | {"axes": (0,)}), [flat(eqn.invars[0])])
-        return [found.reshape(eqn.outvars[0].aval.shape)]
-    return apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
 
 
 # ------------------------------------------------------------------ the rest of a leaf

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .analysis import flat_of
 from .evaluate import Arrays, evaluate_buffers
 from .joint import Old, Way, settled, updated
 from .leaf_update import kept_in
@@ -63,7 +64,8 @@ def unit_update(
     if way is None or any(spec.order is not None for spec in problem.specs):
         new = settled(evaluated(jax.tree.map(cut, inputs)), leaves, skip)
     else:
-        new = updated(evaluated, inputs, leaves, ones, skip, way)
+        ready = flat_of(problem, extra) if scale is None else None
+        new = updated(evaluated, inputs, leaves, ones, skip, way._replace(ready=ready))
     found: dict[int, list[tuple[int | None, list[Any]]]] = {}
     for (position, row), p, state in zip(places, new.params, new.own, strict=True):
         found.setdefault(position, []).append((row, [p, *state]))

@@ -182,3 +182,45 @@ def test_equal_leaves_are_traced_once(monkeypatch):
     params = random_params(shapes=[(130 + i, 300) for i in range(6)] * 4)
     moved(clipped(optax.adamw(0.05, b1=0.83)), params, [random_grads(params)])
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize(("options", "traced"), [({}, 0), ({"max_grad_norm": 1.0}, 1)], ids=str)
+def test_the_first_step_uses_the_trace_of_the_construction(options, traced):
+    """Where nothing else is to be in it: gradients times a scale are."""
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(len(seen))
+        return jax.tree.map(lambda g: -0.1 * g / (1 + norm_of(updates)), updates), state
+
+    params = random_params(shapes=SHAPES)
+    start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    optimizer = torch_api.OptaxOptimizer([(str(i), p) for i, p in enumerate(params)], tx, **options)
+    before = len(seen)
+    for each in grads:
+        set_grads(params, each)
+        optimizer.step()
+    assert len(seen) == before + traced
+    if not options:
+        assert max(map(movement_error, params, pure(tx, start, grads), start)) < 3 * CLOSE
+
+
+def test_a_trace_for_other_types_is_not_used():
+    """State that was given in another type than the transformation's own is updated in that."""
+    starts = random_params(shapes=[(24, 16)] * 3)
+    grads = [random_grads(starts) for _ in range(3)]
+    ends = []
+    for narrow in (False, True):
+        params = [torch.nn.Parameter(p.detach().clone()) for p in starts]
+        optimizer = moved(clipped(optax.adamw(0.05)), params, grads)
+        other = torch_api.OptaxOptimizer([(f"p{i:02}", p) for i, p in enumerate(params)], clipped(optax.adamw(0.05)))
+        as_kept = lambda x, narrow=narrow: x.bfloat16() if narrow and x.ndim else x.clone()  # noqa: E731
+        for p in params:
+            other.state[p] = {key: as_kept(x) for key, x in optimizer.state[p].items()}
+        for each in grads:
+            set_grads(params, each)
+            other.step()
+        assert {x.dtype for x in other.state[params[0]].values() if x.ndim} == {torch.bfloat16 if narrow else torch.float32}
+        ends.append(params)
+    assert 1e-5 < max(map(movement_error, *ends, starts)) < 0.05

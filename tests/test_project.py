@@ -39,6 +39,7 @@ ORDER = {
         "whole",
         "beginning",
         "rest",
+        "flat",
         "contents",
         "analysis",
         "fusion",

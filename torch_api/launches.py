@@ -76,6 +76,7 @@ class Launches:
         before = self._cache.info.compilations
         with uncollected():
             programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
+        self._rows.looked_at.clear()
         blocks = [block for part in divided for tile in part for block in tile]
         described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
         situation = Situation(described, self._max_grad_norm is not None, scaled, extra)
@@ -106,6 +107,7 @@ class Launches:
         blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
         with uncollected():
             program = compiled(blocks, self._plan(blocks, extra, False, False))
+        self._rows.looked_at.clear()
         storage.return_freed()
         with uncollected():
             self.began = self.states.give(leaves, values)

@@ -56,6 +56,7 @@ class Rows:
         self._owner, self._extra, self._kept = owner, extra, kept
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
+        self.looked_at: list[Any] = []  # spares the first programs a trace, and is then let go: a thousand leaves are tens of megabytes
         self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
@@ -75,7 +76,8 @@ class Rows:
             try:
                 row = self._seen(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
             finally:
-                analysis.forget()
+                looked_at = analysis.given_up()
+            self.looked_at += looked_at if number in self.units else []
             row_of |= dict.fromkeys((leaf.group for leaf, _ in own), replace(row, kept=kept))
         # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
         self.rows = [(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]

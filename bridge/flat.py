@@ -1,0 +1,97 @@
+"""A traced update written for flat leaves: a result of a loop over a leaf's own shape cannot lie where its argument did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from .rest import sums_up
+from .whole import apply, body_of, elementwise, keeps_elements, literal, spreads
+
+
+class Flat(NamedTuple):
+    """A traced function of flat arrays and numbers that gives the same, and the structure of what it gives."""
+
+    closed: Any
+    structure: Any
+
+    @staticmethod
+    def of(function: Callable[[Any], Any], inputs: Any) -> Flat | None:
+        """That of a function of such `inputs`, a pytree of which shapes and dtypes are looked at; None where it calls back into Python."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
+        return None if closed.effects else Flat.written(closed, shapes, result)
+
+    @staticmethod
+    def written(closed: Any, inputs: Any, results: Any) -> Flat:
+        """That of a traced function, whatever the shapes of its leaves, for inputs and with results as large in these shapes."""
+        shapes = [x.shape for x in jax.tree.leaves(results)]
+
+        def flat(*given: Any) -> list[Any]:
+            found = _results(closed.jaxpr, closed.consts, given, {})
+            return [x if x.shape == shape else x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
+
+        return Flat(jax.make_jaxpr(flat)(*jax.tree.leaves(inputs)), jax.tree.structure(results))
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Whether it is for inputs of these shapes and dtypes."""
+        kinds = [(tuple(v.aval.shape), v.aval.dtype) for v in self.closed.jaxpr.invars]
+        return kinds == [(tuple(x.shape), x.dtype) for x in inputs]
+
+
+def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], numbers: dict[Any, Any]) -> list[Any]:
+    """The results of a program, those of more than one element flat, with all that takes each element by itself written for flat arrays.
+
+    The bodies of the functions that it calls stand in place of the calls. `numbers`: the constants that were named.
+    """
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
+
+    def named(v: Any) -> Any:
+        # A constant is a number as others are, which a loop reads from its row: where each was a value of its own, XLA wrote the
+        # parameter from another loop than the state (clip and AdamW: 60 bytes, not 32). What is 0 or 1 may lead it to leave something out.
+        x = literal(v)
+        if not jnp.issubdtype(x.dtype, jnp.inexact) or x in (0, 1):
+            return x
+        key = x.dtype, x.tobytes()
+        if key not in numbers:
+            numbers[key] = jax.lax.optimization_barrier(x)
+        return numbers[key]
+
+    def shaped(v: Any) -> Any:
+        x = read(v)
+        return x if x.shape == v.aval.shape else x.reshape(v.aval.shape)
+
+    def flat(v: Any) -> Any:
+        large, x = v.aval.size != 1, named(v) if isinstance(v, Literal) else values[v]
+        return x if x.ndim == large else x.reshape(-1 if large else ())
+
+    for eqn in jaxpr.eqns:
+        out: Any = eqn.outvars[0].aval if eqn.outvars else None
+        body = body_of(eqn)
+        if body is not None:
+            found = _results(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)), numbers)
+        elif out is None or out.size < 2:
+            found = _number(jaxpr, eqn, flat, shaped)
+        elif keeps_elements(eqn):
+            found = [read(eqn.invars[0])]
+        elif spreads(eqn, out.size):
+            found = [jnp.broadcast_to(flat(eqn.invars[0]), (out.size,))]
+        elif elementwise(eqn, out.size):
+            found = [eqn.primitive.bind(*map(flat, eqn.invars), **eqn.params)]
+        else:
+            found = apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
+        values |= zip(eqn.outvars, found, strict=True)
+    return [flat(v) if v.aval.size > 1 else shaped(v) for v in jaxpr.outvars]
+
+
+def _number(jaxpr: Any, eqn: Any, flat: Callable[[Any], Any], shaped: Callable[[Any], Any]) -> list[Any]:
+    """The results of an operation that gives a number, or nothing: of a sum over all elements from the flat array."""
+    if eqn.outvars and sums_up(eqn):
+        (found,) = apply(jaxpr, eqn.replace(params=eqn.params | {"axes": (0,)}), [flat(eqn.invars[0])])
+        return [found.reshape(eqn.outvars[0].aval.shape)]
+    return apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
