@@ -320,8 +320,9 @@ class _Program:
         found: list[int | None] = []
         seen: dict[Any, int] = {}
         for i, (shape, own) in enumerate(zip(self._shapes, outputs, strict=True)):
-            rest = Rest.of(behind, is_known, own, math.prod(shape))
-            read = None if rest is None or len(rest.places) < len(own) else read_from(rest)
+            new = [(at, v) for at, v in own if isinstance(v, Literal) or name_of.get(v) != self._after[at][0]]  # others stay as they are
+            rest = Rest.of(behind, is_known, new, math.prod(shape))
+            read = None if rest is None or len(rest.places) < len(new) else read_from(rest)
             if rest is None or read is None or any(owner != i for _, owner in read):
                 found.append(None)
             else:

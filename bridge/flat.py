@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from .rest import sums_up
@@ -94,4 +95,18 @@ def _number(jaxpr: Any, eqn: Any, flat: Callable[[Any], Any], shaped: Callable[[
     if eqn.outvars and sums_up(eqn):
         (found,) = apply(jaxpr, eqn.replace(params=eqn.params | {"axes": (0,)}), [flat(eqn.invars[0])])
         return [found.reshape(eqn.outvars[0].aval.shape)]
+    if _sums_products(eqn):  # a loop, as other sums are, and no call of a library that reads its arrays from memory
+        products = jax.lax.mul(*map(flat, eqn.invars))
+        return [jax.lax.reduce(products, np.zeros((), products.dtype), jax.lax.add, (0,)).reshape(eqn.outvars[0].aval.shape)]
     return apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
+
+
+def _sums_products(eqn: Any) -> bool:
+    """Whether it is the sum of the products of all elements of two arrays, each with that in the same place, in types that sum well."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (left, right), (batch, _) = eqn.params["dimension_numbers"]
+    one, other, total = (v.aval for v in (*eqn.invars, *eqn.outvars))
+    in_place = one.shape == other.shape and one.size > 1 and tuple(left) == tuple(right) and len(left) == one.ndim and not batch
+    kinds = {one.dtype, other.dtype, total.dtype}
+    return in_place and len(kinds) == 1 and jnp.issubdtype(one.dtype, jnp.inexact) and jnp.finfo(one.dtype).bits >= 32

@@ -174,8 +174,8 @@ def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:
     """The new parameters and state where they are to be taken, those that are there."""
 
     def one(mask: Any, after: Any, before: Any) -> Any:
-        if after is None:
-            return None
+        if after is None or after is before:
+            return after
         after, before = cut(after), cut(before)
         return unless(skip, after if mask is None else jnp.where(mask, after, before), before)
 
