@@ -48,9 +48,11 @@ class Piece:
 
     def compile(self) -> None:
         """Make it ready to be called; several may be compiled at once, each in a thread."""
-        if self.compiled is None:
+        lowered = self._lowered
+        if lowered is not None:  # else it is, since another thread took it as well
             with x64():
-                self.compiled, self._lowered = compiled(self._lowered, True, self._options), None
+                self.compiled = compiled(lowered, True, self._options)
+            self._lowered = None
 
 
 class _How(NamedTuple):
@@ -165,7 +167,8 @@ class _Calls:
     ) -> None:
         """Call a piece with what these variables are; it gives others, and a token for each of `tokens`."""
         self.calls.append(_Call(piece, [self.at[v] for v in donated], [self.at[v] for v in read], tokens, constants))
-        self.at |= {v: self.size + n for n, v in enumerate(gives) if not isinstance(v, Literal)}
+        # What was there before stays the one to be read, and donated: a result may be an argument as it was.
+        self.at |= {v: self.size + n for n, v in enumerate(gives) if not isinstance(v, Literal) and v not in self.at}
         self.size += len(gives) + len(tokens)
 
 
@@ -190,6 +193,7 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
     """The parts that need nothing but arguments of the program, and those that give its results, by their function.
 
     The latter come after all others: one that reads what others replace is none of them, nor one that does not read what it replaces.
+    A part that is neither, or reads an array that is a constant, stays in the program between.
     """
     jaxpr = closed.jaxpr
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -200,6 +204,8 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
     late: dict[Any, list[Any]] = {}
     for eqn in filter(_is_part, jaxpr.eqns):
         fixed = tuple(isinstance(v, Literal) or v in constants for v in eqn.invars)
+        if any(is_fixed and v.aval.size > 1 for is_fixed, v in zip(fixed, eqn.invars, strict=True)):
+            continue  # it would be handed over at each call
         first = tuple(i if fixed[i] else eqn.invars.index(v) for i, v in enumerate(eqn.invars))
         given = [(i, v) for i, v in enumerate(eqn.invars) if not fixed[i] and first[i] == i]
         if all(v in result and needed[v] == 1 for v in eqn.outvars):
@@ -280,7 +286,7 @@ class _Alike:
         count, first, fixed, shared, own, donated, replacing, further = (
             len(eqns), self._first, self._fixed, self._shared, self._own, self._donated, self._replacing, self._further
         )  # fmt: skip
-        kinds = tuple(kind_text(v.aval) for v in body.jaxpr.invars)
+        kinds = tuple(kind_text(v.aval) for v in (*body.jaxpr.constvars, *body.jaxpr.invars))
         key = (
             params_text({"body": body}),
             kinds,

@@ -114,14 +114,14 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
 
 def of_parts(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
     """What is summed over leaves by themselves, of those that have enough equals each from one `part`."""
-    behind = slices(flat.jaxpr.eqns)
+    behind, inputs = slices(flat.jaxpr.eqns), set(flat.jaxpr.invars)
     kinds: dict[Any, list[tuple[Any, _Work]]] = {}
     count = 0
     for eqn in filter(sums_up, behind(needed, values.keys())):
         work = _Work.of(behind, set(), eqn)
-        if work is not None and all(isinstance(values.get(v), jax.Array) for v in (*work.rest.arrays, *work.rest.numbers)):
-            (size,) = work.rest.arrays[0].aval.shape
-            kinds.setdefault((work.text, size), []).append((eqn.outvars[0], work))
+        read = [] if work is None else [*work.rest.arrays, *work.rest.numbers]
+        if work is not None and inputs.issuperset(read) and not any(isinstance(values[v], Slot) for v in read):
+            kinds.setdefault((work.text, work.rest.arrays[0].aval.size), []).append((eqn.outvars[0], work))
         count += 1
     found: dict[Any, Any] = {}
     for members in kinds.values():

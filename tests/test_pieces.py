@@ -19,7 +19,17 @@ from torch_api import packs
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = [(24, 16)] * 9 + [(48,)] * 6 + [(30, 20), (5,)]
 TILES = 3 + 3  # of nine: 4, 4, 1; of six: 4, 1, 1
-CUT = ["clip, adamw", "clip, lion", "clip, rmsprop, momentum", "clip, nadamw", "clip, amsgrad", "clip, amsgrad, average", "schedule-free"]
+CUT = [
+    "previous parameters",
+    "previous gradients",
+    "clip, adamw",
+    "clip, lion",
+    "clip, rmsprop, momentum",
+    "clip, nadamw",
+    "clip, amsgrad",
+    "clip, amsgrad, average",
+    "schedule-free",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +73,43 @@ def from_old_values():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-ALL = TRANSFORMATIONS | {"means of others": through_others, "others": from_old_values}
+def after_a_norm(keeps, before=jnp.zeros_like):
+    """State that nothing but a norm reads, and what is kept in it: (gradients, state, parameters) to the new state."""
+
+    def update(updates, state, params=None):
+        size = norm_of(jax.tree.map(jnp.subtract, params, state))
+        return jax.tree.map(lambda g, p: -0.1 * g / (1 + size) - 0.01 * p, updates, params), keeps(updates, state, params)
+
+    return lambda: optax.GradientTransformation(lambda params: jax.tree.map(before, params), update)
+
+
+def turned(updates, state, params):
+    """Of each leaf the parameters of another of its shape, where there is one."""
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.unflatten(tree, [a if a.shape == b.shape else b for a, b in zip(leaves[-1:] + leaves[:-1], leaves, strict=True)])
+
+
+def with_constants():
+    """Arrays that no argument has, in a norm and in the update."""
+
+    arrays = {shape: jnp.linspace(0.5, 1.5, math.prod(shape)).reshape(shape) for shape in SHAPES}
+
+    def update(updates, state, params=None):
+        fixed = lambda g: arrays[g.shape]  # noqa: E731
+        size = norm_of(jax.tree.map(lambda g: fixed(g) * g, updates))
+        return jax.tree.map(lambda g: -0.1 * fixed(g) * g / (1 + size), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+KEEP = {
+    "previous parameters": after_a_norm(lambda updates, state, params: params),
+    "previous parameters of another": after_a_norm(turned),
+    "previous gradients": after_a_norm(lambda updates, state, params: updates),
+    "as it was": after_a_norm(lambda updates, state, params: state, lambda p: 0.5 * p),
+    "constants": with_constants,
+}
+ALL = KEEP | TRANSFORMATIONS | {"means of others": through_others, "others": from_old_values}
 
 
 def calls(optimizer):
