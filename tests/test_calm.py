@@ -33,7 +33,7 @@ def test_tracing_is_not_collected_and_afterwards_all_is_as_before(enabled):
     tx, found = seen_while_traced()
     (gc.enable if enabled else gc.disable)()
     try:
-        torch_api.OptaxOptimizer(params, tx).step()
+        torch_api.OptaxOptimizer(params, tx, max_grad_norm=1.0).step()  # so that the step traces too
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
@@ -45,7 +45,7 @@ def test_after_an_error_it_collects_again():
     params = random_params()
     set_grads(params, random_grads(params))
     fails = []
-    optimizer = torch_api.OptaxOptimizer(params, seen_while_traced(fails)[0])
+    optimizer = torch_api.OptaxOptimizer(params, seen_while_traced(fails)[0], max_grad_norm=1.0)
     fails.append(True)
     with pytest.raises(ValueError, match="no such update"):
         optimizer.step()

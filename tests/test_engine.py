@@ -227,7 +227,7 @@ def test_state_is_begun_while_programs_are_made_only_where_they_are_read_from_a_
         return call
 
     monkeypatch.setattr(storage, "full", noted("zeros", storage.full))
-    monkeypatch.setattr(step.Program, "compile", noted("program", step.Program.compile))
+    monkeypatch.setattr(step.Piece, "compile", noted("program", step.Piece.compile))
     before = getattr(jax.config, "jax_compilation_cache_dir", None)
     params = [torch.nn.Parameter(torch.randn(300 + cached, 200)) for _ in range(2)]  # a program of its own
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
