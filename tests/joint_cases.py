@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from oracles import set_grads
+from oracles import random_grads, same, set_grads
 
 import torch_api
 
@@ -113,3 +113,20 @@ def moved_by(tx, start, grads, **arguments):
     params = [torch.nn.Parameter(x.clone()) for x in start]
     moved(tx, params, grads, **arguments)
     return params
+
+
+def moves_of_scaled_steps(optimizer, params, bad):
+    """Of four steps with a loss scaler whether any bit changed; at the third a gradient, the `bad` one, is not finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    moves = []
+    for n in range(4):
+        loss = scaler.scale(sum((p * g).sum() for p, g in zip(params, random_grads(params), strict=True)))
+        optimizer.zero_grad()
+        loss.backward()
+        if n == 2:
+            params[bad].grad[-1] = float("nan")
+        before = [x.clone() for x in (*params, *(s for p in params for s in optimizer.state[p].values()))]
+        scaler.step(optimizer)
+        scaler.update()
+        moves.append(not same(before, [*params, *(s for p in params for s in optimizer.state[p].values())]))
+    return moves
