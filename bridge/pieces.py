@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from . import lanes
 from .dlpack import x64
 from .fusion import compiled
-from .tiles import tile_sizes
+from .tiles import in_tiles
 from .whole import body_of, kind_text, literal, params_text, slice_of
 
 _NAME = "maskbridge_part"
@@ -226,11 +226,8 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
 def _tiled(kinds: Iterable[_Alike]) -> Iterator[tuple[_Alike, Sequence[Any]]]:
     """Of each kind its calls, so many at a time as one piece makes."""
     for kind in kinds:
-        start = 0
-        for size in tile_sizes(max(v.aval.size for v in kind.eqns[0].invars)):
-            while len(kind.eqns) - start >= size:
-                yield kind, kind.eqns[start : start + size]
-                start += size
+        elements = max(v.aval.size for v in kind.eqns[0].invars)
+        yield from ((kind, eqns) for eqns in in_tiles(kind.eqns, elements))
 
 
 _tiles: weakref.WeakValueDictionary[Any, Piece] = weakref.WeakValueDictionary()

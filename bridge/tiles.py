@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # So many loops (a leaf, or a pack) make one program, whatever they are: it compiles in a fraction of a second. Up to the
 # second number one program is still faster than several (ResNet-50: 18 ms against 21), since its loops overlap: only what is
@@ -43,7 +46,7 @@ def equals(loops: int) -> float:
     return math.inf if loops <= FEW else EQUALS_OF_SOME if loops <= SOME else EQUALS
 
 
-def divided(kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[bool], restless: bool) -> Iterator[list[int]]:
+def divided(kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[bool], restless: bool) -> Iterator[Sequence[int]]:
     """The positions of the leaves that each program takes.
 
     Args:
@@ -62,11 +65,16 @@ def divided(kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[
     if rest:
         yield rest
     for positions in alike.values():
-        start = 0
-        for size in tile_sizes(sizes[positions[0]]):
-            while len(positions) - start >= size:
-                yield positions[start : start + size]
-                start += size
+        yield from in_tiles(positions, sizes[positions[0]])
+
+
+def in_tiles(members: Sequence[T], elements: int) -> Iterator[Sequence[T]]:
+    """Equal leaves of so many elements, so many at a time as one program takes."""
+    start = 0
+    for size in tile_sizes(elements):
+        while len(members) - start >= size:
+            yield members[start : start + size]
+            start += size
 
 
 def tile_sizes(elements: int) -> list[int]:

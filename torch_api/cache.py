@@ -22,7 +22,8 @@ class CacheInfo(NamedTuple):
     """What the steps of an optimizer found ready.
 
     hits: steps whose set of live parameters was at hand. misses: those for which it was put together. programs: compiled
-    programs that this optimizer has used. compilations: those of them that were compiled for it.
+    programs that this optimizer has used. compilations: those of them that were compiled for it. One of
+    many equal parameters that are seen together is compiled in pieces, which others may share, and counts as one.
     """
 
     hits: int
