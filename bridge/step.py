@@ -241,14 +241,14 @@ def run(
                 new_params, new_state, new_scalars, new_kept, skipped, tokens = launch.program.update(
                     *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
-                arrays = [*new_params, *new_state]
+                flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars)))
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
-                flight.landing.append((tokens, memories, arrays, (launch.scalars, new_scalars)))
                 if device.platform != "cpu" and len(flight.landing) > 1 and not flight.may_fail:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
                 kept.append(new_kept)
+                del own  # arrays that were donated: gone while the program runs, not behind it
     return Outcome(kept, flight.moved, skipped, flight.arrived)
 
 

@@ -1,11 +1,13 @@
 """Tiles: many equal leaves are updated some at a time, by programs that serve whichever of them have a gradient."""
 
 import gc
+import itertools
 import re
 import warnings
 
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
 from oracles import clones, random_grads, same, set_grads
@@ -110,6 +112,29 @@ def test_of_some_leaves_only_those_with_many_equals_have_programs_of_their_own(m
     assert tiles.equals(tiles.FEW) > 1e9 > tiles.equals(64) > tiles.equals(65)
 
 
+def test_a_few_large_leaves_are_called_before_many_others(monkeypatch):
+    shapes = [*[(3, n) for n in range(1, tiles.FEW + 1)], (40, 40), (2,), (50, 40)]
+    monkeypatch.setattr(tiles, "ELEMENTS", 3600)
+
+    def first(options, *, others=shapes, masked=torch_api.MaskedAdamW):
+        params = parameters(others)
+        ours = masked(params, **options)
+        run([(ours, params)], 1)
+        return [[leaf.shape for leaf in launch.leaves] for launch in ours._launches.latest]
+
+    runs, start = pair(*PAIRS["AdamW"][:2], shapes=shapes, **PAIRS["AdamW"][2])
+    run(runs, 5)
+    near(runs[0][1], runs[1][1], start)
+    assert sizes(runs[0][0]) == [2, tiles.FEW + 1]
+    assert {leaf.shape for leaf in runs[0][0]._launches.latest[0].leaves} == {(40, 40), (50, 40)}
+    assert len(first({"max_grad_norm": 1.0})) == 1, "a norm over all is needed before the first"
+    assert len(first({}, others=shapes[3:])) == 1, "the others are few"
+    chain = {"tx": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))}
+    assert len(first(chain, masked=torch_api.OptaxOptimizer)) == 1, "it looks at all leaves"
+    monkeypatch.setattr(tiles, "ELEMENTS", 3601)
+    assert len(first({})) == 1, "they are small"
+
+
 @pytest.mark.parametrize("elements", [1, 35, 1 << 16, 1 << 18, 1 << 20, 1 << 24])
 def test_sizes_of_tiles(elements):
     found = tiles.tile_sizes(elements)
@@ -125,13 +150,15 @@ def test_every_leaf_is_in_one_tile(seed):
     kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
     frequent = [kind in (0, 1, 2) for kind in kinds]
     elements = [100 if kind is None else 1 << 17 + kind for kind in kinds]
-    for few, restless in ((False, False), (True, False), (False, True), (True, True)):
-        found = list(tiles.divided(kinds, elements, [f and not few for f in frequent], restless))
+    for few, restless, early in itertools.product((False, True), repeat=3):
+        found = list(tiles.divided(kinds, elements, [f and not few for f in frequent], restless, early))
         assert sorted(i for tile in found for i in tile) == list(range(60))
         mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
         assert len(mixed) <= 1
         assert all(kinds[i] is None for tile in mixed for i in tile) or not restless
-        assert restless or not few or len(found) == 1
+        if few and not restless:
+            assert len(found) == 1 + early
+            assert not early or [elements[i] for i in found[0]] == [max(elements)] * 2
 
 
 # ---------------------------------------------------------------------- all gradients together

@@ -165,7 +165,8 @@ class Launches:
 
     def _divided(self, blocks: list[Block], scaled: bool) -> Iterator[list[Block]]:
         """The blocks of each program."""
-        if blocks[0].leaves[0].device.type != "cpu" and not scaled and self._max_grad_norm is None:
+        on_cpu, apart = blocks[0].leaves[0].device.type == "cpu", not scaled and self._max_grad_norm is None
+        if not on_cpu and apart:
             alone = [block for block in blocks if block.described.row.unit is None]
             rows = [len(block.rows) for block in alone]
             elements = [block.leaves[0].shape.numel() * count for block, count in zip(alone, rows, strict=True)]
@@ -175,9 +176,10 @@ class Launches:
         yield from ([block] for block in blocks if block.described.looped)  # each in an order of its own
         blocks = [block for block in blocks if not block.described.looped]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
-        sizes = [block.leaves[0].shape.numel() if block.pack is None else 0 for block in blocks]
+        alone = [block.pack is None and block.described.row.unit is None for block in blocks]
+        sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
         frequent = [block.leaves[0] in self._frequent for block in blocks]
-        for positions in tiles.divided(kinds, sizes, frequent, self._cache.restless):
+        for positions in tiles.divided(kinds, sizes, frequent, self._cache.restless, on_cpu and apart):
             yield [blocks[position] for position in positions]
 
     def _programs(
