@@ -101,9 +101,13 @@ def first(figures: dict[str, Any]) -> list[str]:
     for found in figures["sets"]:
         for name, start in found["starts"].items():
             total = start["construction s"] + start["first step s"]
-            lines.append([f"{found['title']}: {name}", *map(number, (total, start["construction s"], start["first step s"]))])
+            totals = start.get("totals s", [total])  # results of before had one run
+            between = f" ({number(totals[0])} to {number(totals[-1])})" if len(totals) > 1 else ""
+            lines.append(
+                [f"{found['title']}: {name}", number(total) + between, *map(number, (start["construction s"], start["first step s"]))]
+            )
     return [
-        "Seconds, imports not counted; a second start finds its programs in jax's persistent cache.",
+        "Seconds, imports not counted; a second start finds its programs in jax's persistent cache. In brackets the shortest and the longest run.",
         *grid(["", "all", "construction", "first step"], lines),
     ]
 
