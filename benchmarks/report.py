@@ -107,7 +107,7 @@ def first(figures: dict[str, Any]) -> list[str]:
                 [f"{found['title']}: {name}", number(total) + between, *map(number, (start["construction s"], start["first step s"]))]
             )
     return [
-        "Seconds, imports not counted; a second start finds its programs in jax's persistent cache. In brackets the shortest and longest run.",
+        "Seconds, imports not counted; a second start finds its programs in jax's persistent cache. In brackets: shortest, longest run.",
         *grid(["", "all", "construction", "first step"], lines),
     ]
 

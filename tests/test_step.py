@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -18,6 +19,7 @@ from bridge import flags, fusion, passes, step
 from bridge.dlpack import x64
 
 ROOT = Path(__file__).parent.parent
+CPU_INFO = Path("/proc/cpuinfo")
 fused_loops = pytest.mark.skipif(
     not fusion.requested() or jax.__version_info__ < (0, 10),
     reason="the environment asks for other CPU code, or this XLA does not write several results from one loop",
@@ -345,15 +347,41 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
 
 def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_not_set(monkeypatch):
     cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
-    (newer, least), (older, off) = flags._ORDERS
+    (newer, least), (older, off), (width, bits) = *flags._ORDERS, flags._WIDTH
     assert flags.of_update(gpu) == {}
-    for known, expected in (({newer, older}, {newer: least}), ({older}, {older: off}), (set(), {})):
+    for known, expected in (
+        ({newer, older, width}, {newer: least, width: bits}),
+        ({older, width}, {older: off, width: bits}),
+        ({newer}, {newer: least}),
+        (set(), {}),
+    ):
         monkeypatch.setattr(flags, "_known", lambda option, value, known=known: option in known)
         assert flags.of_update(cpu) == expected
     monkeypatch.setattr(flags, "_known", lambda option, value: True)
     for option in (newer, older):
         monkeypatch.setenv("XLA_FLAGS", f"--{option}={least}")
-        assert flags.of_update(cpu) == {}
+        assert flags.of_update(cpu) == {width: bits}
+    monkeypatch.setenv("XLA_FLAGS", f"--{width}=128")
+    assert flags.of_update(cpu) == {newer: least}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CPU_INFO.exists() or "avx512f" not in CPU_INFO.read_text(), reason="needs a CPU with vectors of 512 bits")
+@pytest.mark.parametrize(("before", "widest"), [("", 16), ("step.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])
+def test_updates_use_the_widest_vectors(tmp_path, before, widest):
+    """Asked of LLVM's code for the loop; XLA's own choice is the broken sibling."""
+    code = f"""if True:
+        import torch, torch_api
+        from bridge import step
+        {before}
+        p = torch.nn.Parameter(torch.zeros(100_000))
+        p.grad = torch.ones_like(p)
+        torch_api.MaskedAdamW([p], lr=0.1).step()
+    """
+    environment = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)
+    written = [path.read_text() for path in tmp_path.glob("*jit_stepped*ir-with-opt.ll")]
+    assert max(int(n) for text in written for n in re.findall(r"store <(\d+) x float>", text)) == widest
 
 
 def _asked(optimizer):
