@@ -12,6 +12,8 @@ import ctypes
 import gc
 import json
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ import candidates
 import jax
 import torch
 from common import FLOAT, NAMES, SETS, Settings, elements, gradients, parameters, resident, start_clients, waiter
+from loops import IN_LOOPS, LOOPS, iteration
 
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
@@ -139,6 +142,23 @@ def leftovers(name: str, title: str, settings: Settings) -> dict[str, Any]:
     return found
 
 
+def loop(name: str, title: str, settings: Settings) -> dict[str, Any]:
+    """The median time of an iteration, and the pages of memory that one takes from the system, as the C library gave them back before."""
+    step, _ = iteration(LOOPS[title], IN_LOOPS[name], settings)
+    wait, count = waiter(settings.device), settings.count(60, 3)
+    for _ in range(settings.count(10, 2)):
+        step()
+    wait()
+    faults, taken = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, []
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        wait()
+        taken.append(1e3 * (time.perf_counter() - start))
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return {"median ms": statistics.median(taken), "page faults": pages / count}
+
+
 def _warm(settings: Settings) -> None:
     """One small step of torch, so that its threads and libraries are not counted."""
     start_clients(settings.device)
@@ -151,7 +171,7 @@ def _state_bytes(step: Any) -> int:
     return sum(t.numel() * t.element_size() for fields in step.__self__.state.values() for t in fields.values() if torch.is_tensor(t))
 
 
-TASKS = {"first": first_step, "peak": peak, "endurance": endurance, "leftovers": leftovers}
+TASKS = {"first": first_step, "peak": peak, "endurance": endurance, "leftovers": leftovers, "loop": loop}
 
 
 # ------------------------------------------------------------------ the sections
@@ -213,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--candidate", required=True)
-    parser.add_argument("--set", required=True, choices=list(SETS))
+    parser.add_argument("--set", required=True, choices=[*SETS, *LOOPS])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,21 @@ def large(figures: dict[str, Any]) -> list[str]:
 
 def tabled(figures: dict[str, Any]) -> list[str]:
     return [line for table in figures["tables"] for line in steps(table)]
+
+
+def loop(figures: dict[str, Any]) -> list[str]:
+    """The tables, and behind each what its candidates take where each has a process, and the heap of the C library, for itself."""
+    found = []
+    for table in figures["tables"]:
+        found += steps(table)
+        if "apart" in table:  # results of before had one process
+            lines = (
+                [name, *(f"{number(statistics.median(runs[key]))} ({number(min(runs[key]))} to {number(max(runs[key]))})" for key in runs)]
+                for name, runs in table["apart"].items()
+            )
+            head = f"In processes of their own, medians of {len(next(iter(table['apart'].values()))['median ms'])} (lowest to highest):"
+            found += [head, *grid(["", "ms", "page faults an iteration"], lines)]
+    return found
 
 
 def unfused(figures: dict[str, Any]) -> list[str]:
@@ -167,6 +183,7 @@ def device(figures: dict[str, Any]) -> list[str]:
 
 
 WRITERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "loop": loop,
     "large": large,
     "unfused": unfused,
     "first": first,
@@ -208,6 +225,10 @@ def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, str, str]]:
         if part in results:
             by_bytes = {"large": "1", "small": "1", "tail": "0.77"}.get(part, "-")  # 40 of 52 for the tail
             yield text, results[part]["tables"][index]["rows"][OURS]["ratio"], target, by_bytes
+    for text, table in zip(("transformer", "convolutional network"), results.get("loop", {}).get("tables", ()), strict=False):
+        if "apart" in table:
+            ours, theirs = (statistics.median(table["apart"][name]["median ms"]) for name in (OURS, table["baseline"]))
+            yield f"loop of a {text}, a process for each: time against torch fused", ours / theirs, "at most 1.0", "-"
     bytes_ = {row["optimizer"]: row["bytes"] for row in results.get("large", {}).get("bytes", ())}
     for name, target in (("AdamW", "28"), ("NAdam", "28"), ("Lion", "20"), ("AdamW, clip", "at most 36")):
         if name in bytes_:

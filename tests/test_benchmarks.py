@@ -160,6 +160,9 @@ def test_tails_and_loops(tables):
         check_rows(table["rows"], {"maskbridge", table["baseline"]})
     assert len(found["tail"]["tables"]) == 5
     assert len(found["loop"]["tables"]) == 2
+    for table in found["loop"]["tables"]:
+        assert table["apart"].keys() == {"maskbridge", "torch fused"}
+        assert all(min(runs["median ms"]) > 0 for runs in table["apart"].values())
 
 
 @pytest.mark.slow
