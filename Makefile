@@ -19,7 +19,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# Half an hour on 2 cores: figures of this class of machine, the picture beside them, the tables of benchmarks/README.md.
+# Three quarters of an hour on 2 cores: figures of this class of machine, the picture beside them, the tables of benchmarks/README.md.
 bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/step.py --compiled
 	$(BENCH)/bin/python benchmarks/plots.py

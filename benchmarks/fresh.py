@@ -1,4 +1,4 @@
-"""What must be measured in a process of its own: the time to the first step, the peak of memory, what a long run leaves.
+"""What must be measured in a process of its own: the time to the first step, the peak of memory, what a long run leaves, a whole loop.
 
     python benchmarks/fresh.py first --candidate maskbridge --set gpt2
 
