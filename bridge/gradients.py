@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,24 +21,30 @@ def found_in(clip: bool, grads: Sequence[Any], masks: Sequence[Any], lives: Sequ
     for g, mask, live in zip(grads, masks, lives, strict=True):
         trained = mask if live is None else along(live, g)
         seen.append(real(g if trained is None else jnp.where(trained, g, jnp.zeros_like(g))))
+
+    def sum_of(term: Callable[[Any], Any]) -> Any:
+        """Each array's own in its type."""
+        return sum((jnp.sum(term(g)).astype(jnp.float64) for g in seen), jnp.zeros((), jnp.float64))
+
+    return before + found_by(sum_of, clip, scaling)
+
+
+def found_by(sum_of: Callable[[Callable[[Any], Any]], Any], clip: bool, scaling: Sequence[Any]) -> Any:
+    """As of `found_in`, of gradients of which `sum_of` gives the sum over all elements of what a function makes of each, float64."""
+    nothing = jnp.zeros((), jnp.float64)
     if not scaling:
-        return before + jnp.stack([_sum(g * g for g in seen), jnp.zeros((), jnp.float64)])
-    total, unscaling = _sum(g * g if clip else g for g in seen), _unscaling(scaling)
+        return jnp.stack([sum_of(jnp.square), nothing])
+    total, unscaling = sum_of(jnp.square if clip else lambda g: g), _unscaling(scaling)
 
     def at_once() -> Any:
-        return jnp.stack([total * unscaling**2 if clip else jnp.zeros_like(total), jnp.zeros_like(total)])
+        return jnp.stack([total * unscaling**2 if clip else nothing, nothing])
 
     def one_by_one() -> Any:
         # 0 * g is 0 where g is finite and else NaN: the predicates of `isfinite` would be stored.
-        squares = _sum(jnp.square(times(g, unscaling)) for g in seen) if clip else jnp.zeros_like(total)
-        return jnp.stack([squares, _sum(g * jnp.zeros((), g.dtype) for g in seen)])
+        squares = sum_of(lambda g: jnp.square(times(g, unscaling))) if clip else nothing
+        return jnp.stack([squares, sum_of(lambda g: g * jnp.zeros((), g.dtype))])
 
-    return before + jax.lax.cond(jnp.isfinite(total), at_once, one_by_one)
-
-
-def _sum(arrays: Iterable[Any]) -> Any:
-    """The sum over all elements of all arrays, float64; each array's own in its type."""
-    return sum((jnp.sum(x).astype(jnp.float64) for x in arrays), jnp.zeros((), jnp.float64))
+    return jax.lax.cond(jnp.isfinite(total), at_once, one_by_one)
 
 
 def _unscaling(scaling: Sequence[Any]) -> Any:

@@ -24,8 +24,8 @@ from .dlpack import ALIGNMENT, numpy_dtype, x64
 from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
-_END = 1 << 47
-_BASE = ALIGNMENT
+END = 1 << 47
+BASE = ALIGNMENT
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
 
 # Elements of one turn of the loop: what it stores between its operations is then still in the second cache. With a quarter or four times
@@ -78,7 +78,7 @@ class Scattered:
 
 def signature(count: int, dtype: str) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and dtype of `memory` and `order` for rows of a dtype."""
-    return [(((_END - _BASE) // jnp.dtype(dtype).itemsize,), dtype), ((1 + 2 * count,), np.int64)]
+    return [(((END - BASE) // jnp.dtype(dtype).itemsize,), dtype), ((1 + 2 * count,), np.int64)]
 
 
 class _Everything(np.ndarray):
@@ -96,8 +96,8 @@ class _Everything(np.ndarray):
 @functools.cache
 def everything(dtype: Any) -> np.ndarray[Any, Any]:
     """All memory of this process as one array, which nobody may read as a whole."""
-    size = (_END - _BASE) // dtype.itemsize
-    space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(_BASE)
+    size = (END - BASE) // dtype.itemsize
+    space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE)
     return _Everything((size,), dtype, space)
 
 
@@ -122,19 +122,19 @@ class Places:
         self.copies: list[torch.Tensor] = []
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        starts = np.array(list(map(_address, tensors))) - _BASE
+        starts = np.array(list(map(_address, tensors))) - BASE
         size = self._memory.itemsize
         if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any() or starts.min() < 0:
             dims = self._dims or [None] * len(tensors)
-            dense = [_dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
-            self.copies += [copy for copy, tensor in zip(dense, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
-            starts = np.array(list(map(_address, dense))) - _BASE
+            readable = [dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
+            self.copies += [copy for copy, tensor in zip(readable, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
+            starts = np.array(list(map(_address, readable))) - BASE
         order = self._order.copy()
         order[self._starts] = starts // size
         return [self._memory, order]
 
 
-def _dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
+def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
     """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy."""
     tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
     fits = tensor.data_ptr() and tensor.data_ptr() % size == 0

@@ -19,10 +19,11 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
-from . import lanes, openmp
+from . import lanes, openmp, reading
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
 from .contents import calls_back
@@ -31,6 +32,7 @@ from .flags import of_update
 from .fusion import client_started, request
 from .passes import bytes_accessed
 from .pieces import Piece, cut
+from .reading import Reader
 from .storage import Memory
 from .update import Plan, abstract, measured, stepped, traces
 from .whole import unread
@@ -81,13 +83,15 @@ class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
     `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
-    `looped`: it is a loop over rows, on one core. `pieces`: what is to be compiled before it is `ready`.
+    `looped`: it is a loop over rows, on one core. `pieces`: what is to be compiled before it is `ready`, that which reads the leaves of the
+    plan that are `far` among it.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.update: Any = None  # until it is compiled
         self.measure: Any = None
+        self._measuring: Piece | None = None
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.looped = any(leaf.looped for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
@@ -101,21 +105,25 @@ class Program:
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
             self.pieces = [Piece(traced.lower(), options)] if self._cut is None else self._cut.pieces
-            if plan.measured:
+            self.pieces += [reading.piece(dtype, plan.clip, plan.scaled, plan.device) for dtype in plan.far_dtypes]
+            if plan.measured and not all(map(plan.far, plan.leaves)):
                 _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
                 measuring = jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure, after)
-                self.pieces.append(Piece(measuring, options))
+                self._measuring = Piece(measuring, options)
+                self.pieces.append(self._measuring)
 
     def ready(self) -> None:
         """All pieces are compiled."""
         self.update = self._cut or self.pieces[0].compiled
-        self.measure = self.pieces[-1].compiled if self.plan.measured else None
+        self.measure = self._measuring.compiled if self._measuring is not None else None
 
     @property
     def bytes_accessed(self) -> float:
-        """By the compiler's count, which takes one turn of a loop over rows for all: here it is multiplied by their number."""
+        """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
+        `reading` the gradients are counted, once."""
+        far = sum(math.prod(leaf.spec.shape) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
-        return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0)
+        return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
 
 class Launch(ABC):
@@ -123,6 +131,7 @@ class Launch(ABC):
 
     In plan order: leaves by themselves come before packs.
 
+    reader: what measures the large gradients of all launches of a step, at the first of them; None where nothing does.
     inplace: what has the `memory` of each in-place leaf; its array is donated and replaced.
     params: the tensors over those, whose version changes.
     state: the memories of the state of every leaf, then of the shared state; likewise.
@@ -140,10 +149,11 @@ class Launch(ABC):
 
     __slots__ = (
         "flat", "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "params", "positions", "program",
-        "ready", "rows", "scalars", "state", "targets",
+        "reader", "ready", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
     program: Program
+    reader: Reader | None
     ready: bool
     inplace: Sequence[Any]
     params: Sequence[torch.Tensor]
@@ -199,17 +209,17 @@ def run(
     flight.programs, flight.packed = len(launches), any(map(_packed, launches))
     flight.may_fail = any(map(_calls_back, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
-    waves = (launches,) if launches[0].program.measure is not None else zip(launches)
+    waves = (launches,) if launches[0].program.plan.measured else zip(launches)
     further, after = (list(extra), list(scaling)), []
-    device = launches[0].program.plan.device
+    device, reader, elements = launches[0].program.plan.device, launches[0].reader, sum(map(_elements, launches))
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = hyperparams
         if device.platform == "cpu" and len(launches) > 1:
             several = lanes.CORES if any(map(_looped, launches)) else lanes.LANES  # a loop over rows runs on one core
             numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device, several)
-        measure: Any = _NOTHING_MEASURED
         if device.platform != "cpu":
             numbers = _on_device(hyperparams.tobytes(), device)
+        flight.reader, measure = reader, _NOTHING_MEASURED if reader is None else reader(grads, scaling)
         for wave in waves:
             for launch in wave:
                 if not launch.ready:
@@ -221,7 +231,7 @@ def run(
             if device.platform != "cpu":
                 if _collected(wave) or not after:
                     after = [behind_torch(device)]
-            elif not kept and openmp.pause and sum(map(_elements, launches)) >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
+            elif not (kept or reader) and openmp.pause and elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
                 openmp.pause(openmp.SOFT)
             given = []
             for launch in wave:
@@ -278,7 +288,7 @@ class _Flight:
     threads take turns.
     """
 
-    __slots__ = ("arrived", "copies", "handlers", "landing", "may_fail", "moved", "order", "packed", "programs")
+    __slots__ = ("arrived", "copies", "handlers", "landing", "may_fail", "moved", "order", "packed", "programs", "reader")
     programs: int  # how many are to be called
     packed: bool  # whether some work on packs
     may_fail: bool  # whether some may fail while they run
@@ -290,6 +300,7 @@ class _Flight:
         self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]]]] = []
         self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
         self.moved = False
+        self.reader: Reader | None = None  # of gradients that must stay until it has read them
         self.order: int | None = None  # of this thread's executions, to go back to
         if self.packed:
             _packs_lock.acquire()
@@ -328,6 +339,8 @@ class _Flight:
             finally:
                 for copies in self.copies:
                     copies.clear()
+                if self.reader is not None:
+                    self.reader.end()
                 for number, handler in self.handlers.items():
                     _handle(number, handler)
                 if self.packed:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import reading
 from .analysis import in_parts
 from .gradients import along, consequences, found_in
 from .joint import Way
@@ -73,8 +74,9 @@ class Plan:
     """All that is static about one update, and so the key of its program.
 
     `width`: of the vector of hyperparams. `measured`: the norm and the finite check are over more than these leaves, and
-    come from calls of `Program.measure`. `shared` has the state that belongs to no leaf, for each unit of the rows in
-    ascending order. `scaled`: the gradients are those of a scaled loss, and the update is skipped where one is not finite.
+    come from calls of `Program.measure`. `ahead`: those of large gradients come from `bridge.reading`. `shared` has the state that
+    belongs to no leaf, for each unit of the rows in ascending order. `scaled`: the gradients are those of a scaled loss, and the update
+    is skipped where one is not finite.
     """
 
     leaves: tuple[Leaf, ...]
@@ -86,6 +88,16 @@ class Plan:
     extra: Extra = NO_EXTRA
     scaled: bool = False
     measured: bool = False
+    ahead: bool = False
+
+    def far(self, leaf: Leaf) -> bool:
+        """Whether the gradient of a leaf is measured before the program, where it lies."""
+        return self.ahead and leaf.count is None and not leaf.elements and reading.takes(leaf.spec.dtype, math.prod(leaf.spec.shape))
+
+    @property
+    def far_dtypes(self) -> list[str]:
+        """Those of the leaves that are far, each once."""
+        return list(dict.fromkeys(leaf.spec.dtype for leaf in self.leaves if self.far(leaf)))
 
     def problem(self, leaf: Leaf) -> Problem:
         """A leaf that is updated by itself."""
@@ -157,7 +169,7 @@ def update(
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
     own = _distributed(plan, states, vectors)
     if (plan.clip or plan.scaled) and not plan.measured:
-        measure = found_in(plan.clip, grads, leaf_masks, leaf_lives, scaling, measure)
+        measure = found_here(plan, grads, leaf_masks, leaf_lives, scaling, measure)
     scale, skip, skipped = consequences(plan.clip, hyperparams[ONES], scaling, measure)
     results: list[Any] = [None] * len(plan.leaves)
     alike: dict[Any, list[int]] = {}
@@ -306,7 +318,14 @@ def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
 def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:
     """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
     measure = sum((x[0].astype(jnp.float64) for x in after), start=measure)
-    return found_in(plan.clip, in_rows(plan, grads), *_flags(plan, masks, live), scaling, measure)
+    return found_here(plan, in_rows(plan, grads), *_flags(plan, masks, live), scaling, measure)
+
+
+def found_here(plan: Plan, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Any, before: Any) -> Any:
+    """As `found_in`, of the gradients of a plan that are not `far`."""
+    near = [not plan.far(leaf) for leaf in plan.leaves]
+    grads, masks, lives = (list(compress(x, near)) for x in (grads, masks, lives))
+    return found_in(plan.clip, grads, masks, lives, scaling, before)
 
 
 def abstract(plan: Plan) -> tuple[Any, ...]:

@@ -91,6 +91,7 @@ ORDER = {
         "stand_in",
         "modules",
         "gradients",
+        "reading",
         "leaf_update",
         "joint",
         "units",

@@ -52,7 +52,7 @@ class Launch(step.Launch):
     __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "shared")
 
     def __init__(self, blocks: Sequence[Block], program: step.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
-        self.program, self.shared, self.ready = program, shared, False
+        self.program, self.shared, self.reader, self.ready = program, shared, None, False
         self._blocks, self._offsets = blocks, offsets
         self.leaves = [leaf for block in blocks for leaf in block.leaves]
         self.device = self.leaves[0].device
@@ -68,6 +68,13 @@ class Launch(step.Launch):
             else:
                 self.gathered += block.positions
                 self.targets += map(block.pack.gradient, block.leaves)
+
+    @property
+    def far(self) -> list[tuple[int, int, str]]:
+        """The gradients that are measured before the program, where they lie: position, elements and dtype of each."""
+        plan = self.program.plan
+        blocks = [block for block in self._blocks if plan.far(block.described)]
+        return [(block.positions[0], block.leaves[0].shape.numel(), block.described.spec.dtype) for block in blocks]
 
     def prepare(self) -> None:
         """Find all that a call needs."""

@@ -17,6 +17,7 @@ from bridge import step, storage, tiles, update
 from bridge.calm import uncollected
 from bridge.dlpack import device_of
 from bridge.problem import Extra
+from bridge.reading import Reader, is_worth, takes
 
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
@@ -51,6 +52,10 @@ class Launches:
         frequent = tiles.equals(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._frequent = {leaf for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
+
+        # Of all that may be trained: a set of live leaves is to change nothing.
+        sizes = [(leaf.spec.dtype, leaf.shape.numel()) for leaf in kinds if leaf.spec is not None and leaf.elements is None]
+        self._readable = sum(size for dtype, size in sizes if takes(dtype, size))
 
     @property
     def latest(self) -> list[Launch]:
@@ -90,6 +95,8 @@ class Launches:
             [Launch(tile, next(programs), [self.states.shared[unit] for unit in _units(tile)], self._rows.offsets) for tile in part]
             for part in divided
         ]
+        for part in launches:
+            self._read_ahead(part)
         if len(self.known) == _KEPT:
             del self.known[next(iter(self.known))]
         self.known[live, extra, scaled] = launches
@@ -106,7 +113,7 @@ class Launches:
         leaves = [self._active[i] for i in live]
         blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
         with uncollected():
-            program = compiled(blocks, self._plan(blocks, extra, False, False))
+            program = compiled(blocks, self._plan(blocks, extra, False, False, ahead=False))
         self._rows.looked_at.clear()
         storage.return_freed()
         with uncollected():
@@ -205,15 +212,21 @@ class Launches:
             ) from error
         return [self._programs_of[key] for key in keys]
 
-    def _plan(self, tile: Sequence[Block], extra: Extra, scaled: bool, is_part: bool) -> update.Plan:
+    def _read_ahead(self, launches: Sequence[Launch]) -> None:
+        """Have the large gradients of all these launches, of one device, measured where they lie."""
+        plan, far = launches[0].program.plan, [each for launch in launches for each in launch.far]
+        launches[0].reader = Reader(far, plan.clip, plan.scaled, plan.device) if far else None
+
+    def _plan(self, tile: Sequence[Block], extra: Extra, scaled: bool, is_part: bool, ahead: bool = True) -> update.Plan:
         leaves = [leaf for block in tile for leaf in block.leaves]
         shared = tuple(
             self.states.shared_signature(unit, [leaf for leaf in leaves if self.states.unit(leaf) == unit]) for unit in _units(tile)
         )
         skeleton = self._rows.skeleton if any(leaf.spec.path is not None for leaf in leaves) else ()
         clip, described = self._max_grad_norm is not None, tuple(block.described for block in tile)
-        measured = is_part and (clip or scaled)
-        return update.Plan(described, clip, device_of(leaves[0].param), self._rows.width, skeleton, shared, extra, scaled, measured)
+        device, decisive = device_of(leaves[0].param), clip or scaled
+        ahead = ahead and decisive and device.platform == "cpu" and is_worth(self._readable)
+        return update.Plan(described, clip, device, self._rows.width, skeleton, shared, extra, scaled, is_part and decisive, ahead)
 
     def follow(self, launches: Sequence[Launch]) -> None:
         """Look at the new places after results came to lie elsewhere."""

@@ -1,0 +1,176 @@
+"""What must be known of large gradients before an update, read where they lie at the speed of memory.
+
+A core that reads one place after the other waits for memory; from four places at once it gets up to half as many bytes again, which the
+library that XLA's CPU compiler hands sums to does not do. So each core has a program that loops over parts of gradients, four at
+a turn. The same few programs read all gradients, whichever they are: where they begin is given as numbers, as in `bridge.scattered`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from . import lanes, openmp
+from .dlpack import dense_order, x64
+from .flags import of_update
+from .gradients import found_by
+from .pieces import Piece
+from .scattered import BASE, END, SUPPORTED, dense, everything
+
+# Elements of one place that a turn reads, and places: 33 GB/s where one place gave 28, eight 31 to 32, parts of 32768 elements 28, a
+# plain sum 26 (one gradient of 400 MB, 2 cores of an AMD EPYC).
+PART, _PLACES = 1 << 13, 4
+_LEAST = 1 << 20  # elements of all, and of each core: for fewer the calls cost more than they spare
+_DTYPES = {"float32", "float64"}
+_address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+
+
+def takes(dtype: str, size: int) -> bool:
+    """Whether a gradient of so many elements may be read here."""
+    return dtype in _DTYPES and size >= PART
+
+
+def is_worth(elements: int) -> bool:
+    """Whether so many elements, of all gradients of a CPU that may be read here, are."""
+    return SUPPORTED and elements >= _LEAST
+
+
+@functools.cache
+def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
+    """The program of one core: from (memory, numbers, order, scaling, after) to what `gradients.found_in` finds, float64 (2,).
+
+    memory, numbers: all memory, as `dtype` and as int64. order: int64 (4,): where in `numbers` the parts begin, and how many turns take
+    four each; where the rests begin, and how many. The parts are places in `memory`, first those of the first place of each turn. A rest
+    is two numbers: a part, and how many of its first elements do not count. scaling: [float32 (1,)] the scale of the loss, if `scaled`.
+    after: float64 (1,), which is there when the program may begin.
+    """
+
+    def program(memory: Any, numbers: Any, order: Any, scaling: Any, after: Any) -> Any:
+        parts, turns, rests, count = (order + after.astype(np.int64)).astype(np.uint64)  # of signed ones lax asks whether they are negative
+
+        def number(i: Any) -> Any:
+            return jax.lax.dynamic_slice(numbers, (i,), (1,))[0].astype(np.uint64)
+
+        def part(i: Any) -> Any:
+            return jax.lax.dynamic_slice(memory, (number(i),), (PART,))
+
+        def sum_of(term: Callable[[Any], Any]) -> Any:
+            def turn(i: Any, sums: Any) -> Any:
+                one, two, three, four = (term(part(parts + np.uint64(n) * turns + i)) for n in range(_PLACES))
+                return sums + ((one + two) + (three + four))
+
+            def rest(i: Any, sums: Any) -> Any:
+                at = rests + np.uint64(2) * i
+                counts = jax.lax.iota(np.uint64, PART) >= number(at + np.uint64(1))
+                return sums + jnp.where(counts, term(part(at)), jnp.zeros((), memory.dtype))
+
+            sums = _times(count, rest, _times(turns, turn, jnp.zeros(PART, memory.dtype)))
+            return jnp.sum(sums.astype(np.float64))
+
+        return found_by(sum_of, clip, scaling)
+
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
+    memory, numbers = (array(((END - BASE) // np.dtype(kind).itemsize,), np.dtype(kind)) for kind in (dtype, "int64"))
+    scaling = [array((1,), np.float32)] if scaled else []
+    with x64(), jax.disable_jit(False):
+        lowered = jax.jit(program).lower(memory, numbers, array((4,), np.int64), scaling, array((1,), np.float64))
+    return Piece(lowered, of_update(device))
+
+
+def _times(count: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
+    first = count * np.uint64(0), start
+    return jax.lax.while_loop(lambda carry: carry[0] < count, lambda carry: (carry[0] + np.uint64(1), body(*carry)), first)[1]
+
+
+class Reader:
+    """The gradients of a step that are measured where they lie, by calls of one program for each core.
+
+    What it reads, and what it tells the programs, it holds until `end`.
+
+    Args:
+      gradients: of each the position among those of the step, the elements and the dtype.
+      clip, scaled, device: as of `piece`, which must be compiled when it is called.
+    """
+
+    def __init__(self, gradients: Sequence[tuple[int, int, str]], clip: bool, scaled: bool, device: Any) -> None:
+        own = {kind: [(at, size) for at, size, dtype in gradients if dtype == kind] for kind in dict.fromkeys(d for *_, d in gradients)}
+        self._device, self._numbers = device, everything(np.dtype(np.int64))
+        self._kinds = [_Kind(np.dtype(dtype), each, piece(dtype, clip, scaled, device)) for dtype, each in own.items()]
+        self._found: list[Any] = []
+
+    def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[Any]) -> Any:
+        """Begin to read, behind whatever this thread has asked jax for before; what will be found."""
+        if openmp.pause:
+            openmp.pause(openmp.SOFT)
+        after, (before, *others) = lanes.opened(np.zeros(1), self._device, lanes.CORES)
+        try:
+            for kind in self._kinds:
+                for order, share in zip(others, kind.shares(grads), strict=False):
+                    lanes.choose(order)
+                    self._found.append(kind.piece.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            lanes.choose(before)
+        return _total(self._found)
+
+    def end(self) -> None:
+        """Wait until all is read."""
+        for found in self._found:
+            found.block_until_ready()
+        self._found = []
+        for kind in self._kinds:
+            kind.copies = []
+
+
+_total = jax.jit(lambda found: sum(found[1:], found[0]))
+
+
+class _Kind:
+    """Gradients of one dtype: each cut in parts, the last of which may be a rest, and those dealt out to the cores.
+
+    `_table` has the numbers that the programs read: parts, then rests. `_of` says whose each of them is, and `_within` where in that
+    gradient it begins; `_at` is where it stands in the table.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], gradients: Sequence[tuple[int, int]], piece: Piece) -> None:
+        self.piece, self.memory = piece, everything(dtype)
+        self.copies: list[torch.Tensor] = []
+        self._positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
+        self._starts: list[int] = []
+        cores = max(1, min(lanes.CORES if lanes.SEVERAL else 1, int(sizes.sum()) // _LEAST))
+        whole, ragged = sizes // PART, np.flatnonzero(sizes % PART)
+        turns = int(whole.sum()) // (_PLACES * cores)
+        count = turns * _PLACES * cores
+        # The end of a gradient is a part that reaches back into the one before.
+        self._of = np.concatenate([np.repeat(np.arange(len(sizes)), whole), ragged])
+        self._within = np.concatenate([*(np.arange(n) * PART for n in whole), sizes[ragged] - PART])
+        rests = np.arange(len(self._of) - count)
+        self._at = np.concatenate([np.arange(count), count + 2 * rests])
+        self._table = np.zeros(count + 2 * len(rests), np.int64)
+        self._table[self._at[len(self._at) - len(ragged) :] + 1] = PART - sizes[ragged] % PART
+        first = (self._table.ctypes.data - BASE) // self._table.itemsize
+        own = np.linspace(0, len(rests), cores + 1).astype(int)
+        self._shares = [
+            np.array([first + core * turns * _PLACES, turns, first + count + 2 * own[core], own[core + 1] - own[core]])
+            for core in range(cores)
+        ]
+
+    def shares(self, grads: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        """What the program of each core is told, of these gradients of a step; those that are not dense are copied."""
+        own = list(map(grads.__getitem__, self._positions))
+        starts, size = list(map(_address, own)), self.memory.itemsize
+        if not all(map(_is_contiguous, own)) or any(start % size for start in starts):
+            own = self.copies = [dense(g, dense_order(g), size) for g in own]
+            starts = list(map(_address, own))
+        if starts != self._starts:
+            self._starts = starts
+            self._table[self._at] = (np.array(starts) - BASE)[self._of] // size + self._within
+        return self._shares
