@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from oracles import clones, movement_error
+from oracles import FUSES, clones, movement_error
 
 import bridge
 import torch_api
@@ -171,6 +171,7 @@ def test_each_set_of_gradients_is_read_by_the_same_programs(monkeypatch):
         assert (launches(optimizer)[0].reader is None) == (not far)
 
 
+@FUSES
 def test_a_norm_costs_one_reading_of_the_gradients():
     counts = []
     for bound in (None, 1.0):
