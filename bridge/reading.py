@@ -21,7 +21,7 @@ from .dlpack import dense_order, x64
 from .flags import of_update
 from .gradients import found_by
 from .pieces import Piece
-from .scattered import BASE, END, SUPPORTED, dense, everything
+from .scattered import BASE, SUPPORTED, dense, everything
 
 # Elements of one place that a turn reads, and places: 33 GB/s where one place gave 28, eight 31 to 32, parts of 32768 elements 28, a
 # plain sum 26 (one gradient of 400 MB, 2 cores of an AMD EPYC).
@@ -76,7 +76,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
         return found_by(sum_of, clip, scaling)
 
     array = functools.partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
-    memory, numbers = (array(((END - BASE) // np.dtype(kind).itemsize,), np.dtype(kind)) for kind in (dtype, "int64"))
+    memory, numbers = (array(everything(np.dtype(kind)).shape, np.dtype(kind)) for kind in (dtype, "int64"))
     scaling = [array((1,), np.float32)] if scaled else []
     with x64(), jax.disable_jit(False):
         lowered = jax.jit(program).lower(memory, numbers, array((4,), np.int64), scaling, array((1,), np.float64))
@@ -114,12 +114,12 @@ class Reader:
                 for order, share in zip(others, kind.shares(grads), strict=False):
                     lanes.choose(order)
                     self._found.append(kind.piece.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
-        except BaseException:
+            return _total(self._found)
+        except BaseException:  # raised again, when nothing is read any more
             self.end()
             raise
         finally:
             lanes.choose(before)
-        return _total(self._found)
 
     def end(self) -> None:
         """Wait until all is read."""

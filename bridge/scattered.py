@@ -24,7 +24,7 @@ from .dlpack import ALIGNMENT, numpy_dtype, x64
 from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
-END = 1 << 47
+_END = 1 << 47
 BASE = ALIGNMENT
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
 
@@ -78,7 +78,7 @@ class Scattered:
 
 def signature(count: int, dtype: str) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and dtype of `memory` and `order` for rows of a dtype."""
-    return [(((END - BASE) // jnp.dtype(dtype).itemsize,), dtype), ((1 + 2 * count,), np.int64)]
+    return [(((_END - BASE) // jnp.dtype(dtype).itemsize,), dtype), ((1 + 2 * count,), np.int64)]
 
 
 class _Everything(np.ndarray):
@@ -96,7 +96,7 @@ class _Everything(np.ndarray):
 @functools.cache
 def everything(dtype: Any) -> np.ndarray[Any, Any]:
     """All memory of this process as one array, which nobody may read as a whole."""
-    size = (END - BASE) // dtype.itemsize
+    size = (_END - BASE) // dtype.itemsize
     space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE)
     return _Everything((size,), dtype, space)
 

@@ -121,7 +121,8 @@ class Program:
     def bytes_accessed(self) -> float:
         """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
         `reading` the gradients are counted, once."""
-        far = sum(math.prod(leaf.spec.shape) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
+        read = [leaf.buffer for leaf in self.plan.leaves if self.plan.far(leaf)]
+        far = sum(size * jnp.dtype(dtype).itemsize for (size,), dtype in read)
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
         return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 

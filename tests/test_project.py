@@ -176,6 +176,13 @@ def test_every_file_has_its_place_in_the_order():
     assert {(p.parent.name, p.stem) for p in FILES} == {(package, name) for package, names in ORDER.items() for name in names}
 
 
+def test_what_make_check_names_is_there():
+    named = re.findall(r'QUICK \+?= "(.*)"', (ROOT / "tests" / "conftest.py").read_text())
+    quick = " ".join(named).split()
+    assert len(quick) > 30
+    assert [name for name in quick if not (ROOT / "tests" / f"test_{name}.py").exists()] == []
+
+
 def test_init_files_only_re_export():
     for package in ORDER:
         for node in ast.parse((ROOT / package / "__init__.py").read_text()).body:

@@ -74,7 +74,7 @@ class Launch(step.Launch):
         """The gradients that are measured before the program, where they lie: position, elements and dtype of each."""
         plan = self.program.plan
         blocks = [block for block in self._blocks if plan.far(block.described)]
-        return [(block.positions[0], block.leaves[0].shape.numel(), block.described.spec.dtype) for block in blocks]
+        return [(block.positions[0], size, dtype) for block in blocks for (size,), dtype in [block.described.buffer]]
 
     def prepare(self) -> None:
         """Find all that a call needs."""
