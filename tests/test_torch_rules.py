@@ -133,22 +133,40 @@ def test_leaves_of_different_ranks_share_one_state():
     np.testing.assert_allclose(updates["vector"], -0.01, rtol=1e-5)
 
 
-@pytest.mark.slow
+def in_bfloat16(x):
+    return x.astype(jnp.bfloat16).astype(np.float64)
+
+
+def newton_schulz_by_definition(g, steps, eps):
+    """Float64 NumPy, rounded to bfloat16 wherever torch stores a value: one rounding for each of its operations."""
+    a, b, c = matrix_rules.NS_COEFFICIENTS
+    x = in_bfloat16(g.astype(np.float64))
+    x = x.T if g.shape[0] > g.shape[1] else x
+    x = in_bfloat16(x / max(in_bfloat16(np.linalg.norm(x)), in_bfloat16(np.float64(eps))))
+    for _ in range(steps):
+        gram = in_bfloat16(x @ x.T)
+        x = in_bfloat16(a * x + in_bfloat16(b * gram + c * (gram @ gram)) @ x)
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("shape", [(4, 4), (16, 32), (48, 20), (1, 7)])
 def test_newton_schulz_rounds_as_torch_does(shape, steps):
     theirs = pytest.importorskip("torch.optim._muon")._zeropower_via_newtonschulz
     torch.manual_seed(sum(shape))
     g = torch.randn(shape)
-    expected = theirs(g, matrix_rules.NS_COEFFICIENTS, steps, 1e-7).float().numpy()
-    ours = jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7))(jnp.array(g.numpy()))
+    expected = newton_schulz_by_definition(g.numpy(), steps, 1e-7)
+    ours = np.asarray(jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7))(jnp.array(g.numpy())))
     in_float32 = matrix_rules.newton_schulz(jnp.array(g.numpy()), matrix_rules.NS_COEFFICIENTS, steps, 1e-7, jnp.float32)
-    scale = np.abs(expected).max()
-    # All but the few whose sum lies between two bfloat16 numbers, and what follows from those.
-    assert np.mean(np.abs(ours - expected) > 0) < 0.1
-    assert np.abs(ours - expected).max() <= 2**-7 * scale
-    if min(shape) > 1:
-        assert np.mean(np.abs(in_float32 - expected) > 0) > 0.9  # without the rounding nearly all differ
+    in_torch = theirs(g, matrix_rules.NS_COEFFICIENTS, steps, 1e-7).float().numpy()
+    differing = lambda x, y: np.mean(np.asarray(x) != y)  # noqa: E731
+    for other in (expected, in_torch):
+        # All but the few whose sum lies between two bfloat16 numbers, which the order of the sum decides, and what follows from those:
+        # of a (16, 32) matrix one such sum, on processors without AVX-512, changes a sixth of what five steps give.
+        assert differing(ours, other) < (0.1 if steps == 1 else 0.5)
+        assert np.abs(ours - other).max() <= 2**-7 * np.abs(other).max()
+        if min(shape) > 1:
+            assert differing(in_float32, other) > 0.9  # without the rounding nearly all differ
 
 
 def test_empty_leaves_stay_finite():
