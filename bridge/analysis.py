@@ -25,7 +25,7 @@ from .evaluate import Arrays, begin, evaluate
 from .flat import Flat
 from .problem import Extra, Field, Path, Problem, Row, Same, Spec, buffer_shape, layout
 from .rest import Rest, known
-from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, params_text, slice_of, slices, traced
+from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, numbers_of, params_text, slice_of, slices, traced
 
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
@@ -196,6 +196,15 @@ def flat_of(problem: Problem, extra: Extra) -> Flat | None:
     return None if program is None else program.flat
 
 
+def begun(problem: Problem, extra: Extra) -> Arrays | None:
+    """Of each field of the state of leaves together the one number that all its elements begin with, in its type.
+
+    None where there is no such number for one of them, or the leaves were not looked at, or nobody holds what was seen.
+    """
+    program = _alive.get((problem._replace(row=problem.row.together(0)), extra))
+    return None if program is None else program.begun()
+
+
 _SEVERAL = -1
 
 
@@ -238,7 +247,7 @@ class _Program:
         ]
         outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in begun)]
         results = list(zip(outputs, self.jaxpr.outvars, strict=True))
-        self._after = results[: len(specs) + len(states)]
+        self._after, self._begun = results[: len(specs) + len(states)], results[len(specs) + len(states) :]
         self._results = sorted(results, key=lambda pair: pair[0][0])
         self._constants = {var: constant_text(value) for var, value in zip(self.jaxpr.constvars, closed.consts, strict=True)}
         self._define()
@@ -298,6 +307,18 @@ class _Program:
         update = self.jaxpr.replace(outvars=[var for _, var in self._after])
         with x64():
             return Flat.written(ClosedJaxpr(update, self._consts), self._flat_inputs, self._flat_results)
+
+    def begun(self) -> Arrays | None:
+        """As the function of this name."""
+        number_of = numbers_of(self.jaxpr)
+        columns: list[list[Any]] = [[] for _ in self._shapes]
+        shared: list[Any] = []
+        for (_, owner), var in self._begun:
+            number = number_of(var)
+            if number is None:
+                return None
+            (shared if owner is None else columns[owner]).append(number)
+        return Arrays([], [], columns, shared)
 
     def kinds(self) -> tuple[int | None, ...] | None:
         """As the function of this name; None where it calls back into Python."""

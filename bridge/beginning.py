@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from . import storage
 from .dlpack import x64
 from .evaluate import Arrays, begin, buffered
-from .problem import Problem, layout, unflatten
-from .whole import inlined, literal, slice_of
-
-_KEEPS_THE_NUMBER = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape")
+from .problem import Problem, buffer_shape, layout, unflatten
+from .whole import inlined, numbers_of, slice_of
 
 
-def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array]) -> Arrays:
+def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays | None = None) -> Arrays:
     """`begin` for buffers, with buffers as result that nothing else has, because all are donated.
 
     An `init` may hand out the parameters, one array twice, or a constant of its own (Muon's coefficients): what is no single number
-    is copied, each original let go before the next is.
+    is copied, each original let go before the next is. `known`: as of `analysis.begun`, of this problem; `init` is then not traced.
     """
     device = next(iter(params[0].devices()))
+    if known is not None:
+        plan = layout(problem)
+        columns = [*zip(plan.own, known.own, problem.specs, strict=True), (plan.shared, known.shared, None)]
+        kept = [([field for field in fields if field.position is not None], *others) for fields, *others in columns]
+        kinds = [(buffer_shape(f, spec), x) for fields, column, spec in kept for f, x in zip(fields, column, strict=True)]
+        full = jax.block_until_ready(_full(kinds, device))
+        return jax.tree.unflatten(jax.tree.structure(known), full)
     with x64(), jax.transfer_guard("allow"), jax.default_device(device):
         closed, result = _traced(problem, tuple(values))
-        number_of = _numbers(closed.jaxpr)
+        number_of = numbers_of(closed.jaxpr)
         outvars = closed.jaxpr.outvars
         numbers = [number_of(var) for var in outvars]
         others = [var for var, number in zip(outvars, numbers, strict=True) if number is None]
         rest = closed.jaxpr.replace(outvars=others, eqns=slice_of(closed.jaxpr.eqns, others))
         computed = jaxpr_as_fun(ClosedJaxpr(rest, closed.consts))(*params)
         computed.reverse()
-        found = [
-            jnp.array(computed.pop(), copy=True)
-            if number is None
-            else storage.full(var.aval.shape, var.aval.dtype, number.item(), device, wait=False)
-            for var, number in zip(outvars, numbers, strict=True)
-        ]
+        kinds = [(var.aval.shape, number) for var, number in zip(outvars, numbers, strict=True) if number is not None]
+        full = iter(_full(kinds, device))
+        found = [jnp.array(computed.pop(), copy=True) if number is None else next(full) for number in numbers]
     return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(result), found))
+
+
+def _full(kinds: Sequence[tuple[tuple[int, ...], Any]], device: Any) -> list[jax.Array]:
+    """Arrays of these shapes, each of one number in its type."""
+    return storage.filled([(shape, number.dtype, number.item()) for shape, number in kinds], device)
 
 
 @functools.lru_cache(1024)
@@ -50,7 +57,7 @@ def constants(problem: Problem, values: tuple[float, ...]) -> tuple[Any, ...]:
     """For each field of a leaf that is updated by itself the number that all its elements begin with; None if there is no such number."""
     with x64():
         closed, _ = _traced(problem, values)
-    number_of, outvars = _numbers(closed.jaxpr), iter(closed.jaxpr.outvars)
+    number_of, outvars = numbers_of(closed.jaxpr), iter(closed.jaxpr.outvars)
     begun = [(field, None if field.position is None else number_of(next(outvars))) for field in layout(problem).own[0]]
     return tuple(value.item() if value is not None and field.key is None else None for field, value in begun)
 
@@ -67,18 +74,3 @@ def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[Any, Any]:
     flat = [jax.ShapeDtypeStruct((int(np.prod(spec.shape)),), spec.dtype) for spec in specs]
     closed, result = jax.make_jaxpr(init, return_shape=True)(flat)
     return inlined(closed.jaxpr, closed.consts), result
-
-
-def _numbers(jaxpr: Any) -> Callable[[Any], Any]:
-    """For a variable the one number that all its elements are, in its type; None where there is no such number."""
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-
-    def number(var: Any) -> Any:
-        if isinstance(var, Literal):
-            return literal(var)[()] if np.ndim(var.val) == 0 else None
-        eqn = made.get(var)
-        source = number(eqn.invars[0]) if eqn is not None and eqn.primitive.name in _KEEPS_THE_NUMBER else None
-        aval: Any = var.aval
-        return None if source is None else np.asarray(source).astype(aval.dtype)[()]
-
-    return number

@@ -102,11 +102,11 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     if not any(order):
         try:
             return list(map(_flat, map(torch.Tensor.numpy, tensors)))
-        except (RuntimeError, TypeError):  # one requires grad, is a lazy conjugate, or of a type that numpy has not
+        except (RuntimeError, TypeError):  # one requires grad, is a lazy conjugate, without memory, or of a type that numpy has not
             pass
     out: list[Any] = []
     for tensor, dims in zip(tensors, order, strict=True):
-        tensor = tensor.detach()
+        tensor = with_memory(tensor.detach())
         if dims is not None:
             tensor = tensor.permute(dims)
         if tensor.dtype in EXTENSION_DTYPES:
@@ -115,6 +115,37 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
         else:
             out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()).reshape(-1))
     return out
+
+
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; where its elements lie elsewhere than it says (a subclass that wraps other tensors, zeros without memory), a copy.
+
+    Raises:
+      ValueError: it has no elements that could be read: they were freed, or there never were any.
+    """
+    if torch.Tensor.data_ptr(tensor) or not tensor.numel():
+        return tensor
+    try:
+        freed = tensor.untyped_storage().nbytes() == 0
+    except RuntimeError:
+        freed = False
+    try:
+        if not freed:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            copy.copy_(tensor)  # may give another of the subclass
+            return copy
+        error: Exception | None = None
+    except Exception as raised:  # noqa: BLE001 - a subclass may raise anything
+        error = raised
+    raise ValueError(
+        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} was given, expected a tensor with elements that can be read: "
+        + (
+            "its memory was freed (its storage was resized to 0 bytes)."
+            if freed
+            else f"it has no memory, and a copy of it fails ({error})."
+        )
+        + " Give a plain tensor, or set .grad to None."
+    ) from error
 
 
 def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, numpy_dtype, x64
+from .dlpack import ALIGNMENT, numpy_dtype, with_memory, x64
 from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
@@ -135,7 +135,11 @@ class Places:
 
 
 def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
-    """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy."""
+    """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy.
+
+    Raises as `with_memory`.
+    """
+    tensor = with_memory(tensor)
     tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
     fits = tensor.data_ptr() and tensor.data_ptr() % size == 0
     return tensor if fits else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -14,7 +14,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -396,17 +396,31 @@ _programs_lock = threading.Lock()
 
 
 def programs(plans: Sequence[Plan]) -> list[Program]:
-    """The programs of plans, compiled when a plan is first seen in this process: several at once, a thread for each core."""
+    """The programs of plans, compiled when a plan is first seen in this process, several at once: a thread for each core.
+
+    Those of most kinds of leaves, which take longest to compile, are traced first; the others are while those are compiled.
+    """
     global _compilations
     with _programs_lock:
-        found = {plan: _programs.get(plan) or Program(plan) for plan in plans}
-        new = [program for plan, program in found.items() if plan not in _programs]
-        pieces = [piece for piece in dict.fromkeys(p for program in new for p in program.pieces) if piece.compiled is None]
-        for _ in _threads().map(Piece.compile, pieces) if len(pieces) > 1 else map(Piece.compile, pieces):
-            pass
-        for program in new:
+        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in _programs), key=lambda plan: -len(set(plan.leaves)))
+        new: dict[Plan, Program] = {}
+        compiling: dict[Piece, Any] = {}
+        try:
+            for plan in missing:
+                program = new[plan] = Program(plan)
+                pieces = [piece for piece in program.pieces if piece.compiled is None and piece not in compiling]
+                if len(missing) == len(pieces) == 1:
+                    pieces[0].compile()
+                else:
+                    compiling |= {piece: _threads().submit(piece.compile) for piece in pieces}
+        finally:
+            wait(compiling.values())
+        for each in compiling.values():
+            each.result()  # or its error
+        for program in new.values():
             program.ready()
         _compilations += len(new)
+        found = {plan: new.get(plan) or _programs[plan] for plan in plans}
         for plan, program in found.items():  # the last to go
             _programs.pop(plan, None)
             _programs[plan] = program

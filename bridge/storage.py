@@ -167,16 +167,37 @@ def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
     return register(_fresh(flat.reshape(()) if like is None and not tensor.ndim else flat, device_of(tensor)))
 
 
-def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any, wait: bool = True) -> jax.Array:
-    """A new array of one value that only jax holds; ready, unless the caller means to `wait` for several at once."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if device.platform == "cpu" and not any(np.asarray(value, dtype).tobytes()):  # -0.0 is another
-        return _fresh(_zeros(size).view(dtype).reshape(shape), device, wait)
-    if device.platform == "cpu" and size <= _SMALL:
-        return _fresh(np.full(shape, value, dtype), device, wait)
+def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:
+    """A new array of one value that only jax holds; ready."""
+    return filled([(shape, dtype, value)], device)[0].block_until_ready()
+
+
+def filled(kinds: Sequence[tuple[tuple[int, ...], Any, Any]], device: Any) -> list[jax.Array]:
+    """New arrays that only jax holds, each of one value, all asked for at once: one by one a thousand take half a second. To be waited for.
+
+    Args:
+      kinds: of each array the shape, the dtype and the value.
+      device: where they shall be.
+    """
+    keys = [
+        (tuple(shape), np.dtype(dtype), np.asarray(value, dtype).tobytes()) for shape, dtype, value in kinds
+    ]  # -0.0 is another than 0.0
+    values = dict(zip(keys, (value for *_, value in kinds), strict=True))
     with x64(), jax.transfer_guard("allow"), jax.default_device(device):
-        array = jnp.full(shape, value, dtype)
-        return array.block_until_ready() if wait else array
+        copied = {key: jax.device_put(x, device) for key in values if (x := _copied(key, values[key], device)) is not None}
+        copies = iter(jax.device_put([copied[key] for key in keys if key in copied], device, may_alias=False))
+        return [next(copies) if key in copied else jnp.full(key[0], values[key], key[1]) for key in keys]
+
+
+def _copied(key: tuple[tuple[int, ...], Any, bytes], value: Any, device: Any) -> np.ndarray | None:
+    """What an array of one value is to be copied from, with no program: on a CPU zeros, and few of another; None where one must fill it."""
+    shape, dtype, of_one = key
+    size = math.prod(shape) * dtype.itemsize
+    if device.platform != "cpu":
+        return None
+    if not any(of_one):
+        return _zeros(size).view(dtype).reshape(shape)
+    return np.full(shape, value, dtype) if size <= _SMALL else None
 
 
 _zero_pages = np.zeros(0, np.uint8)
@@ -198,14 +219,13 @@ def constant(values: np.ndarray, device: Any) -> Any:
     return values if device.platform == "cpu" else _fresh(values, device)
 
 
-def _fresh(values: Any, device: Any, wait: bool = True) -> jax.Array:
-    """A copy of an array that only jax holds; ready, because torch may write into it, or to be waited for.
+def _fresh(values: Any, device: Any) -> jax.Array:
+    """A copy of an array that only jax holds; ready, because torch may write into it.
 
     jnp.array would compile a program for each shape, which takes the new pages in one thread; here XLA copies in several.
     """
     with x64(), jax.transfer_guard("allow"):
-        array = jax.device_put(jax.device_put(values, device), device, may_alias=False)
-        return array.block_until_ready() if wait else array
+        return jax.device_put(jax.device_put(values, device), device, may_alias=False).block_until_ready()
 
 
 def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:

@@ -29,6 +29,7 @@ ELEMENTWISE = frozenset({
 # fmt: on
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 _PLAIN = ELEMENTWISE | _RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
@@ -124,6 +125,21 @@ def source(var: Any, made: Mapping[Any, Any], by_element: Callable[[Any], bool],
             break
         (var,) = arrays
     return var
+
+
+def numbers_of(jaxpr: Any) -> Callable[[Any], Any]:
+    """For a variable the one number that all its elements are, in its type; None where there is no such number."""
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def number(var: Any) -> Any:
+        if isinstance(var, Literal):
+            return literal(var)[()] if np.ndim(var.val) == 0 else None
+        eqn = made.get(var)
+        source = number(eqn.invars[0]) if eqn is not None and eqn.primitive.name in _KEEPS_THE_NUMBER else None
+        aval: Any = var.aval
+        return None if source is None else np.asarray(source).astype(aval.dtype)[()]
+
+    return number
 
 
 def unread(jaxpr: Any, count: int) -> set[Any]:

@@ -9,6 +9,7 @@ import torch
 from oracles import random_grads, random_params, set_grads
 
 import torch_api
+from bridge import beginning
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = [(30, 20), (30, 20), (7,), ()]
@@ -72,3 +73,51 @@ def test_zeros_of_leaves_that_are_seen_together_compile_nothing():
     set_grads(params, random_grads(params))
     opt.step()
     assert sum("backend_compile" in event for event in compiled) <= 2  # the update is one of them
+
+
+def test_state_of_numbers_of_leaves_together_needs_no_other_trace_of_init(monkeypatch):
+    def init(params):
+        like = {
+            "half": jax.tree.map(lambda p: jnp.full_like(p, 0.5, dtype=jnp.bfloat16), params),
+            "negative": jax.tree.map(lambda p: jnp.full_like(p, -0.0), params),
+            "large": jax.tree.map(jnp.zeros_like, params),
+        }
+        return like | {"count": jnp.full((), 7, jnp.int32), "threes": jnp.full(4, 3.0)}
+
+    traces = []
+    traced = beginning._traced
+    monkeypatch.setattr(beginning, "_traced", lambda *of: traces.append(of) or traced(*of))
+    tx = optax.GradientTransformation(init, begins().update)
+    params = [(f"p{i}", p) for i, p in enumerate(random_params(shapes=SHAPES))]
+    mask = {f"p{i}": i != 1 for i in range(4)}
+    opt = torch_api.OptaxOptimizer(params, tx, mask=mask)
+    expected = init({name: jnp.asarray(p.detach().numpy()) for name, p in params})
+
+    def check(live):
+        addresses = []
+        for name, p in live:
+            state = {key.split(".")[0]: value for key, value in opt.state[p].items()}
+            for key in ("half", "negative", "large"):
+                want = np.asarray(expected[key][name], np.float32)
+                assert str(state[key].dtype).removeprefix("torch.") == expected[key][name].dtype
+                np.testing.assert_array_equal(state[key].float().numpy(), want)
+                np.testing.assert_array_equal(np.signbit(state[key].float().numpy()), np.signbit(want))
+                addresses.append(state[key].data_ptr())
+            assert state["count"] == 7
+            np.testing.assert_array_equal(state["threes"].numpy(), [3.0] * 4)
+        assert len(set(addresses)) == len(addresses)
+
+    def step(live):
+        for _, p in live:
+            p.grad = torch.zeros_like(p)
+        opt.step()
+
+    trained = [pair for pair in params if mask[pair[0]]]
+    step(trained)
+    assert traces == []
+    check(trained)
+    opt.set_trainable("p1", True)  # the state of one alone is not what was seen of all
+    with pytest.warns(torch_api.CompilationWarning):
+        step(params)
+    assert len(traces) == 1
+    check(params)

@@ -225,3 +225,41 @@ def test_a_loss_scale_and_frozen_elements(monkeypatch):
     assert movement_error(params[0][:350], start[0][:350] - factor * own[0], start[0][:350]) < 1e-5
     assert torch.equal(params[0][350:], start[0][350:])
     assert optimizer.skipped_steps == 0
+
+
+def without_memory():
+    """Gradients of ones that say that they lie at address 0."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    shape = (1024, 1024)
+    yield "wraps others", TwoTensor(torch.ones(shape), torch.ones(shape)), None
+    yield "zeros", torch._efficientzerotensor(shape), None
+    yield "functional", torch._to_functional_tensor(torch.ones(shape)), "it has no memory, and a copy of it fails"
+    freed = torch.ones(shape)
+    freed.untyped_storage().resize_(0)
+    yield "freed", freed, r"its memory was freed \(its storage was resized to 0 bytes\). Give a plain tensor, or set .grad to None"
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_without_memory_is_copied_or_named_and_nothing_lost(scaled):
+    for name, gradient, error in without_memory():
+        params = [torch.nn.Parameter(torch.full((1024, 1024), 2.0)), torch.nn.Parameter(torch.full((1024, 1024), 3.0))]
+        optimizer = torch_api.MaskedAdamW(params, lr=1e-2, weight_decay=0.0, max_grad_norm=None if scaled else 1.0, fused=True)
+        if scaled:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert launches(optimizer)[0].reader is not None
+        before, states = clones(params), [{k: v.clone() for k, v in optimizer.state[p].items()} for p in params]
+        params[0].grad = gradient
+        if error is not None:
+            with pytest.raises(ValueError, match=f"of shape \\(1024, 1024\\) was given, expected .* that can be read: {error}"):
+                optimizer.step()
+            assert all(map(torch.equal, params, before))
+            assert all(torch.equal(optimizer.state[p][k], x) for p, own in zip(params, states, strict=True) for k, x in own.items())
+            params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+        assert not any(map(torch.equal, params, before)), name
+        if name == "wraps others":
+            torch.testing.assert_close(before[0] - params[0], torch.full((1024, 1024), 1e-2), rtol=1e-3, atol=0.0)

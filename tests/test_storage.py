@@ -448,7 +448,10 @@ def test_zeros_of_any_shape_need_no_program():
 
 
 def test_buffers_asked_for_together_are_apart():
-    arrays = [storage.full((n,), jnp.float32, 0, jax.devices("cpu")[0], wait=False) for n in (1000, 500_000, 2_000_000, 500_000)]
-    assert len({x.unsafe_buffer_pointer() for x in arrays}) == 4
-    for x in jax.block_until_ready(arrays):
-        assert not np.any(np.asarray(x))
+    kinds = [(1000, 0.0), (500_000, 0.0), (2_000_000, 0.0), (500_000, 0.0), (500_000, -0.0), (10, 2.0), (10, 2.0), (500_001, 2.0)]
+    arrays = storage.filled([((n,), jnp.float32, value) for n, value in kinds], jax.devices("cpu")[0])
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(kinds)
+    for x, (n, value) in zip(jax.block_until_ready(arrays), kinds, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.full(n, value))
+        np.testing.assert_array_equal(np.signbit(np.asarray(x)), np.signbit(value))
+    assert storage.filled([], jax.devices("cpu")[0]) == []

@@ -56,6 +56,7 @@ class Rows:
         self._owner, self._extra, self._kept = owner, extra, kept
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
+        self.begun: dict[int, Any] = {}  # by unit what its state begins with, as of `analysis.begun`
         self.looked_at: list[Any] = []  # spares the first programs a trace, and is then let go: a thousand leaves are tens of megabytes
         self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
         rules = [rule_of(group) for group in groups]
@@ -125,6 +126,7 @@ class Rows:
                 {id(leaf): i for i, leaf in enumerate(leaves)},
             )
             self._alike |= self._alike_of(leaves, self.units[number][0]) if known else {}
+            self.begun[number] = analysis.begun(self.units[number][0], self._extra)
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
             raise ValueError(
                 f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "

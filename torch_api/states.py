@@ -136,11 +136,27 @@ class States:
         taken |= {memory for shared in self.shared.values() for memory in shared.memories}
         return taken | {memory for pack in self.packs.values() for memory in pack.state}
 
-    def begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
-        """What the state of leaves by themselves begins with, still being written while programs are traced and read."""
+    def begun_early(self, leaves: Iterable[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
+        """What the state of leaves by themselves begins with, still being written: numbers, and buffers that only jax holds."""
         new = [leaf for leaf in leaves if leaf.state is None and leaf.slot is None and self.unit(leaf) is None]
-        new = [leaf for leaf in new if not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
-        return {leaf: self._begun(leaf, values[leaf.row], in_memory=True) for leaf in new}
+        begun: dict[Leaf, list[Any]] = {}
+        places: dict[Any, list[tuple[list[Any], int, Any]]] = {}
+        for leaf in new:
+            fields = self.fields(leaf)
+            if has_state(fields, self.shown.get(leaf.param, {})):
+                continue
+            known = constants(problem := self.rows.problem(leaf), tuple(values[leaf.row]))
+            own = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
+            if any(value is None for _, value in own):
+                begun[leaf] = list(begin_buffers(problem, values[leaf.row], [param_array(leaf)]).own[0])
+                continue
+            begun[leaf] = column = [value for _, value in own]
+            arrays = [(i, (buffer_shape(f, leaf.spec), jnp.dtype(f.dtype), value)) for i, (f, value) in enumerate(own) if f.shape != ()]
+            places.setdefault(device_of(leaf.param), []).extend((column, i, kind) for i, kind in arrays)
+        for device, on_device in places.items():
+            for (column, i, _), array in zip(on_device, storage.filled([kind for *_, kind in on_device], device), strict=True):
+                column[i] = array
+        return begun
 
     def give(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Any] | None = None) -> bool:
         """Give state to those of the leaves that have none; whether there were such. `values`: of the rows; `early`: of `begun_early`."""
@@ -151,9 +167,11 @@ class States:
             self._reserve()
             for unit, part in self.units(leaves).items():
                 self._give_unit_state(unit, part, values[part[0].row], taken)
+            begun = dict(early or {})
+            begun |= self.begun_early((leaf for leaf in leaves if leaf not in begun), values)
             for leaf in leaves:
                 if leaf.state is None:
-                    self._give_leaf_state(leaf, values[leaf.row], taken, (early or {}).get(leaf))
+                    self._give_leaf_state(leaf, values[leaf.row], taken, begun.pop(leaf, None))
             jax.block_until_ready([memory.array for leaf in leaves for memory in leaf.state or ()])
         return True
 
@@ -185,7 +203,6 @@ class States:
                 fresh = _as_tensors(fresh, fields)
             leaf.state, views = pack.state, pack.give(leaf, hidden, fresh, saved, self._begin)
         else:
-            fresh = self._begun(leaf, values, in_memory=True) if begins else fresh
             leaf.state, views = self._apart(leaf, fields, hidden, fresh, leaf.held(saved), taken)
         unit = self.unit(leaf)
         views |= {} if unit is None else self.shared[unit].views
@@ -212,31 +229,23 @@ class States:
         views |= {name: x.detach() for name, x in leaf.scalars.items() if name not in hidden}
         return memories, {field.name: views[field.name] for field in fields if field.name in views}
 
-    def _begun(self, leaf: Leaf, values: Sequence[float], in_memory: bool = False) -> list[Any]:
-        """What the state of a leaf that is updated by itself begins with, None for what is kept beside it.
-
-        `in_memory`: as buffers that only jax holds; else each as one number or as a flat tensor.
-        """
+    def _begun(self, leaf: Leaf, values: Sequence[float]) -> list[Any]:
+        """What the state of a leaf that is updated by itself begins with, each as one number or as a flat tensor, None for what is kept
+        beside it."""
         fields, problem = self.fields(leaf), self.rows.problem(leaf)
         known = constants(problem, tuple(values))
-        if any(value is None and field.position is not None for field, value in zip(fields, known, strict=True)):
-            buffers = begin_buffers(problem, values, [param_array(leaf)]).own[0]
-            return list(buffers) if in_memory else _as_tensors(buffers, fields)
-        if not in_memory:
+        if all(value is not None or field.position is None for field, value in zip(fields, known, strict=True)):
             return list(known)
-        device = device_of(leaf.param)
-        begun = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
-        return [
-            value if field.shape == () else storage.full(buffer_shape(field, leaf.spec), jnp.dtype(field.dtype), value, device, wait=False)
-            for field, value in begun
-        ]
+        return _as_tensors(begin_buffers(problem, values, [param_array(leaf)]).own[0], fields)
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
         leaves = self._in_order(unit, leaves)
         new = [leaf for leaf in leaves if leaf.state is None and not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
         if new or unit not in self.shared:
-            fresh = begin_buffers(self._problem(new or leaves), values, [param_array(leaf) for leaf in new or leaves])
+            problem = self._problem(new or leaves)
+            known = self.rows.begun.get(unit) if problem == self.rows.units[unit][0] else None
+            fresh = begin_buffers(problem, values, [param_array(leaf) for leaf in new or leaves], known)
             if unit not in self.shared:
                 self._share(unit, leaves, fresh.shared, taken)
             for position, leaf in enumerate(new):
