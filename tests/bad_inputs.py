@@ -254,6 +254,15 @@ def other_shape(optimizer):
     p.grad = torch.ones(6)
 
 
+def with_a_large_one(named):
+    """Whose gradient is read where it lies, before the update."""
+    return MaskedAdamW([*named, ("large", torch.nn.Parameter(torch.ones(1024, 1024)))], max_grad_norm=1.0)
+
+
+def freed(optimizer):
+    params_of(optimizer)[-1].grad.untyped_storage().resize_(0)
+
+
 def other_gradient(optimizer):
     p = params_of(optimizer)[1]
     p.grad = None
@@ -297,6 +306,7 @@ STEPS = [
     Bad("an average with decay one, later", lambda opt: setattr(opt, "ema_decay", 1.0), stepped(averaged)),
     Bad("a norm below zero, later", lambda opt: setattr(opt, "max_grad_norm", -1.0), stepped(averaged)),
     Bad("a sparse gradient", lambda opt: opt.step(), stepped(after=sparse)),
+    Bad("a gradient whose memory was freed", lambda opt: opt.step(), stepped(with_a_large_one, freed)),
     Bad("a gradient of another shape", lambda opt: opt.step(), stepped(after=other_gradient)),
     Bad("a parameter of another shape than its state", lambda opt: opt.step(), stepped(after=other_shape)),
     Bad(
