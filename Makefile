@@ -25,7 +25,7 @@ bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/plots.py
 	$(BENCH)/bin/python benchmarks/report.py
 
-# Every section of the benchmark, shrunk: those that take long too.
+# Every section of the benchmark, shrunk: the two that take minutes too.
 test-bench: $(VENV)/.installed
 	MASKBRIDGE_BENCH=1 $(BIN)/python -m pytest tests/test_benchmarks.py
 

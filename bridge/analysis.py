@@ -178,6 +178,11 @@ def _together(problem: Problem, extra: Extra) -> _Program:
     return program
 
 
+def _held(problem: Problem, extra: Extra) -> _Program | None:
+    """The program of leaves together, if they were looked at and somebody holds it."""
+    return _alive.get((problem._replace(row=problem.row.together(0)), extra))
+
+
 def given_up() -> list[Any]:
     """What was looked at last, which is kept here no longer: whoever holds it spares `flat_of` a trace."""
     held, _last[:] = _last[:], []
@@ -192,7 +197,7 @@ def flat_of(problem: Problem, extra: Extra) -> Flat | None:
     """
     if any(isinstance(x, Same) for x in extra.leaves):
         return None
-    program = _alive.get((problem._replace(row=problem.row.together(0)), extra))
+    program = _held(problem, extra)
     return None if program is None else program.flat
 
 
@@ -201,7 +206,7 @@ def begun(problem: Problem, extra: Extra) -> Arrays | None:
 
     None where there is no such number for one of them, or the leaves were not looked at, or nobody holds what was seen.
     """
-    program = _alive.get((problem._replace(row=problem.row.together(0)), extra))
+    program = _held(problem, extra)
     return None if program is None else program.begun()
 
 

@@ -125,27 +125,25 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """
     if torch.Tensor.data_ptr(tensor) or not tensor.numel():
         return tensor
-    try:
-        freed = tensor.untyped_storage().nbytes() == 0
-    except RuntimeError:
-        freed = False
-    try:
-        if not freed:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            copy.copy_(tensor)  # may give another of the subclass
+    why, cause = "its memory was freed (its storage was resized to 0 bytes)", None
+    if not _was_freed(tensor):
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        try:
+            copy.copy_(tensor)  # what that gives may be of the subclass
             return copy
-        error: Exception | None = None
-    except Exception as raised:  # noqa: BLE001 - a subclass may raise anything
-        error = raised
+        except Exception as error:  # noqa: BLE001 - a subclass may raise anything; it is the cause of the error below
+            why, cause = f"it has no memory, and a copy of it fails ({error})", error
     raise ValueError(
-        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} was given, expected a tensor with elements that can be read: "
-        + (
-            "its memory was freed (its storage was resized to 0 bytes)."
-            if freed
-            else f"it has no memory, and a copy of it fails ({error})."
-        )
-        + " Give a plain tensor, or set .grad to None."
-    ) from error
+        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} was given, expected a tensor with elements that can be read: {why}. "
+        "Give a plain tensor, or set .grad to None."
+    ) from cause
+
+
+def _was_freed(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except RuntimeError:  # it never had any
+        return False
 
 
 def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:

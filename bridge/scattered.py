@@ -126,7 +126,7 @@ class Places:
         size = self._memory.itemsize
         if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any() or starts.min() < 0:
             dims = self._dims or [None] * len(tensors)
-            readable = [dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
+            readable = [dense(tensor, own, size) for tensor, own in zip(map(with_memory, tensors), dims, strict=True)]
             self.copies += [copy for copy, tensor in zip(readable, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
             starts = np.array(list(map(_address, readable))) - BASE
         order = self._order.copy()
@@ -135,11 +135,7 @@ class Places:
 
 
 def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
-    """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy.
-
-    Raises as `with_memory`.
-    """
-    tensor = with_memory(tensor)
+    """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy."""
     tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
     fits = tensor.data_ptr() and tensor.data_ptr() % size == 0
     return tensor if fits else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

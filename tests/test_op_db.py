@@ -22,7 +22,7 @@ from bridge import torch_calls
 from bridge.dlpack import x64
 from bridge.residuals import IN_TORCH
 
-SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "2"))
+SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
 PARTS = 24
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [

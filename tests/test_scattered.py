@@ -16,7 +16,7 @@ import optax
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, run_pair, set_grads
-from packing import by_themselves, near, run, same_states, slots, some, states, two_sets
+from packing import by_themselves, near, run, same_states, slots, some, states
 
 import bridge
 import torch_api
@@ -79,7 +79,7 @@ def compared(make, steps=8, dtype=torch.float32, grads=some, tolerance=1e-6):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
 def test_numbers_are_those_of_leaves_by_themselves(make):
-    optimizer, ours, other, theirs = compared(make, grads=two_sets())
+    optimizer, ours, other, theirs = compared(make)
     assert sum(slot is not None for slot in slots(optimizer)) == LOOPED
     looped = {program for program in programs(optimizer) if program.looped}
     assert looped

@@ -153,20 +153,23 @@ def newton_schulz_by_definition(g, steps, eps):
 @pytest.mark.parametrize("shape", [(4, 4), (16, 32), (48, 20), (1, 7)])
 def test_newton_schulz_rounds_as_torch_does(shape, steps):
     theirs = pytest.importorskip("torch.optim._muon")._zeropower_via_newtonschulz
-    torch.manual_seed(sum(shape))
-    g = torch.randn(shape)
-    expected = newton_schulz_by_definition(g.numpy(), steps, 1e-7)
-    ours = np.asarray(jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7))(jnp.array(g.numpy())))
-    in_float32 = matrix_rules.newton_schulz(jnp.array(g.numpy()), matrix_rules.NS_COEFFICIENTS, steps, 1e-7, jnp.float32)
-    in_torch = theirs(g, matrix_rules.NS_COEFFICIENTS, steps, 1e-7).float().numpy()
-    differing = lambda x, y: np.mean(np.asarray(x) != y)  # noqa: E731
-    for other in (expected, in_torch):
-        # All but the few whose sum lies between two bfloat16 numbers, which the order of the sum decides, and what follows from those:
-        # of a (16, 32) matrix one such sum, on processors without AVX-512, changes a sixth of what five steps give.
-        assert differing(ours, other) < (0.1 if steps == 1 else 0.5)
-        assert np.abs(ours - other).max() <= 2**-7 * np.abs(other).max()
-        if min(shape) > 1:
-            assert differing(in_float32, other) > 0.9  # without the rounding nearly all differ
+    ours = jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7))
+    in_float32 = jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7, jnp.float32))
+    differing: dict[str, list[float]] = {"by definition": [], "torch": []}
+    for seed in range(9):
+        torch.manual_seed(sum(shape) + seed)
+        g = torch.randn(shape)
+        found = np.asarray(ours(jnp.array(g.numpy())))
+        in_torch = theirs(g, matrix_rules.NS_COEFFICIENTS, steps, 1e-7).float().numpy()
+        for name, expected in (("by definition", newton_schulz_by_definition(g.numpy(), steps, 1e-7)), ("torch", in_torch)):
+            differing[name].append(float(np.mean(found != expected)))
+            assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+            if min(shape) > 1:
+                assert np.mean(np.asarray(in_float32(jnp.array(g.numpy()))) != expected) > 0.9  # without the rounding nearly all differ
+    # Of most matrices all but the few elements whose sum lies between two bfloat16 numbers. The order of the sum, another on each kind of
+    # processor, may decide one of them early, and later steps make of it up to 0.4 of all: so of three in twelve of (16, 32) on an EPYC.
+    for fractions in differing.values():
+        assert np.median(fractions) < 0.1
 
 
 def test_empty_leaves_stay_finite():
