@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from . import lanes
+from . import executables, lanes
 from .dlpack import x64
 from .fusion import compiled
 from .tiles import in_tiles
@@ -40,18 +40,21 @@ def _is_part(eqn: Any) -> bool:
 
 
 class Piece:
-    """A lowered program, compiled with these options when asked."""
+    """A lowered program, compiled with these options when asked; `written`: jax has then put it into its cache."""
 
     def __init__(self, lowered: Any, options: dict[str, Any]) -> None:
         self._lowered, self._options = lowered, options
         self.compiled: Any = None
+        self.written = False
 
     def compile(self) -> None:
         """Make it ready to be called; several may be compiled at once, each in a thread."""
         lowered = self._lowered
         if lowered is not None:  # else it is, since another thread took it as well
+            before = executables.written()
             with x64():
                 self.compiled = compiled(lowered, True, self._options)
+            self.written = executables.written() > before
             self._lowered = None
 
 

@@ -1,43 +1,35 @@
 """THE compiled update: (params, grads, state, hyperparams) -> (params, state), as one XLA program or, of many leaves, a few.
 
-Parameters and state are donated and come back at their own addresses; gradients are only read. Programs are shared by
-all optimizers of the process: what identifies one is the static `Plan`, never an optimizer or a name.
+Parameters and state are donated and come back at their own addresses; gradients are only read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
-from . import lanes, openmp, reading
+from . import lanes, openmp
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
-from .contents import calls_back
-from .dlpack import X64, behind_torch, operands, wait_for, x64
-from .flags import of_update
+from .dlpack import X64, behind_torch, operands, wait_for
 from .fusion import client_started, request
-from .passes import bytes_accessed
-from .pieces import Piece, cut
+from .programs import Program, compilations, count_compilation, programs
 from .reading import Reader
 from .storage import Memory
-from .update import Plan, abstract, measured, stepped, traces
-from .whole import unread
+from .update import traces
 
-__all__ = ["Launch", "Outcome", "Program", "compilations", "elsewhere", "programs", "run", "traces"]
+__all__ = ["Launch", "Outcome", "Program", "compilations", "count_compilation", "elsewhere", "programs", "run", "traces"]
 
 _MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
@@ -60,7 +52,6 @@ _array, _memory, _address, _pointer = (
     attrgetter("address"),
     methodcaller("unsafe_buffer_pointer"),
 )
-_compilations = 0
 _forked = False
 _packs_lock = threading.RLock()
 
@@ -77,54 +68,6 @@ def was_forked() -> bool:
 
 request()
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class Program:
-    """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
-
-    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
-    `looped`: it is a loop over rows, on one core. `pieces`: what is to be compiled before it is `ready`, that which reads the leaves of the
-    plan that are `far` among it.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.update: Any = None  # until it is compiled
-        self.measure: Any = None
-        self._measuring: Piece | None = None
-        self.packed = any(leaf.count is not None for leaf in plan.leaves)
-        self.looped = any(leaf.looped for leaf in plan.leaves)
-        self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
-        arguments, options = abstract(plan), of_update(plan.device)
-        with x64(), jax.disable_jit(False):
-            jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
-            traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
-            if unread(traced.jaxpr.jaxpr, donated):
-                # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
-                traced = jitted(keep_unused=True).trace(*arguments)
-            self.calls_back = calls_back(traced.jaxpr.jaxpr)
-            self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
-            self.pieces = [Piece(traced.lower(), options)] if self._cut is None else self._cut.pieces
-            self.pieces += [reading.piece(dtype, plan.clip, plan.scaled, plan.device) for dtype in plan.far_dtypes]
-            if plan.measured and not all(map(plan.far, plan.leaves)):
-                _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
-                measuring = jax.jit(functools.partial(measured, plan)).lower(grads, masks, live, scaling, measure, after)
-                self._measuring = Piece(measuring, options)
-                self.pieces.append(self._measuring)
-
-    def ready(self) -> None:
-        """All pieces are compiled."""
-        self.update = self._cut or self.pieces[0].compiled
-        self.measure = self._measuring.compiled if self._measuring is not None else None
-
-    @property
-    def bytes_accessed(self) -> float:
-        """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
-        `reading` the gradients are counted, once."""
-        read = [leaf.buffer for leaf in self.plan.leaves if self.plan.far(leaf)]
-        far = sum(size * jnp.dtype(dtype).itemsize for (size,), dtype in read)
-        turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
-        return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
 
 class Launch(ABC):
@@ -388,58 +331,3 @@ def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
     if list(map(_pointer, arrays)) == list(map(_address, memories)):
         return False
     return any(memory.address != _pointer(array) and array.size for memory, array in zip(memories, arrays, strict=True))
-
-
-_PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it
-_programs: dict[Plan, Program] = {}
-_programs_lock = threading.Lock()
-
-
-def programs(plans: Sequence[Plan]) -> list[Program]:
-    """The programs of plans, compiled when a plan is first seen in this process, several at once: a thread for each core.
-
-    Those of most kinds of leaves, which take longest to compile, are traced first; the others are while those are compiled.
-    """
-    global _compilations
-    with _programs_lock:
-        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in _programs), key=lambda plan: -len(set(plan.leaves)))
-        new: dict[Plan, Program] = {}
-        compiling: dict[Piece, Any] = {}
-        try:
-            for plan in missing:
-                program = new[plan] = Program(plan)
-                pieces = [piece for piece in program.pieces if piece.compiled is None and piece not in compiling]
-                if len(missing) == len(pieces) == 1:
-                    pieces[0].compile()
-                else:
-                    compiling |= {piece: _threads().submit(piece.compile) for piece in pieces}
-        finally:
-            wait(compiling.values())
-        for each in compiling.values():
-            each.result()  # or its error
-        for program in new.values():
-            program.ready()
-        _compilations += len(new)
-        found = {plan: new.get(plan) or _programs[plan] for plan in plans}
-        for plan, program in found.items():  # the last to go
-            _programs.pop(plan, None)
-            _programs[plan] = program
-        while len(_programs) > _PROGRAMS_KEPT:
-            del _programs[next(iter(_programs))]
-    return [found[plan] for plan in plans]
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "compile")
-
-
-def compilations() -> int:
-    """How many programs have been compiled in this process."""
-    return _compilations
-
-
-def count_compilation() -> None:
-    """Count a program that was compiled elsewhere."""
-    global _compilations
-    _compilations += 1

@@ -132,17 +132,24 @@ def fits(tensor: torch.Tensor, memory: Memory, row: int) -> bool:
     return same and memory.lengths[row] == tensor.numel()
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> Memory:
-    """Move small tensors of one dtype and device, each the only holder of its storage, side by side into the rows of one new memory.
+def pack(groups: Sequence[Sequence[torch.Tensor]]) -> list[Memory]:
+    """Move small tensors, each the only holder of its storage, side by side into the rows of new memories: those of a group into one.
 
-    Each row begins at a multiple of 64 bytes, and each tensor gets a torch storage of exactly its own bytes: saving one
-    saves no other. Shape, strides, dtype, device, values and identity stay.
+    Tensors of a group have one dtype and device. Each row begins at a multiple of 64 bytes, and each tensor gets a torch storage of
+    exactly its own bytes: saving one saves no other. Shape, strides, dtype, device, values and identity stay. The memories are there
+    at once: the system gives their pages while they are first written, which XLA does in several threads.
     """
-    first = tensors[0]
-    lengths = [tensor.numel() for tensor in tensors]
-    shape = len(tensors), pack_width(first.dtype, max(lengths))
-    memory = register(full(shape, numpy_dtype(first.dtype), 0, device_of(first)), lengths)
-    windows = [memory.tensor(first.device, like=tensor, row=row) for row, tensor in enumerate(tensors)]
+    kinds = [
+        ((len(group), pack_width(group[0].dtype, max(tensor.numel() for tensor in group))), numpy_dtype(group[0].dtype), 0)
+        for group in groups
+    ]
+    arrays = jax.block_until_ready(filled(kinds, device_of(groups[0][0])))
+    return [_packed(group, array) for group, array in zip(groups, arrays, strict=True)]
+
+
+def _packed(tensors: Sequence[torch.Tensor], array: jax.Array) -> Memory:
+    memory = register(array, [tensor.numel() for tensor in tensors])
+    windows = [memory.tensor(tensor.device, like=tensor, row=row) for row, tensor in enumerate(tensors)]
     torch._foreach_copy_(windows, [tensor.detach() for tensor in tensors])
     for tensor, window in zip(tensors, windows, strict=True):
         tensor.data = window

@@ -14,6 +14,7 @@ from oracles import random_params
 
 import torch_api
 from bridge import step, storage
+from bridge.pieces import Piece
 
 
 def stepped(optimizer, params, count=1):
@@ -227,7 +228,7 @@ def test_state_is_begun_while_programs_are_made_only_where_they_are_read_from_a_
         return call
 
     monkeypatch.setattr(storage, "filled", noted("zeros", storage.filled))
-    monkeypatch.setattr(step.Piece, "compile", noted("program", step.Piece.compile))
+    monkeypatch.setattr(Piece, "compile", noted("program", Piece.compile))
     before = getattr(jax.config, "jax_compilation_cache_dir", None)
     params = [torch.nn.Parameter(torch.randn(300 + cached, 200)) for _ in range(2)]  # a program of its own
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]

@@ -10,7 +10,7 @@ from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, prog
 from oracles import CLOSE, FUSES, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
-from bridge import joint, side_by_side, split, step, units
+from bridge import joint, programs, side_by_side, split, units
 from bridge.contents import operations
 from bridge.update import abstract, stepped
 
@@ -31,7 +31,7 @@ def plain(monkeypatch):
         return joint.settled(function(jax.tree.map(side_by_side.cut, inputs)), old, skip)
 
     monkeypatch.setattr(units, "updated", whole)
-    monkeypatch.setattr(step, "_programs", {})
+    monkeypatch.setattr(programs, "_programs", {})
 
 
 def operations_of(optimizer):
@@ -196,7 +196,7 @@ def test_equal_leaves_are_traced_once(monkeypatch):
     traced = []
     evaluated = joint._evaluated
     monkeypatch.setattr(joint, "_evaluated", lambda *of: lambda *given: traced.append(None) or evaluated(*of)(*given))
-    monkeypatch.setattr(step, "_programs", {})
+    monkeypatch.setattr(programs, "_programs", {})
     monkeypatch.setattr(split, "_families", {})
     params = random_params(shapes=[(130 + i, 300) for i in range(6)] * 4)
     moved(clipped(optax.adamw(0.05, b1=0.83)), params, [random_grads(params)])

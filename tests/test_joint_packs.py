@@ -13,7 +13,7 @@ from oracles import CLOSE, clones, movement_error, random_grads, random_params, 
 from packing import by_themselves, near, packed, run, slots, two_sets
 
 import torch_api
-from bridge import analysis, joint, side_by_side, step
+from bridge import analysis, joint, programs, side_by_side
 from torch_api import packs
 from torch_api import rows as torch_rows
 
@@ -173,7 +173,7 @@ def test_numbers_of_their_own_are_those_of_each_row(monkeypatch):
     columns = joint.columns_of
     first = lambda flat, rows, numbers, values, count: columns(flat, rows[:1], numbers[:1], values, count)  # noqa: E731
     monkeypatch.setattr(joint, "columns_of", first)
-    monkeypatch.setattr(step, "_programs", {})
+    monkeypatch.setattr(programs, "_programs", {})
     assert max(map(movement_error, ours(), expected, start)) > 3 * CLOSE  # the broken sibling
 
 

@@ -13,7 +13,7 @@ from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, moves_of_scal
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
 
 import torch_api
-from bridge import joint, pieces, side_by_side, step, tiles
+from bridge import joint, pieces, programs, side_by_side, step, tiles
 from bridge.pieces import Pieces
 from torch_api import packs
 
@@ -245,7 +245,7 @@ def test_nothing_is_kept_of_a_program_that_nobody_uses():
     mine = [weakref.ref(piece) for piece in program(optimizer).update.pieces]
     assert {id(ref()) for ref in mine} & {id(piece) for piece in pieces._tiles.values()}
     del optimizer
-    step._programs.clear()
+    programs._programs.clear()
     gc.collect()
     assert [ref() for ref in mine] == [None] * 7
 

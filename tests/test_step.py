@@ -15,7 +15,7 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, fusion, passes, step
+from bridge import flags, fusion, passes, programs
 from bridge.dlpack import x64
 
 ROOT = Path(__file__).parent.parent
@@ -332,9 +332,9 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
     """LAMB stores an update of the leaf's size between its loops: in XLA's own order those of all leaves are there at once."""
     shapes = [(300, 300 + i) for i in range(8)]
     needed = {}
-    for name, options in (("ours", step.of_update), ("XLA's", lambda device: {})):
-        monkeypatch.setattr(step, "of_update", options)
-        monkeypatch.setattr(step, "_programs", {})
+    for name, options in (("ours", programs.of_update), ("XLA's", lambda device: {})):
+        monkeypatch.setattr(programs, "of_update", options)
+        monkeypatch.setattr(programs, "_programs", {})
         params = random_params(shapes=shapes)
         optimizer = torch_api.MaskedLamb(params, lr=1e-3)
         stepped(optimizer, params)
@@ -367,12 +367,12 @@ def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_no
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CPU_INFO.exists() or "avx512f" not in CPU_INFO.read_text(), reason="needs a CPU with vectors of 512 bits")
-@pytest.mark.parametrize(("before", "widest"), [("", 16), ("step.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])
+@pytest.mark.parametrize(("before", "widest"), [("", 16), ("programs.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])
 def test_updates_use_the_widest_vectors(tmp_path, before, widest):
     """Asked of LLVM's code for the loop; XLA's own choice is the broken sibling."""
     code = f"""if True:
         import torch, torch_api
-        from bridge import step
+        from bridge import programs
         {before}
         p = torch.nn.Parameter(torch.zeros(100_000))
         p.grad = torch.ones_like(p)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -81,8 +82,11 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
         enough = len(alike) >= (FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
         enough = enough and (not looped or (lanes.SEVERAL and scattered.in_place()))
         several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
-        for nth in range(several if enough else 0):  # neighbours in several packs: they are often live together
-            storage.pack([leaf.local for leaf in alike[nth::several]])
+        # Neighbours in several packs: they are often live together. Few packs at a time: what is moved is there twice.
+        groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several if enough else 0)]
+        at_once = max(2, len(groups) // 8)
+        for start in range(0, len(groups), at_once):
+            storage.pack(groups[start : start + at_once])
         for leaf in alike:
             leaf.place(writeback, alone=not enough)
 
@@ -128,9 +132,7 @@ class Pack:
         dtypes = [_dtype(field, hidden, [state for _, state in saved]) for field in fields]
         kept = self._as_saved(saved, dtypes, hidden, taken)
         self._constants = constants if kept is None else None  # what rows hold until their leaf has begun
-        self.state = kept or tuple(
-            self._begun(leaf, field, dtype, constant) for field, dtype, constant in zip(fields, dtypes, constants, strict=True)
-        )
+        self.state = kept or self._begun(leaf, dtypes, constants)
         taken.update(self.state)
 
     @property
@@ -143,13 +145,18 @@ class Pack:
         """Whether rows are updated one after the other, each row's gradient read where it lies."""
         return self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device not in SINGLY_ON
 
-    def _begun(self, leaf: Leaf, field: Field, dtype: str, constant: Any) -> storage.Memory:
-        """New rows for one field, all begun with the constant."""
+    def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[Any]) -> tuple[storage.Memory, ...]:
+        """New rows for each field, all begun with its constant."""
         count, width = self.memory.array.shape
-        inner = (width,) if field.shape is None else buffer_shape(field)
-        lengths = self.memory.lengths if field.shape is None else [int(np.prod(inner))] * count
-        return storage.register(
-            storage.full((count, *inner), jnp.dtype(dtype), 0 if constant is None else constant, device_of(leaf.param)), lengths
+        inner = [(width,) if field.shape is None else buffer_shape(field) for field in self._fields]
+        kinds = [
+            ((count, *shape), jnp.dtype(dtype), 0 if constant is None else constant)
+            for shape, dtype, constant in zip(inner, dtypes, constants, strict=True)
+        ]
+        arrays = jax.block_until_ready(storage.filled(kinds, device_of(leaf.param)))
+        return tuple(
+            storage.register(array, self.memory.lengths if field.shape is None else [int(np.prod(shape))] * count)
+            for field, shape, array in zip(self._fields, inner, arrays, strict=True)
         )
 
     def _as_saved(

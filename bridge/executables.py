@@ -1,0 +1,220 @@
+"""Compiled programs in jax's persistent cache, found again by what they were written from.
+
+jax finds a compiled program by its text: it must be traced and lowered first, which takes most of a second start. An update by this
+package's own equations is known before that: by its plan, the source of this package, the versions, the settings of jax and XLA, and the
+machine. What is kept is what `jax.experimental.serialize_executable` makes of the compiled program, in jax's own cache, and only of what
+jax keeps itself (folder, size, least time). Where any of it cannot be told, or what was kept cannot be read, nothing is found: the
+program is traced as it is without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pickle
+import platform
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import jax
+import jax.monitoring
+import jaxlib
+import numpy as np
+import optax
+import torch
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from . import lanes
+
+_PACKAGE = __name__.partition(".")[0]
+_NAME = "maskbridge_update"
+_SWITCHES = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
+# Settings that decide where and whether something is kept, not what.
+_OF_CACHES = "jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_raise_persistent_cache"
+_DIGEST = hashlib.sha256().digest_size
+
+
+class Entry:
+    """The place of one program in the cache: what it is written from, known by its hash."""
+
+    def __init__(self, cache: Any, key: str, device: Any) -> None:
+        self._cache, self._key, self._device = cache, key, device
+
+    def named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function by the name of this entry: jax then finds its program only where it was written from the same."""
+
+        def program(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        program.__name__ = program.__qualname__ = self._key.replace("-", "_")
+        return program
+
+    def get(self) -> list[Any] | None:
+        """The compiled programs that were put here, ready to be called; None where there are none that can be read."""
+        try:
+            kept = self._cache.get(self._key)
+            if kept is None or hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
+                return None
+            return [_loaded(each, self._device) for each in pickle.loads(zlib.decompress(kept[_DIGEST:]))]
+        except Exception:  # noqa: BLE001 - whatever the file system, pickle or XLA raises: the program is made anew
+            return None
+
+    def put(self, compiled: Sequence[Any]) -> None:
+        """Keep compiled programs, each of them `written` by jax."""
+        try:
+            content = zlib.compress(pickle.dumps([serialize(each) for each in compiled]), 1)
+            self._cache.put(self._key, hashlib.sha256(content).digest() + content)
+        except Exception:  # noqa: BLE001 - a program that cannot be written, a full disk: the step has all it needs
+            return
+
+
+class _Written(threading.local):
+    count = 0
+
+
+_written = _Written()
+
+
+def _noted(event: str, **_: Any) -> None:
+    _written.count += event == "/jax/compilation_cache/cache_misses"
+
+
+jax.monitoring.register_event_listener(_noted)
+
+
+def written() -> int:
+    """How many programs jax has compiled and written into its cache in this thread, by the event that it reports.
+
+    What it has read there must not be put here: jaxlib 0.10.2 writes it without some of its functions, and the step that finds it again
+    fails (NOT_FOUND).
+    """
+    return _written.count
+
+
+def entry(plan: Any, device: Any) -> Entry | None:
+    """Where the program of a plan, a frozen dataclass, is kept; None where jax's cache is off, or the plan has code that is not ours.
+
+    `device` is that of the plan. On a CPU alone: no other device has run what this finds.
+    """
+    if device.platform != "cpu" or not all(getattr(jax.config, name, None) for name in _SWITCHES):
+        return None
+    cache, source, described = _cache(device.client), _source(), text(dataclasses.replace(plan, device=None))
+    if cache is None or source is None or described is None:
+        return None
+    parts = source, described, f"{device.platform} {device.id} {device.device_kind}", *_surroundings()
+    return Entry(cache, f"{_NAME}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()}", device)
+
+
+def _cache(client: Any) -> Any:
+    """jax's cache, with its `get` and `put`, by a name that is private; None where jax has it no longer."""
+    try:
+        from jax._src.compilation_cache import _get_cache
+
+        return _get_cache(client)
+    except Exception:  # noqa: BLE001 - a folder that cannot be made: jax itself will warn of it
+        return None
+
+
+def _loaded(kept: Any, device: Any) -> Any:
+    """A compiled program from what `serialize` gave."""
+    if "execution_devices" in deserialize_and_load.__code__.co_varnames:
+        return deserialize_and_load(*kept, backend=device.client, execution_devices=[device])
+    return deserialize_and_load(*kept, backend=device.client)
+
+
+# ------------------------------------------------------------------ what a program is written from
+
+
+_PLAIN = bool, int, float, str, bytes, type(None)
+
+
+def text(x: Any) -> str | None:
+    """All that a static value is, equal in each process: plain values, and those of this package's classes and functions.
+
+    None where it holds anything else: a closure, say, or a transformation of the user's.
+    """
+    found = list(_words(x))
+    return None if None in found else " ".join(map(str, found))
+
+
+def _words(x: Any) -> Iterator[str | None]:
+    kind = type(x)
+    if kind in _PLAIN:
+        yield repr(x)
+    elif kind is FunctionType:
+        known = _is_ours(x) and x.__closure__ is None and "<" not in x.__qualname__
+        yield f"{x.__module__}.{x.__qualname__}" if known else None
+    elif kind is type(_NO_ARGUMENTS):
+        yield "no arguments" if x == _NO_ARGUMENTS else None
+    else:
+        parts = _parts(x)
+        yield None if parts is None else f"{kind.__qualname__}("
+        for part in parts or ():
+            yield from _words(part)
+        yield ")"
+
+
+def _parts(x: Any) -> Iterable[Any] | None:
+    """What a value consists of; None where that is not all that it is."""
+    kind = type(x)
+    if kind in (tuple, list):
+        return x
+    if kind in (set, frozenset):
+        return sorted(x, key=str)
+    if kind is dict:
+        return x.items()
+    if kind is functools.partial:
+        return x.func, x.args, x.keywords
+    if _is_ours(kind) and dataclasses.is_dataclass(x):
+        return [getattr(x, field.name) for field in dataclasses.fields(x)]
+    return x if _is_ours(kind) and isinstance(x, tuple) else None
+
+
+_NO_ARGUMENTS = jax.tree.structure({})
+
+
+def _is_ours(x: Any) -> bool:
+    return x.__module__.partition(".")[0] == _PACKAGE
+
+
+@functools.cache
+def _source() -> str | None:
+    """The hash of all files of this package; None where they are not there to be read."""
+    found = hashlib.sha256()
+    try:
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        for file in files:
+            found.update(file.name.encode() + b"\0" + file.read_bytes())
+    except OSError:
+        return None
+    return found.hexdigest() if files else None
+
+
+def _surroundings() -> list[str]:
+    """All that besides decides what is traced and compiled: versions, the machine, the environment, the settings of jax."""
+    environment = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name == "XLA_FLAGS" or name.startswith("MASKBRIDGE_")]
+    known = ((name, value) for name, value in sorted(jax.config.values.items()) if not name.startswith(_OF_CACHES))
+    settings = [f"{name}={getattr(jax.config, name, value)!r}" for name, value in known]  # of a thread, where it has its own
+    return [*_machine(), *environment, *settings]
+
+
+@functools.cache
+def _machine() -> list[str]:
+    versions = jax.__version__, jaxlib.__version__, np.__version__, optax.__version__, torch.__version__, sys.version
+    return [*versions, platform.platform(), platform.machine(), _processor(), f"{lanes.CORES} of {os.cpu_count()}"]
+
+
+def _processor() -> str:
+    """What the processor can do, for whose instructions programs are compiled."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("flags", "Features", "model name"))))

@@ -1,0 +1,150 @@
+"""The compiled programs of updates: made when a plan is first seen in this process, found again from then on.
+
+Programs are shared by all optimizers of the process: what identifies one is the static `Plan`, never an optimizer or a name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import executables, reading
+from .contents import calls_back
+from .dlpack import x64
+from .flags import of_update
+from .passes import bytes_accessed
+from .pieces import Piece, cut
+from .update import Plan, abstract, measured, stepped
+from .whole import unread
+
+_compilations = 0
+
+
+class Program:
+    """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
+
+    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
+    `looped`: it is a loop over rows, on one core. `pieces`: what is to be compiled before it is `ready`, that which reads the leaves of the
+    plan that are `far` among it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.update: Any = None  # until it is compiled
+        self.measure: Any = None
+        self.calls_back = False
+        self.packed = any(leaf.count is not None for leaf in plan.leaves)
+        self.looped = any(leaf.looped for leaf in plan.leaves)
+        self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
+        self.pieces = [reading.piece(dtype, plan.clip, plan.scaled, plan.device) for dtype in plan.far_dtypes]
+        self._cut: Any = None
+        self._own: list[Piece] = []
+        self._entry = executables.entry(plan, plan.device)
+        kept = None if self._entry is None else self._entry.get()
+        if kept is None:
+            self._trace()
+        else:
+            self._take(kept)
+
+    def _trace(self) -> None:
+        plan, options, arguments = self.plan, of_update(self.plan.device), abstract(self.plan)
+        named = self._entry.named if self._entry is not None else lambda function: function
+        with x64(), jax.disable_jit(False):
+            jitted = functools.partial(jax.jit, named(functools.partial(stepped, plan)), donate_argnums=(0, 1))
+            traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
+            if unread(traced.jaxpr.jaxpr, donated):
+                # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
+                traced = jitted(keep_unused=True).trace(*arguments)
+            self.calls_back = calls_back(traced.jaxpr.jaxpr)
+            self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
+            if self._cut is None:
+                self._own.append(Piece(traced.lower(), options))
+            if plan.measured and not all(map(plan.far, plan.leaves)):
+                _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
+                measuring = jax.jit(named(functools.partial(measured, plan))).lower(grads, masks, live, scaling, measure, after)
+                self._own.append(Piece(measuring, options))
+        self.pieces = [*([] if self._cut is None else self._cut.pieces), *self._own, *self.pieces]
+
+    def ready(self) -> None:
+        """All pieces are compiled."""
+        if self.update is not None:
+            return
+        compiled = [piece.compiled for piece in self._own]
+        self._take(compiled if self._cut is None else [self._cut, *compiled])
+        if self._entry is not None and self._cut is None and not self.calls_back and all(piece.written for piece in self._own):
+            self._entry.put(compiled)
+
+    def _take(self, compiled: Sequence[Any]) -> None:
+        self.update, self.measure = compiled[0], compiled[1] if len(compiled) > 1 else None
+
+    @property
+    def bytes_accessed(self) -> float:
+        """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
+        `reading` the gradients are counted, once."""
+        read = [leaf.buffer for leaf in self.plan.leaves if self.plan.far(leaf)]
+        far = sum(size * jnp.dtype(dtype).itemsize for (size,), dtype in read)
+        turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
+        return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
+
+
+_PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it
+_programs: dict[Plan, Program] = {}
+_programs_lock = threading.Lock()
+
+
+def programs(plans: Sequence[Plan]) -> list[Program]:
+    """The programs of plans, compiled when a plan is first seen in this process, several at once: a thread for each core.
+
+    Those of most kinds of leaves, which take longest to compile, are traced first; the others are while those are compiled.
+    """
+    global _compilations
+    with _programs_lock:
+        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in _programs), key=lambda plan: -len(set(plan.leaves)))
+        new: dict[Plan, Program] = {}
+        compiling: dict[Piece, Any] = {}
+        try:
+            for plan in missing:
+                program = new[plan] = Program(plan)
+                pieces = [piece for piece in program.pieces if piece.compiled is None and piece not in compiling]
+                if len(missing) == len(pieces) == 1:
+                    pieces[0].compile()
+                else:
+                    compiling |= {piece: _threads().submit(piece.compile) for piece in pieces}
+        finally:
+            wait(compiling.values())
+        for each in compiling.values():
+            each.result()  # or its error
+        for program in new.values():
+            program.ready()
+        _compilations += len(new)
+        found = {plan: new.get(plan) or _programs[plan] for plan in plans}
+        for plan, program in found.items():  # the last to go
+            _programs.pop(plan, None)
+            _programs[plan] = program
+        while len(_programs) > _PROGRAMS_KEPT:
+            del _programs[next(iter(_programs))]
+    return [found[plan] for plan in plans]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "compile")
+
+
+def compilations() -> int:
+    """How many programs have been compiled in this process."""
+    return _compilations
+
+
+def count_compilation() -> None:
+    """Count a program that was compiled elsewhere."""
+    global _compilations
+    _compilations += 1
