@@ -10,6 +10,7 @@ as it is done, and may be run again alone.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -75,6 +76,9 @@ def main() -> None:
         return
     if given.rounds < 2:
         parser.error("--rounds: quartiles need two rounds at least")
+    torch.optim.AdamW([torch.zeros(1)])  # imports torch's compiler
+    gc.collect()
+    gc.freeze()  # what the imports have left stays: each collection before a candidate would look through it, for a quarter of a second
     settings = Settings(given.rounds, given.quick, given.device, given.compiled, given.patience)
     path = given.json or RESULTS / (file_name(given.device) if not given.quick else "quick-local.json")
     everything = ON_DEVICE if given.device == "cuda" else [name for name in SECTIONS if name != "device"]
