@@ -15,6 +15,7 @@ import hashlib
 import os
 import pickle
 import platform
+import re
 import sys
 import threading
 import zlib
@@ -32,34 +33,52 @@ import torch
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from . import lanes
+from .fusion import SWITCH
 
 _PACKAGE = __name__.partition(".")[0]
 _NAME = "maskbridge_update"
 _SWITCHES = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
-# Settings that decide where and whether something is kept, not what.
-_OF_CACHES = "jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_raise_persistent_cache"
+# Settings that decide where and whether something is kept, and what is said of it.
+_BESIDE = re.compile("compilation_cache|persistent_cache|log|traceback|explain|pprint|dump_ir|source_url")
 _DIGEST = hashlib.sha256().digest_size
 
 
 class Entry:
-    """The place of one program in the cache: what it is written from, known by its hash."""
+    """The place in jax's cache of the program of one plan, a frozen dataclass; of none where nothing is kept of it.
 
-    def __init__(self, cache: Any, key: str, device: Any) -> None:
-        self._cache, self._key, self._device = cache, key, device
+    On a CPU alone: no other device has run what this finds.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self._cache, self._key, self._device = None, "", plan.device
+        if plan.device.platform != "cpu" or not all(getattr(jax.config, name, None) for name in _SWITCHES):
+            return
+        try:
+            parts = _source(), _options(), text(dataclasses.replace(plan, device=None)), f"{plan.device.id} {plan.device.device_kind}"
+            if None not in parts and not _is_patched():
+                self._key = f"{_NAME}-{hashlib.sha256(chr(10).join([*map(str, parts), *_surroundings()]).encode()).hexdigest()}"
+                self._cache = _cache(plan.device.client)
+        except Exception:  # noqa: BLE001 - of what jax and the user's rule are made of, anything may be otherwise than it is today
+            self._cache = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a place."""
+        return self._cache is not None
 
     def named(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function by the name of this entry: jax then finds its program only where it was written from the same."""
+        """The function by a name that has the source of this package: another version's programs jax would find, and `put` leave out."""
 
         def program(*arguments: Any) -> Any:
             return function(*arguments)
 
-        program.__name__ = program.__qualname__ = self._key.replace("-", "_")
-        return program
+        program.__name__ = program.__qualname__ = f"{_NAME}_{(_source() or '')[:16]}"
+        return program if self.is_kept else function
 
     def get(self) -> list[Any] | None:
         """The compiled programs that were put here, ready to be called; None where there are none that can be read."""
         try:
-            kept = self._cache.get(self._key)
+            kept = self._cache.get(self._key) if self._cache is not None else None
             if kept is None or hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
                 return None
             return [_loaded(each, self._device) for each in pickle.loads(zlib.decompress(kept[_DIGEST:]))]
@@ -68,8 +87,10 @@ class Entry:
 
     def put(self, compiled: Sequence[Any]) -> None:
         """Keep compiled programs, each of them `written` by jax."""
+        if self._cache is None:
+            return
         try:
-            content = zlib.compress(pickle.dumps([serialize(each) for each in compiled]), 1)
+            content = zlib.compress(pickle.dumps([serialize(each) for each in compiled]))
             self._cache.put(self._key, hashlib.sha256(content).digest() + content)
         except Exception:  # noqa: BLE001 - a program that cannot be written, a full disk: the step has all it needs
             return
@@ -90,26 +111,12 @@ jax.monitoring.register_event_listener(_noted)
 
 
 def written() -> int:
-    """How many programs jax has compiled and written into its cache in this thread, by the event that it reports.
+    """How many programs jax has compiled in this thread and found worth its cache, by the event that it reports before it writes.
 
     What it has read there must not be put here: jaxlib 0.10.2 writes it without some of its functions, and the step that finds it again
     fails (NOT_FOUND).
     """
     return _written.count
-
-
-def entry(plan: Any, device: Any) -> Entry | None:
-    """Where the program of a plan, a frozen dataclass, is kept; None where jax's cache is off, or the plan has code that is not ours.
-
-    `device` is that of the plan. On a CPU alone: no other device has run what this finds.
-    """
-    if device.platform != "cpu" or not all(getattr(jax.config, name, None) for name in _SWITCHES):
-        return None
-    cache, source, described = _cache(device.client), _source(), text(dataclasses.replace(plan, device=None))
-    if cache is None or source is None or described is None:
-        return None
-    parts = source, described, f"{device.platform} {device.id} {device.device_kind}", *_surroundings()
-    return Entry(cache, f"{_NAME}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()}", device)
 
 
 def _cache(client: Any) -> Any:
@@ -149,7 +156,7 @@ def _words(x: Any) -> Iterator[str | None]:
     if kind in _PLAIN:
         yield repr(x)
     elif kind is FunctionType:
-        known = _is_ours(x) and x.__closure__ is None and "<" not in x.__qualname__
+        known = _is_ours(x) and getattr(sys.modules.get(x.__module__), x.__qualname__, None) is x  # functools.wraps copies names
         yield f"{x.__module__}.{x.__qualname__}" if known else None
     elif kind is type(_NO_ARGUMENTS):
         yield "no arguments" if x == _NO_ARGUMENTS else None
@@ -181,26 +188,59 @@ _NO_ARGUMENTS = jax.tree.structure({})
 
 
 def _is_ours(x: Any) -> bool:
-    return x.__module__.partition(".")[0] == _PACKAGE
+    return str(getattr(x, "__module__", "")).partition(".")[0] == _PACKAGE
+
+
+def _files() -> dict[Path, tuple[int, int]]:
+    """The files of this package, and what tells whether one was written since."""
+    return {file: ((stat := file.stat()).st_mtime_ns, stat.st_size) for file in sorted(Path(__file__).parent.glob("*.py"))}
+
+
+_imported = _files()
 
 
 @functools.cache
 def _source() -> str | None:
-    """The hash of all files of this package; None where they are not there to be read."""
+    """The hash of all files of this package; None where they are not there to be read, or not those that were imported."""
     found = hashlib.sha256()
-    try:
-        files = sorted(Path(__file__).parent.glob("*.py"))
-        for file in files:
-            found.update(file.name.encode() + b"\0" + file.read_bytes())
-    except OSError:
-        return None
-    return found.hexdigest() if files else None
+    for file in _imported:
+        found.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found.hexdigest() if _imported and _files() == _imported else None
+
+
+_functions: dict[str, dict[str, Any]] = {}
+
+
+def remember() -> None:
+    """Take note of the functions and classes of all modules of this package, once they are imported."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{_PACKAGE}.") and name != __name__:
+            _functions[name] = {key: value for key, value in vars(module).items() if callable(value)}
+
+
+def _is_patched() -> bool:
+    """Whether somebody has put another function in the place of one: the source does not tell then what is traced."""
+    return not _functions or any(
+        vars(sys.modules[name]).get(key) is not value for name, known in _functions.items() for key, value in known.items()
+    )
+
+
+def _options() -> str | None:
+    """XLA's options as this process reads them: from XLA_FLAGS before its client started, or from the file which that names.
+
+    By a private name; None where jax has it no longer.
+    """
+    from jax._src.lib import xla_client
+
+    options = xla_client.CompileOptions()
+    _ = options.executable_build_options.debug_options  # read now, if they were not
+    return options.SerializeAsString().hex()
 
 
 def _surroundings() -> list[str]:
-    """All that besides decides what is traced and compiled: versions, the machine, the environment, the settings of jax."""
-    environment = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name == "XLA_FLAGS" or name.startswith("MASKBRIDGE_")]
-    known = ((name, value) for name, value in sorted(jax.config.values.items()) if not name.startswith(_OF_CACHES))
+    """What else decides what is traced and compiled: versions, the machine, the environment, jax's settings but those of its messages."""
+    environment = [os.environ.get(name, "") for name in ("XLA_FLAGS", SWITCH)]
+    known = ((name, value) for name, value in sorted(jax.config.values.items()) if not _BESIDE.search(name))
     settings = [f"{name}={getattr(jax.config, name, value)!r}" for name, value in known]  # of a thread, where it has its own
     return [*_machine(), *environment, *settings]
 

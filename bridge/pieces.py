@@ -40,7 +40,7 @@ def _is_part(eqn: Any) -> bool:
 
 
 class Piece:
-    """A lowered program, compiled with these options when asked; `written`: jax has then put it into its cache."""
+    """A lowered program, compiled with these options when asked; `written`: as of `executables.written`."""
 
     def __init__(self, lowered: Any, options: dict[str, Any]) -> None:
         self._lowered, self._options = lowered, options

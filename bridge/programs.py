@@ -44,11 +44,10 @@ class Program:
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.looped = any(leaf.looped for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
-        self.pieces = [reading.piece(dtype, plan.clip, plan.scaled, plan.device) for dtype in plan.far_dtypes]
         self._cut: Any = None
         self._own: list[Piece] = []
-        self._entry = executables.entry(plan, plan.device)
-        kept = None if self._entry is None else self._entry.get()
+        self._entry = executables.Entry(plan)
+        kept = self._entry.get()
         if kept is None:
             self._trace()
         else:
@@ -56,9 +55,9 @@ class Program:
 
     def _trace(self) -> None:
         plan, options, arguments = self.plan, of_update(self.plan.device), abstract(self.plan)
-        named = self._entry.named if self._entry is not None else lambda function: function
         with x64(), jax.disable_jit(False):
-            jitted = functools.partial(jax.jit, named(functools.partial(stepped, plan)), donate_argnums=(0, 1))
+            update = self._entry.named(functools.partial(stepped, plan))
+            jitted = functools.partial(jax.jit, update, donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
             if unread(traced.jaxpr.jaxpr, donated):
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
@@ -69,17 +68,26 @@ class Program:
                 self._own.append(Piece(traced.lower(), options))
             if plan.measured and not all(map(plan.far, plan.leaves)):
                 _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
-                measuring = jax.jit(named(functools.partial(measured, plan))).lower(grads, masks, live, scaling, measure, after)
-                self._own.append(Piece(measuring, options))
-        self.pieces = [*([] if self._cut is None else self._cut.pieces), *self._own, *self.pieces]
+                measuring = jax.jit(self._entry.named(functools.partial(measured, plan)))
+                self._own.append(Piece(measuring.lower(grads, masks, live, scaling, measure, after), options))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What is to be compiled before it is `ready`, that which reads the leaves of the plan that are `far` among it."""
+        plan = self.plan
+        far = (reading.piece(dtype, plan.clip, plan.scaled, plan.device) for dtype in plan.far_dtypes)
+        return [*(self._cut.pieces if self._cut is not None else ()), *self._own, *far]
 
     def ready(self) -> None:
         """All pieces are compiled."""
         if self.update is not None:
             return
         compiled = [piece.compiled for piece in self._own]
-        self._take(compiled if self._cut is None else [self._cut, *compiled])
-        if self._entry is not None and self._cut is None and not self.calls_back and all(piece.written for piece in self._own):
+        if self._cut is not None:
+            self._take([self._cut, *compiled])
+            return
+        self._take(compiled)
+        if not self.calls_back and all(piece.written for piece in self._own):
             self._entry.put(compiled)
 
     def _take(self, compiled: Sequence[Any]) -> None:
