@@ -3,7 +3,7 @@
 jax finds a compiled program by its text: it must be traced and lowered first, which takes most of a second start. An update by this
 package's own equations is known before that: by its plan, the source of this package, the versions, the settings of jax and XLA, and the
 machine. What is kept is what `jax.experimental.serialize_executable` makes of the compiled program, in jax's own cache, and only of what
-jax keeps itself (folder, size, least time). Where any of it cannot be told, or what was kept cannot be read, nothing is found: the
+jax finds worth keeping itself (size, least time). Where any of it cannot be told, or what was kept cannot be read, nothing is found: the
 program is traced as it is without.
 """
 
