@@ -39,7 +39,7 @@ _PACKAGE = __name__.partition(".")[0]
 _NAME = "maskbridge_update"
 _SWITCHES = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 # Settings that decide where and whether something is kept, and what is said of it.
-_BESIDE = re.compile("compilation_cache|persistent_cache|log|traceback|explain|pprint|dump_ir|source_url")
+_BESIDE = re.compile("compilation_cache|persistent_cache|_log_|logging|traceback|explain|pprint|dump_ir|source_url")
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -72,8 +72,10 @@ class Entry:
         def program(*arguments: Any) -> Any:
             return function(*arguments)
 
+        if self._cache is None:
+            return function
         program.__name__ = program.__qualname__ = f"{_NAME}_{(_source() or '')[:16]}"
-        return program if self.is_kept else function
+        return program
 
     def get(self) -> list[Any] | None:
         """The compiled programs that were put here, ready to be called; None where there are none that can be read."""

@@ -404,6 +404,15 @@ def test_what_is_kept_is_found_in_this_process_too(cache, monkeypatch):
     assert found.measure is made.measure is None
 
 
+def test_the_source_is_not_read_where_nothing_is_kept(monkeypatch):
+    def unreadable():
+        raise OSError("not a directory")
+
+    monkeypatch.setattr(executables, "_SWITCHES", ("a setting that is gone",))
+    monkeypatch.setattr(executables, "_source", unreadable)
+    plan_of(shape=(19, 5))
+
+
 def test_what_jax_has_not_written_is_not_kept(cache, monkeypatch):
     plan = plan_of(shape=(17, 5))
     monkeypatch.setattr(programs, "_programs", {})
