@@ -58,23 +58,18 @@ class Entry:
             if None not in parts and not _is_patched():
                 self._key = f"{_NAME}-{hashlib.sha256(chr(10).join([*map(str, parts), *_surroundings()]).encode()).hexdigest()}"
                 self._cache = _cache(plan.device.client)
-        except Exception:  # noqa: BLE001 - of what jax and the user's rule are made of, anything may be otherwise than it is today
-            self._cache = None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is a place."""
-        return self._cache is not None
+        except Exception:  # noqa: BLE001 - jax's private names, its folder, a user's rule: what cannot be told is not kept
+            return
 
     def named(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function by a name that has the source of this package: another version's programs jax would find, and `put` leave out."""
+        if self._cache is None:
+            return function
 
         def program(*arguments: Any) -> Any:
             return function(*arguments)
 
-        if self._cache is None:
-            return function
-        program.__name__ = program.__qualname__ = f"{_NAME}_{(_source() or '')[:16]}"
+        program.__name__ = program.__qualname__ = f"{_NAME}_{str(_source())[:16]}"
         return program
 
     def get(self) -> list[Any] | None:
@@ -122,13 +117,10 @@ def written() -> int:
 
 
 def _cache(client: Any) -> Any:
-    """jax's cache, with its `get` and `put`, by a name that is private; None where jax has it no longer."""
-    try:
-        from jax._src.compilation_cache import _get_cache
+    """jax's cache, with its `get` and `put`, by a name that is private; None where it keeps nothing."""
+    from jax._src.compilation_cache import _get_cache
 
-        return _get_cache(client)
-    except Exception:  # noqa: BLE001 - a folder that cannot be made: jax itself will warn of it
-        return None
+    return _get_cache(client)
 
 
 def _loaded(kept: Any, device: Any) -> Any:
@@ -227,11 +219,8 @@ def _is_patched() -> bool:
     )
 
 
-def _options() -> str | None:
-    """XLA's options as this process reads them: from XLA_FLAGS before its client started, or from the file which that names.
-
-    By a private name; None where jax has it no longer.
-    """
+def _options() -> str:
+    """XLA's options as this process reads them, by a private name: from XLA_FLAGS as it was first, or the file which that names."""
     from jax._src.lib import xla_client
 
     options = xla_client.CompileOptions()

@@ -178,7 +178,7 @@ def plan_of(make=MaskedAdamW, shape=(40, 3), **options):
 
 def key(plan):
     found = executables.Entry(plan)
-    return found._key if found.is_kept else None
+    return found._key if found._cache is not None else None
 
 
 def test_a_key_is_that_of_the_plan(cache):
