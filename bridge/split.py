@@ -274,9 +274,12 @@ def _known(
     count = sum(height or 1 for height in heights)
     stacked = [_column(list(column), heights, count) for column in zip(*(x for *_, x in leaves), strict=True)]
     found = jax.vmap(function, in_axes=(*(0 for _ in stacked), *(None for _ in shared)))(*stacked, *shared)
+    # What is true or false is a number among others where there are such: a table more is two loops more for each height of pack.
+    floats = [x.dtype for x in found[:handed] if jnp.issubdtype(x.dtype, jnp.floating)]
+    home_of = lambda dtype: floats[0] if floats and dtype == np.bool_ else dtype  # noqa: E731
     tables: dict[Any, list[Any]] = {}
     for x in found[:handed]:
-        tables.setdefault(x.dtype, []).append(jax.lax.reshape(x, (len(x), math.prod(x.shape[1:]))))
+        tables.setdefault(home_of(x.dtype), []).append(jax.lax.reshape(x.astype(home_of(x.dtype)), (len(x), math.prod(x.shape[1:]))))
     joined = {dtype: jnp.concatenate(columns, 1) for dtype, columns in tables.items()}
     if any(at is not None for _, at, _ in leaves):  # of as many rows in most programs, for the sake of which parts are the same
         rows = max(_ROWS, 1 << (count - 1).bit_length())
@@ -287,8 +290,9 @@ def _known(
     def cells(own: Any, *, height: tuple[int, ...]) -> list[Any]:
         """One row, or the rows of a pack, as the numbers that are handed on."""
         left = {dtype: pairwise(at) for dtype, at in ends.items()}
-        columns = [(jax.lax.slice_in_dim(own[dtype], *next(left[dtype]), axis=1), shape) for dtype, shape in kinds_of]
-        return [jax.lax.reshape(x, (*height, *shape)) for x, shape in columns]
+        columns = [jax.lax.slice_in_dim(own[home_of(dtype)], *next(left[home_of(dtype)]), axis=1) for dtype, _ in kinds_of]
+        numbers = [x if x.dtype == dtype else x != 0 for x, (dtype, _) in zip(columns, kinds_of, strict=True)]
+        return [jax.lax.reshape(x, (*height, *shape)) for x, (_, shape) in zip(numbers, kinds_of, strict=True)]
 
     def taken(row: Any, *matrices: Any) -> list[Any]:
         own = {dtype: jax.lax.dynamic_slice_in_dim(x, row, 1) for dtype, x in zip(ends, matrices, strict=True)}

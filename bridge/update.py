@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, compress
 from typing import Any
 
@@ -163,7 +164,7 @@ def update(
     """
     global _traces
     _traces += 1
-    ones, values = hyperparams[:ONES], _values(plan, hyperparams, offsets, pieces)
+    ones = hyperparams[:ONES]
     donated, read, states = iter(params), iter(kept), iter(state)
     leaf_masks, leaf_lives = _flags(plan, masks, live)
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
@@ -176,6 +177,7 @@ def update(
     for position, leaf in enumerate(plan.leaves):
         if leaf.row.unit is None:
             alike.setdefault((leaf, leaf_masks[position] is None), []).append(position)
+    values = _values(plan, hyperparams, offsets, [i for at in alike.values() for i in at], pieces)
     kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
@@ -255,27 +257,35 @@ def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
     return rule, () if _of_any_size.get(key) else leaf.spec.shape, tuple(dtype for _, dtype in leaf.state), leaf.elements, passes
 
 
-def _values(plan: Plan, hyperparams: Any, offsets: Any, pieces: bool) -> list[Any]:
+def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pieces: bool) -> list[Any]:
     """The numbers of each leaf's row; of a pack one row of them for each of its leaves.
 
-    In a program that will be cut in `pieces`, those of leaves that are seen together are rows of a table: of a thousand leaves,
-    numbers one by one took XLA a minute.
+    They are taken from the hyperparams as a table for each transformation, those of the leaves `first` in the order in which they
+    are put together again: XLA then takes the table, where of forty-seven leaves one by one it had a loop of as many results. In
+    a program that will be cut in `pieces`, those of leaves that are seen together stay rows of their table.
     """
     starts = [0, *accumulate(leaf.count or 1 for leaf in plan.leaves)]
-    of_width = lambda width: lambda start: jax.lax.dynamic_slice(hyperparams, (start,), (width,))  # noqa: E731
-    together: dict[int, list[int]] = {}
-    for i, leaf in enumerate(plan.leaves):
-        if pieces and leaf.row.unit is not None and leaf.count is None:
-            together.setdefault(leaf.row.width, []).append(i)
+    tables: dict[tuple[Row, bool], list[int]] = {}
+    for i in (*first, *(i for i, leaf in enumerate(plan.leaves) if leaf.row.unit is not None)):
+        leaf = plan.leaves[i]
+        tables.setdefault((leaf.row, pieces and leaf.row.unit is not None and leaf.count is None), []).append(i)
     found: dict[int, Any] = {}
-    for width, at in together.items():
-        table = jax.vmap(of_width(width))(offsets[np.asarray([starts[i] for i in at])])
-        found |= {i: Slot(table, row) for row, i in enumerate(at)}
-    for i, leaf in enumerate(plan.leaves):
-        if i not in found:
-            own = offsets[starts[i]] if leaf.count is None else offsets[starts[i] : starts[i + 1]]
-            found[i] = of_width(leaf.row.width)(own) if leaf.count is None else jax.vmap(of_width(leaf.row.width))(own)
+    for (kind, stay), at in tables.items():
+        counts = [plan.leaves[i].count for i in at]
+        rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in at])
+        in_turn = rows[-1] - rows[0] == len(rows) - 1 and bool(np.all(np.diff(rows) == 1))
+        own = offsets[rows[0] : rows[-1] + 1] if in_turn else offsets[rows]
+        table = jax.vmap(partial(_cut, hyperparams, width=kind.width))(own)
+        for i, count, row in zip(at, counts, accumulate((count or 1 for count in counts[:-1]), initial=0), strict=True):
+            if stay:
+                found[i] = Slot(table, row)
+            else:
+                found[i] = jax.lax.slice_in_dim(table, row, row + count) if count else jax.lax.index_in_dim(table, row, keepdims=False)
     return [found[i] for i in range(len(plan.leaves))]
+
+
+def _cut(vector: Any, start: Any, width: int) -> Any:
+    return jax.lax.dynamic_slice(vector, (start,), (width,))
 
 
 def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
