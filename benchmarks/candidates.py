@@ -128,6 +128,11 @@ UNFUSED: dict[str, tuple[str | None, str, str | None, Callable[[], optax.Gradien
 }
 NO_FOREACH = {"Muon", "Adafactor"}  # torch's Muon has no such implementation; that of Adafactor is its default
 LEARNING_RATE = {"Lion": 1e-4, "LAMB": 1e-3}  # ours have no default, as in optax
+# What a fused kernel would make of them: one of torch's own that reads and writes as many bytes, 28 and 20 a parameter.
+YARDSTICK = "torch fused, as many bytes"
+OF_28: Maker = stepping(torch.optim.AdamW, fused=True)
+OF_20: Maker = stepping(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
+AS_MANY_BYTES = {"NAdam": OF_28, "RAdam": OF_28, "Adamax": OF_28, "RMSprop": OF_20, "Adagrad": OF_20, "Lion": OF_20}
 
 
 def unfused(name: str) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
@@ -149,6 +154,8 @@ def unfused(name: str) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
             missing["pytorch_optimizer"] = NOT_INSTALLED
     if in_optax is not None:
         makers[OPTAX] = in_jax(in_optax())
+    if name in AS_MANY_BYTES:
+        makers[YARDSTICK] = AS_MANY_BYTES[name]
     makers[OURS] = stepping(getattr(torch_api, ours), **lr)
     return makers, next((name for name in (DEFAULT, "pytorch_optimizer") if name in makers), None), missing
 
