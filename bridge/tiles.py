@@ -14,13 +14,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # So many loops (a leaf, or a pack) make one program, whatever they are: it compiles in a fraction of a second. Up to the
-# second number one program is still faster than several (ResNet-50: 18 ms against 21), since its loops overlap: only what is
-# there so often that compiling it again and again would take seconds has programs of its own.
+# second number one program is still faster than several, since its loops overlap and a call costs 0.1 ms and more in cold caches (GPT-2
+# small: 0.91 to 0.99 times the time of programs for four equal leaves each, the least where memory is fast), and it compiles as fast:
+# XLA compiles equal loops of a program once.
 FEW, SOME = 16, 64
-# Equal leaves that are worth a program of their own, among SOME loops and among more.
+# Equal leaves that are worth programs of their own among more loops. Equal calls of a traced program, which take longer to compile, are
+# worth them: so many among SOME loops, and so many among more.
 EQUALS_OF_SOME, EQUALS = 12, 4
-# Elements that one call should update at least; a call costs 0.2 ms and more in cold caches. With a quarter of them a step of GPT-2 small
-# takes 1.05 times as long, with four times as many 0.96 times, but the first one 0.5 s more.
+# Where all equal leaves are live, as in most steps, so many are one program at most: a GPT-2 of 48 layers takes 0.89 to 0.98 times as
+# long as with four in each, and its first step 0.13 s more.
+MOST = 24
+# Where some are not, one call should update so many elements at least, and any number of leaves be served by few programs.
 ELEMENTS = 1 << 22
 _LEAVES_FIRST = 2  # with four a step of ResNet-50 gained nothing any more, without any it takes 1.02 times as long
 _STEP = 4  # from one size of tile to the next
@@ -42,27 +46,32 @@ def ahead(elements: Sequence[int], rows: Sequence[int]) -> list[int]:
     return sorted(large, key=lambda i: -elements[i] / (rows[i] + _OTHERS))[:_PROGRAMS_AHEAD]
 
 
+def frequent(loops: int) -> float:
+    """How many equal leaves are worth programs of their own where so many loops may be live."""
+    return math.inf if loops <= SOME else EQUALS
+
+
 def equals(loops: int) -> float:
-    """How many equal leaves are worth a program of their own where so many loops may be live."""
+    """How many equal calls in a traced program are worth programs of their own, if it has so many loops."""
     return math.inf if loops <= FEW else EQUALS_OF_SOME if loops <= SOME else EQUALS
 
 
 def divided(
-    kinds: Sequence[Hashable], sizes: Sequence[int], frequent: Sequence[bool], restless: bool, early: bool = False
+    kinds: Sequence[Hashable], sizes: Sequence[int], equals: Sequence[int], restless: bool, early: bool = False
 ) -> Iterator[Sequence[int]]:
     """The positions of the leaves that each program takes.
 
     Args:
       kinds: of each live leaf (a pack counts as one) what it must have in common with others of its tile; None for one that has none.
       sizes: its elements.
-      frequent: whether so many leaves that may be live are like it that they are worth programs of their own.
+      equals: how many leaves that may be live are like it, if they are worth programs of their own, else 0.
       restless: whether so many sets of live leaves were seen that none should have a program for itself.
       early: whether some of what is left may be called ahead of the others.
     """
     rest: list[int] = []
     alike: dict[Hashable, list[int]] = {}
-    for position, (kind, is_frequent) in enumerate(zip(kinds, frequent, strict=True)):
-        if kind is None or not (restless or is_frequent):
+    for position, (kind, count) in enumerate(zip(kinds, equals, strict=True)):
+        if kind is None or not (restless or count):
             rest.append(position)
         else:
             alike.setdefault(kind, []).append(position)
@@ -71,7 +80,8 @@ def divided(
         yield from [first] if first else []
         yield [position for position in rest if position not in first]
     for positions in alike.values():
-        yield from in_tiles(positions, sizes[positions[0]])
+        whole = not restless and len(positions) == equals[positions[0]]
+        yield from evenly(positions) if whole else in_tiles(positions, sizes[positions[0]])
 
 
 def _first(positions: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -83,6 +93,12 @@ def _first(positions: Sequence[int], sizes: Sequence[int]) -> list[int]:
     if len(positions) - _LEAVES_FIRST <= FEW or sum(sizes[position] for position in largest) < ELEMENTS:
         return []
     return sorted(largest)
+
+
+def evenly(members: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Equal leaves, of which all are live, in as few programs as there may be: of one size, but for the last."""
+    size = -(-len(members) // -(-len(members) // MOST))
+    yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 def in_tiles(members: Sequence[T], elements: int) -> Iterator[Sequence[T]]:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import re
 import warnings
 
@@ -76,7 +77,8 @@ def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compi
     for program in ours._cache._programs:
         if len({leaf.spec for leaf in program.plan.leaves}) == 1:
             by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
-    assert all(len(counts) <= 4 and counts <= {16, 4, 1} for counts in by_shape.values()), by_shape
+    every = {spec: {sum(shape == s for s in SHAPES) for shape in SHAPES if math.prod(shape) == spec.shape[0]} for spec in by_shape}
+    assert all(len(counts) <= 4 and counts <= {16, 4, 1} | every[spec] for spec, counts in by_shape.items()), by_shape
     assert compiled[-1] == compiled[14], "live sets of a restless optimizer are tiles that there are already"
     assert ours.cache_info().programs <= 4 * 3 + 4
 
@@ -85,11 +87,33 @@ def test_tiles_are_of_equal_leaves_and_the_rest_is_one_program():
     runs, _ = pair(torch_api.MaskedSGD, torch.optim.SGD, lr=0.1)
     (ours, params), _ = runs
     run(runs, 1)
-    assert sorted(sizes(ours)) == sorted([1, 16, 1, 1, 4, 4, 4, 1, 1, 4, 4, 1])
+    assert sorted(sizes(ours)) == [1, 9, 14, 18], "where all are live they are no more programs than kinds"
     launches = ours._launches.latest
     assert sorted(id(p) for launch in launches for p in (leaf.param for leaf in launch.leaves)) == sorted(map(id, params))
     assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
-    assert len({launch.program for launch in launches}) == ours.cache_info().programs == 2 + 2 + 2 + 1
+    assert len({launch.program for launch in launches}) == ours.cache_info().programs == 4
+    feed(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
+    assert sorted(sizes(ours)) == sorted([1, 16, 1, 4, 4, 4, 1, 4, 4]), "else programs that serve any number"
+    feed(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
+    assert sorted(sizes(ours)) == sorted([1, 16, 1, 4, 4, 4, 1, 4, 4])
+    assert ours.cache_info().programs == 4 + 2 + 2 + 1
+
+
+def test_frozen_leaves_that_are_ever_others_compile_no_program_for_their_number_any_more():
+    """Each set is all that may be trained; the fourth is the last for which there are programs that no other set can use."""
+    runs, start = pair(*PAIRS["AdamW"][:2], **PAIRS["AdamW"][2])
+    (ours, params), (_, others) = runs
+    run(runs, 1)
+    made = [{len(program.plan.leaves) for program in ours._cache._programs}]
+    frozen = set()
+    for i in range(7):
+        frozen |= {i, 18 + i}
+        ours.set_trainable(lambda name, p, one=params[i], other=params[18 + i]: p is one or p is other, False)
+        before = set(ours._cache._programs)
+        feed(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
+        made.append({len(program.plan.leaves) for program in ours._cache._programs - before} - {16, 4, 1})
+    near(params, others, start)
+    assert made == [{18, 14, 9, 1}, {17, 13}, {12}, {15, 11}, set(), set(), set(), set()]
 
 
 def test_few_leaves_are_one_program():
@@ -99,17 +123,28 @@ def test_few_leaves_are_one_program():
     assert sizes(ours) == [tiles.FEW]
 
 
-def test_of_some_leaves_only_those_with_many_equals_have_programs_of_their_own(monkeypatch):
-    monkeypatch.setattr(tiles, "SOME", 64)
-    params = parameters([(5, 7)] * (tiles.EQUALS_OF_SOME - 1) + [(23,)] * 9)
+def test_some_leaves_are_one_program_and_of_more_those_with_equals_have_programs_of_their_own(monkeypatch):
+    monkeypatch.setattr(tiles, "SOME", 40)
+    params = parameters([(5, 7)] * 31 + [(23,)] * 9)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
-    assert sizes(ours) == [len(params)]
-    params = parameters([(5, 7)] * tiles.EQUALS_OF_SOME + [(23,)] * 9)
+    assert sizes(ours) == [40]
+    params = parameters([(5, 7)] * 30 + [(23,)] * 8 + [(3,)] * (tiles.EQUALS - 1))
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
-    assert sorted(sizes(ours)) == [4, 4, 4, 9]
-    assert tiles.equals(tiles.FEW) > 1e9 > tiles.equals(64) > tiles.equals(65)
+    assert sorted(sizes(ours)) == [3, 8, 15, 15]
+    assert ours.cache_info().compilations == 3
+    assert tiles.frequent(40) > 1e9 > tiles.frequent(41) == tiles.EQUALS
+    assert tiles.equals(tiles.FEW) > 1e9 > tiles.equals(40) > tiles.equals(41)
+
+
+@pytest.mark.parametrize("count", [1, 2, 23, 24, 25, 36, 48, 49, 1000])
+def test_equal_leaves_that_are_all_live_are_as_few_programs_as_may_be(count):
+    found = list(tiles.evenly(range(count)))
+    assert [i for tile in found for i in tile] == list(range(count))
+    assert len(found) == math.ceil(count / tiles.MOST)
+    assert len({len(tile) for tile in found[:-1]}) <= 1
+    assert all(len(found[-1]) <= len(tile) <= tiles.MOST for tile in found)
 
 
 def test_a_few_large_leaves_are_called_before_many_others(monkeypatch):
@@ -148,10 +183,10 @@ def test_sizes_of_tiles(elements):
 def test_every_leaf_is_in_one_tile(seed):
     random = np.random.default_rng(seed)
     kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
-    frequent = [kind in (0, 1, 2) for kind in kinds]
+    frequent = [kinds.count(kind) + (kind == 2) if kind in (0, 1, 2) else 0 for kind in kinds]
     elements = [100 if kind is None else 1 << 17 + kind for kind in kinds]
     for few, restless, early in itertools.product((False, True), repeat=3):
-        found = list(tiles.divided(kinds, elements, [f and not few for f in frequent], restless, early))
+        found = list(tiles.divided(kinds, elements, [f * (not few) for f in frequent], restless, early))
         assert sorted(i for tile in found for i in tile) == list(range(60))
         mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
         assert len(mixed) <= 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bridge import step, update
+from bridge import step, tiles, update
 from bridge.problem import Extra
 
-# After so many programs for one set of live leaves each, none is made for a whole set any more.
+# After so many sets of live leaves with programs of their own, programs serve any.
 _SETS = 3
 
 
@@ -64,7 +65,7 @@ class Cache:
         before = step.compilations()
         found = step.programs(plans)
         self._compilations += step.compilations() - before
-        self._sets += sum(len(set(p.plan.leaves)) > 1 for p in set(found) - self._programs)
+        self._sets += any(_of_one_set(p.plan) for p in set(found) - self._programs)
         self._programs.update(found)
         return found
 
@@ -77,6 +78,12 @@ class Cache:
             warnings.warn(
                 f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level()
             )
+
+
+def _of_one_set(plan: update.Plan) -> bool:
+    """Whether a program is hardly of use to other sets of live leaves: of several kinds, or for a number of equal ones that no tile has."""
+    kinds = set(plan.leaves)
+    return len(kinds) > 1 or not any(len(plan.leaves) in tiles.tile_sizes(math.prod(leaf.spec.shape)) for leaf in kinds)
 
 
 def stack_level() -> int:

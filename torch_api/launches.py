@@ -49,9 +49,9 @@ class Launches:
         trainable = [leaf for leaf in self._active if leaf.spec is not None]
         kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if leaf.slot is not None}
-        frequent = tiles.equals(len(kinds) + len(packs))
+        frequent = tiles.frequent(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
-        self._frequent = {leaf for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
+        self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
 
         # Of all that may be trained: a set of live leaves is to change nothing.
         sizes = [(leaf.spec.dtype, leaf.shape.numel()) for leaf in kinds if leaf.spec is not None and leaf.elements is None]
@@ -185,8 +185,8 @@ class Launches:
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         alone = [block.pack is None and block.described.row.unit is None for block in blocks]
         sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
-        frequent = [block.leaves[0] in self._frequent for block in blocks]
-        for positions in tiles.divided(kinds, sizes, frequent, self._cache.restless, on_cpu and apart):
+        equals = [self._equals.get(block.leaves[0], 0) for block in blocks]
+        for positions in tiles.divided(kinds, sizes, equals, self._cache.restless, on_cpu and apart):
             yield [blocks[position] for position in positions]
 
     def _programs(
