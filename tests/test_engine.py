@@ -13,7 +13,7 @@ import torch
 from oracles import random_params
 
 import torch_api
-from bridge import step, storage
+from bridge import step, storage, tiles
 from bridge.pieces import Piece
 
 
@@ -94,6 +94,7 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
 
 def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
+    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
@@ -117,7 +118,8 @@ def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_the
 
 def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
-    params = random_params(shapes=[(20,)] * 17)
+    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
+    params = random_params(shapes=[(20,)] * (tiles.MOST + 1))
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
     last = optimizer._launches.latest[-1].program

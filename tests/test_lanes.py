@@ -13,10 +13,16 @@ import torch
 
 import bridge
 import torch_api
-from bridge import lanes, step
+from bridge import lanes, step, tiles
 
-COUNT = 40  # equal leaves too large for a pack, so several programs
+COUNT = 40  # equal leaves too large for a pack
 needs_calls = pytest.mark.skipif(lanes._calls is None, reason="this jaxlib has one order only")
+
+
+@pytest.fixture(autouse=True)
+def _several_programs(monkeypatch):
+    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
+    monkeypatch.setattr(tiles, "MOST", 8)
 
 
 def built(seed=0, **options):
