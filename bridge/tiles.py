@@ -57,20 +57,20 @@ def equals(loops: int) -> float:
 
 
 def divided(
-    kinds: Sequence[Hashable], sizes: Sequence[int], equals: Sequence[int], restless: bool, early: bool = False
+    kinds: Sequence[Hashable], sizes: Sequence[int], counts: Sequence[int], restless: bool, early: bool = False
 ) -> Iterator[Sequence[int]]:
     """The positions of the leaves that each program takes.
 
     Args:
       kinds: of each live leaf (a pack counts as one) what it must have in common with others of its tile; None for one that has none.
       sizes: its elements.
-      equals: how many leaves that may be live are like it, if they are worth programs of their own, else 0.
+      counts: how many leaves that may be live are like it, if they are worth programs of their own, else 0.
       restless: whether so many sets of live leaves were seen that none should have a program for itself.
       early: whether some of what is left may be called ahead of the others.
     """
     rest: list[int] = []
     alike: dict[Hashable, list[int]] = {}
-    for position, (kind, count) in enumerate(zip(kinds, equals, strict=True)):
+    for position, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
         if kind is None or not (restless or count):
             rest.append(position)
         else:
@@ -80,7 +80,7 @@ def divided(
         yield from [first] if first else []
         yield [position for position in rest if position not in first]
     for positions in alike.values():
-        whole = not restless and len(positions) == equals[positions[0]]
+        whole = not restless and len(positions) == counts[positions[0]]
         yield from evenly(positions) if whole else in_tiles(positions, sizes[positions[0]])
 
 

@@ -185,8 +185,8 @@ class Launches:
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         alone = [block.pack is None and block.described.row.unit is None for block in blocks]
         sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
-        equals = [self._equals.get(block.leaves[0], 0) for block in blocks]
-        for positions in tiles.divided(kinds, sizes, equals, self._cache.restless, on_cpu and apart):
+        counts = [self._equals.get(block.leaves[0], 0) for block in blocks]
+        for positions in tiles.divided(kinds, sizes, counts, self._cache.restless, on_cpu and apart):
             yield [blocks[position] for position in positions]
 
     def _programs(
