@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # So many loops (a leaf, or a pack) make one program, whatever they are: it compiles in a fraction of a second. Up to the
 # second number one program is still faster than several, since its loops overlap and a call costs 0.1 ms and more in cold caches (GPT-2
-# small: 0.91 to 0.99 times the time of programs for four equal leaves each, the least where memory is fast), and it compiles as fast:
+# small: 0.91 to 0.99 times the time of programs for four equal leaves each, the former where memory is fast), and it compiles as fast:
 # XLA compiles equal loops of a program once.
 FEW, SOME = 16, 64
 # Equal leaves that are worth programs of their own among more loops. Equal calls of a traced program, which take longer to compile, are

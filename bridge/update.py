@@ -274,7 +274,7 @@ def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pi
         counts = [plan.leaves[i].count for i in at]
         rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in at])
         # Rows that follow each other are a part of the vector; others are gathered by a loop of their own.
-        in_turn = rows[-1] - rows[0] == len(rows) - 1 and bool(np.all(np.diff(rows) == 1))
+        in_turn = bool(np.all(np.diff(rows) == 1))
         own = offsets[rows[0] : rows[-1] + 1] if in_turn else offsets[rows]
         table = jax.vmap(partial(_cut, hyperparams, width=kind.width))(own)
         for i, count, row in zip(at, counts, accumulate((count or 1 for count in counts[:-1]), initial=0), strict=True):

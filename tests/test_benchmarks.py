@@ -184,6 +184,8 @@ def test_what_torch_has_no_kernel_for(tables):
     for table in found["unfused"]["tables"]:
         assert table["rows"]["maskbridge"]["median ms"] > 0
         assert "ratio" in table["rows"]["maskbridge"] or table["missing"]
+    fused = [name for name, table in zip(names, found["unfused"]["tables"], strict=True) if "torch fused, as many bytes" in table["rows"]]
+    assert fused == ["NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax", "Lion"]
     assert "| Muon |" in printed
 
 
