@@ -67,8 +67,8 @@ _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_ba
 def of_training(device: Any, contents: Contents) -> dict[str, Any]:
     """The compiler options of a whole training step: on a CPU, barriers stay, and convolutions run on all cores.
 
-    XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for.
-    Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
+    XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for, and
+    `bridge.loops`. Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
     which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses ("Unhandled opcode"). Where some are in
     what a reduction does with two numbers, none stays: it would end the process too (computation_partitioner.cc:269).
 
@@ -78,16 +78,21 @@ def of_training(device: Any, contents: Contents) -> dict[str, Any]:
 
     Matrix products are the library's as well, unless all are small: then XLA's own take less, and of larger ones up to twice as long.
     """
-    options, set_by_user = {}, os.environ.get("XLA_FLAGS", "")
     library = _SUMS_ALONE if contents.small else _NO_CONVOLUTIONS
+    if device.platform != "cpu":
+        return {}
+    return of_barriers(contents) | ({} if contents.convolves_in_groups else _unless_set(LIBRARY_OPTION, library))
+
+
+def of_barriers(contents: Contents) -> dict[str, Any]:
+    """The compiler options with which the barriers of a program on a CPU stay, where they can."""
     left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if contents.stores_in_loops else _BARRIERS_END
-    for option, value, useful in (
-        (_PASSES_OPTION, left_out, not contents.stores_in_reductions),
-        (LIBRARY_OPTION, library, not contents.convolves_in_groups),
-    ):
-        if device.platform == "cpu" and useful and option not in set_by_user and _known(option, value):
-            options[option] = value
-    return options
+    return {} if contents.stores_in_reductions else _unless_set(_PASSES_OPTION, left_out)
+
+
+def _unless_set(option: str, value: Any) -> dict[str, Any]:
+    """A compiler option that this jaxlib takes, unless the user has set it in XLA_FLAGS."""
+    return {} if option in os.environ.get("XLA_FLAGS", "") or not _known(option, value) else {option: value}
 
 
 @functools.cache

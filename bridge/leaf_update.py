@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .evaluate import Arrays, evaluate_buffers
+from .loops import one_type_each
 from .problem import Extra, Field, Problem, layout
 from .stages import Stages
 
@@ -33,12 +34,14 @@ def joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> l
 class Passes(NamedTuple):
     """How often a rule is evaluated: once, once more for the parameter, and once more for each field of state from the second on.
 
-    `beside`: what is kept beside the state comes with the parameter. `stored`: as of `bridge.stages`, for one with sums.
+    `beside`: what is kept beside the state comes with the parameter. `stored`: as of `bridge.stages`, for one with sums. `by_type`: results
+    of each type in a loop of their own, as of `loops.one_type_each`.
     """
 
     evaluations: int
     beside: bool
     stored: int = 0
+    by_type: bool = False
 
 
 @functools.lru_cache(1024)
@@ -77,7 +80,8 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
         (_, new_arrays, _, _), (new_scalars, _) = parted(problem, new_p, new_state, g, mask, values)
         return new_p, new_arrays, new_scalars
 
-    return leaf
+    arrays = 1 + sum(field.shape != () for field in fields)
+    return one_type_each(leaf, arrays) if passes.by_type else leaf
 
 
 def repeatable(fields: Sequence[Field], beside: bool) -> list[int]:

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .flags import of_counting
+from . import loops
+from .contents import Contents
+from .flags import of_barriers, of_counting
 from .fusion import compiled
 from .leaf_update import ONES, Passes, leaf_update, parted, repeatable
 from .precision import NOTHING
@@ -21,8 +23,11 @@ _chosen: dict[Any, Passes] = {}
 ONCE = Passes(1, beside=False)
 
 
-def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any, fused: bool = True) -> Passes:
-    """How many evaluations of the rule move the fewest bytes; `scalars`: whether gradients are multiplied, and updates may be skipped.
+def chosen(
+    problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: Extra, device: Any, large: bool = False, fused: bool = True
+) -> Passes:
+    """How many evaluations of the rule move the fewest bytes; `scalars`: whether gradients are multiplied, and updates may be skipped;
+    `large`: whether it matters that results of several types are written without a copy.
 
     Asked of the compiler, on one small flat leaf, once for each rule and dtype: of torch's equations with nothing kept beside
     them in float32, and in complex, because what is fused is the same in all real types. A leaf that must keep its shape is
@@ -34,7 +39,8 @@ def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: 
     own_type = problem.row.scaled or kept or spec.dtype.startswith("complex")
     dtype = spec.dtype if own_type else "float32"
     small = problem._replace(specs=(spec._replace(shape=(4096,), dtype=dtype),))
-    key = (small, elements, scalars, device.platform, fused)
+    by_type = large and fused and device.platform == "cpu" and not spec.whole and len(set(_results(small))) > 1 and loops.stay()
+    key = (small, elements, scalars, device.platform, fused, by_type)
     if key not in _chosen:
         try:
             fields = layout(small).own[0]
@@ -44,13 +50,16 @@ def chosen(problem: Problem, elements: bool, scalars: tuple[bool, bool], extra: 
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
             ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < 3}
             ways = {way for way in ways if way.evaluations <= min(1 + len(repeatable(fields, way.beside)), ONES) or way.evaluations == 1}
+            ways |= {way._replace(by_type=True) for way in ways if by_type}
             least = _fewest_bytes(small)
             counts: dict[Passes, float] = {}
             probe = functools.cache(functools.partial(_probe, small, elements, scalars, device))
             order = sorted(ways)
             apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
             for way in dict.fromkeys([apart, *order]):
-                counts[way] = bytes_accessed(compiled(probe(way).lower(), fused, of_counting(device)))
+                options = of_counting(device) | (of_barriers(Contents()) if way.by_type else {})
+                program = compiled(probe(way).lower(), fused, options)
+                counts[way] = bytes_accessed(program) - (loops.held(program) if way.by_type else 0.0)
                 if counts[way] < 1.01 * least:  # the scalars
                     break
         except (TypeError, ValueError):  # it takes the leaf in no other size: a constant for each element
@@ -80,10 +89,13 @@ def _shares(jaxpr: Any) -> bool:
 
 def _fewest_bytes(problem: Problem) -> float:
     """The parameter and its arrays of state read and written once, the gradient read once."""
-    spec = problem.specs[0]
-    kinds = [spec.dtype, *(field.dtype for field in layout(problem).own[0] if field.shape is None)]
-    sizes = [jnp.dtype(kind).itemsize for kind in kinds]
-    return math.prod(spec.shape) * (2.0 * sum(sizes) + sizes[0])
+    sizes = [jnp.dtype(kind).itemsize for kind in _results(problem)]
+    return math.prod(problem.specs[0].shape) * (2.0 * sum(sizes) + sizes[0])
+
+
+def _results(problem: Problem) -> list[str]:
+    """The types of the parameter and of its arrays of state."""
+    return [problem.specs[0].dtype, *(field.dtype for field in layout(problem).own[0] if field.shape is None)]
 
 
 def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device: Any, passes: Passes) -> Any:

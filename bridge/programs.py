@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from . import executables, reading
-from .contents import calls_back
+from .contents import calls_back, contents_of
 from .dlpack import x64
-from .flags import of_update
+from .flags import of_barriers, of_update
+from .loops import held
 from .passes import bytes_accessed
 from .pieces import Piece, cut
-from .update import Plan, abstract, measured, stepped
+from .update import Plan, abstract, measured, stepped, stores
 from .whole import unread
 
 _compilations = 0
@@ -59,6 +60,8 @@ class Program:
             update = self._entry.named(functools.partial(stepped, plan))
             jitted = functools.partial(jax.jit, update, donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
+            if stores(plan):
+                options |= of_barriers(contents_of(traced.jaxpr.jaxpr))
             if unread(traced.jaxpr.jaxpr, donated):
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
                 traced = jitted(keep_unused=True).trace(*arguments)
@@ -100,7 +103,8 @@ class Program:
         read = [leaf.buffer for leaf in self.plan.leaves if self.plan.far(leaf)]
         far = sum(size * jnp.dtype(dtype).itemsize for (size,), dtype in read)
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
-        return bytes_accessed(self.update) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
+        update = bytes_accessed(self.update) - (held(self.update) if stores(self.plan) else 0.0)
+        return update * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
 
 _PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from .loops import in_rows, rows_of, stay
 from .pieces import part
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
-from .whole import apply, inlined, kind_text, literal, params_text, slice_of, traced
+from .whole import apply, elementwise, inlined, kind_text, literal, params_text, slice_of, spreads, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8
@@ -70,21 +71,27 @@ def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[li
         known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared, apart)
         for i in positions:
             kind, cut = kinds[i], cuts[i]
-            function, given = cut.of_arrays, jax.tree.leaves(kind.arrays[0])
-            if any(isinstance(x, Scattered) for x in given):
-                function = cut.over_live_rows(shared)
-            else:
-                if kind.rows is not None:
-                    axes = [0] * (cut.handed + len(given))
-                    function = jax.vmap(function, in_axes=(*axes, *(None for _ in shared)))
-                function = _repeated(function, len(kind.arrays))
+            function = _of_arrays(cut, kind, shared, apart)
             called = None
             for arrays in kind.arrays:
                 numbers, taken, done = next(known)
                 if called is None:
-                    called = function if taken is None else part(_at_row(cut.of_arrays, taken, len(numbers)))
+                    called = function if taken is None else part(_at_row(function, taken, len(numbers)))
                 results[i].append(cut.results(done, called(*numbers, *jax.tree.leaves(arrays), *shared)))
     return results
+
+
+def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Callable[..., Any]:
+    """The second part of a function, for the arrays of a kind."""
+    given = jax.tree.leaves(kind.arrays[0])
+    if any(isinstance(x, Scattered) for x in given):
+        return cut.over_live_rows(shared)
+    function = cut.of_arrays
+    if kind.rows is not None:
+        function = jax.vmap(function, in_axes=(*(0 for _ in range(cut.handed + len(given))), *(None for _ in shared)))
+    elif apart and (shape := cut.rows) is not None:
+        function = cut.in_rows(shape, len(shared))
+    return _repeated(function, len(kind.arrays) if kind.at is None else 1)
 
 
 def _at_row(function: Callable[..., Any], taken: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -180,10 +187,35 @@ class _Cut:
         looped = over_live_rows(lambda numbers, parts: one.of_arrays(*numbers, *parts, *shared), one._now, targets)
         return lambda *inputs: looped(inputs[: self.handed], inputs[self.handed : len(inputs) - len(shared)])
 
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """The shape in which its arrays are better given to it than flat; None where they are not."""
+        shape = rows_of(self._now)
+        return shape if shape is not None and self._is_flat and self._is_by_element and stay() else None
+
+    def in_rows(self, shape: tuple[int, int], shared: int) -> Callable[..., Any]:
+        """The second part of flat arrays, computed in rows; of what it is given, so many are common to all leaves."""
+
+        def turned(*inputs: Any) -> list[Any]:
+            numbers, arrays, common = inputs[: self.handed], inputs[self.handed : len(inputs) - shared], inputs[len(inputs) - shared :]
+            return in_rows(lambda rows: _in_shape(self._plain, [*numbers, *rows, *common], (self._size,), shape), arrays, shape)
+
+        return turned
+
     @cached_property
     def _is_flat(self) -> bool:
         seen = [v.aval for eqn in self._plain.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
         return self._size > _FEW and all(aval.shape == (self._size,) or aval.size <= _FEW for aval in seen)
+
+    @cached_property
+    def _is_by_element(self) -> bool:
+        """Whether no operation knows the position of an element."""
+        size = self._size
+        of_numbers = lambda eqn: all(v.aval.size <= _FEW for v in (*eqn.invars, *eqn.outvars))  # noqa: E731
+        return all(
+            elementwise(eqn, size) or spreads(eqn, size) or of_numbers(eqn) or eqn.primitive.name == "optimization_barrier"
+            for eqn in self._plain.jaxpr.eqns
+        )
 
     @cached_property
     def _plain(self) -> Any:

@@ -21,6 +21,7 @@ from .analysis import in_parts
 from .gradients import along, consequences, found_in
 from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
+from .loops import LARGE, rows_of
 from .passes import ONCE, chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
 from .scattered import Scattered, part
@@ -237,7 +238,17 @@ def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
     """How often the rule of a leaf is evaluated: once in a loop over rows, which keeps in a cache what it computes."""
     if looped:
         return ONCE
-    return chosen(plan.problem(leaf), leaf.elements, (plan.clip or plan.scaled, plan.scaled), plan.extra, plan.device, fused)
+    measured, large = (plan.clip or plan.scaled, plan.scaled), leaf.count is None and math.prod(leaf.spec.shape) >= LARGE
+    return chosen(plan.problem(leaf), leaf.elements, measured, plan.extra, plan.device, large, fused)
+
+
+def stores(plan: Plan) -> bool:
+    """Whether the program of a plan has barriers that must stay, as of `bridge.loops`."""
+    alone = [leaf for leaf in plan.leaves if leaf.row.unit is None]
+    return plan.device.platform == "cpu" and (
+        any(leaf.count is None and rows_of(math.prod(leaf.spec.shape)) is not None for leaf in plan.leaves)
+        or any(_passes(plan, leaf, leaf.looped, True).by_type for leaf in alone)
+    )
 
 
 # So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.

@@ -46,6 +46,7 @@ ORDER = {
         "flags",
         "openmp",
         "lanes",
+        "loops",
         "executables",
         "tiles",
         "pieces",

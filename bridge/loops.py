@@ -1,0 +1,148 @@
+"""How the loops of an update are written for XLA's CPU compiler, where its own way is slow: with barriers that stay until it has fused.
+
+It takes barriers out before that, unless the pass which does so is left out (`flags.of_barriers`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from . import lanes
+from .contents import Contents
+from .dlpack import x64
+from .flags import of_barriers
+from .fusion import compiled
+from .whole import apply, inlined, literal, slice_of, traced
+
+LARGE = 1 << 13  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
+
+
+@functools.cache
+def stay() -> bool:
+    """Whether barriers stay where they are asked to, and several results come from one loop; asked once, of a small program."""
+    options = of_barriers(Contents())
+    if not options:
+        return False
+
+    def two(x: Any) -> Any:
+        (kept,) = jax.lax.optimization_barrier([x * 2])
+        return jnp.sin(kept) + x, jnp.cos(x) * kept
+
+    with x64(), jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit(False):
+        text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1 << 10,), np.float32)), fused=True, options=options).as_text() or ""
+    return " opt-barrier(" in text and text.count(" fusion(") == 2  # one before it, one behind
+
+
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
+
+
+def held(compiled: Any) -> float:
+    """Bytes of what the barriers of a compiled program hold, which the compiler counts, though nothing moves there."""
+    lines = (line.partition(" opt-barrier(") for line in compiled.as_text().splitlines())
+    arrays = (array for before, barrier, _ in lines if barrier for array in _ARRAY.findall(before.partition(" = ")[2]))
+    return sum(math.prod(map(int, filter(None, shape.split(",")))) * int(bits or 8) / 8 for _, bits, shape in arrays)  # pred has none
+
+
+# ------------------------------------------------------------------ loops of an odd length
+
+
+def rows_of(size: int) -> tuple[int, int] | None:
+    """The rows and columns in which a loop over so many elements is best written; None: as it is.
+
+    jaxlib 0.10.2 cuts a loop in as many parts as there are cores. Of an odd length and two of them it asks at each element whether it is
+    past the end, and LLVM writes no vectors: AdamW took 5.6 to 6.2 times as long as torch's. In rows it asks that once a row. A prime
+    number has none.
+    """
+    if lanes.CORES != 2 or size % 2 == 0 or size < LARGE:
+        return None
+    rows = next((n for n in range(math.isqrt(size) // 2 * 2 + 1, 2, -2) if size % n == 0), None)
+    return None if rows is None else (rows, size // rows)
+
+
+def in_rows(function: Callable[..., Sequence[Any]], arrays: Sequence[Any], shape: tuple[int, int]) -> list[Any]:
+    """The flat results of a function of arrays in rows, for flat ones."""
+    rows = jax.lax.optimization_barrier([jax.lax.reshape(x, shape) for x in arrays])
+    results = jax.lax.optimization_barrier(list(function(rows)))
+    return [jax.lax.reshape(x, (math.prod(shape),)) for x in results]
+
+
+# ------------------------------------------------------------------ results of several types
+
+
+def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The function, its results as large as the first input in loops one behind the other, those of one type in each.
+
+    XLA writes results of one type alone from one loop. Of loops that follow in no order one reads what another has replaced, so it copies
+    that before: with state in bfloat16 AdamW moved 36 bytes a float32 parameter, the copies on one core, and took 2.5 times as long.
+
+    Args:
+      function: of pytrees of arrays. Of the inputs, flat, the first are replaced by the first results, flat, each by its own.
+      count: how many.
+    """
+
+    def ordered(*inputs: Any) -> Any:
+        closed, result = traced(function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs))
+        closed = inlined(closed.jaxpr, closed.consts)
+        jaxpr = closed.jaxpr
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *jax.tree.leaves(inputs)), strict=True))
+        size = jaxpr.invars[0].aval.size
+        replaced = {new: old for new, old in zip(jaxpr.outvars[:count], jaxpr.invars, strict=False) if _is_large(new, size)}
+        found = _found(jaxpr, [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in replaced], known)
+        done: dict[Any, Any] = {}
+        loops = _loops(jaxpr, replaced)
+        for nth, loop in enumerate(loops):
+            if done:  # what is read no more must not be held: XLA would copy it
+                read = [v for v in known if any(v in _read(jaxpr, later, done) for later in loops[nth:]) and v.aval.size == size]
+                held, given = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
+                known, done = known | dict(zip(read, held, strict=True)), dict(zip(done, given, strict=True))
+            done |= _found(jaxpr, loop, known | done)
+        found |= done
+        return jax.tree.unflatten(jax.tree.structure(result), [literal(v) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars])
+
+    return ordered
+
+
+def _is_large(v: Any, size: int) -> bool:
+    return not isinstance(v, Literal) and v.aval.size == size
+
+
+def _loops(jaxpr: Any, replaced: Mapping[Any, Any]) -> list[list[Any]]:
+    """Results by their types, in the order in which the fewest bytes move: what others have replaced before is copied."""
+    kinds: dict[Any, list[Any]] = {}
+    for new in replaced:
+        kinds.setdefault(new.aval.dtype, []).append(new)
+
+    def moved(order: Sequence[list[Any]]) -> int:
+        total, done = 0, {}
+        for loop in order:
+            read, gone = _read(jaxpr, loop, done), {replaced[new] for new in done}
+            total += sum(v.aval.size * v.aval.dtype.itemsize * (3 if v in gone else 1) for v in read if v in done or v in jaxpr.invars)
+            done |= dict.fromkeys(loop)
+        return total
+
+    return list(min(permutations(kinds.values()), key=moved))
+
+
+def _read(jaxpr: Any, wanted: Sequence[Any], done: Iterable[Any]) -> set[Any]:
+    """What the operations for some results read, where others are `done`."""
+    eqns = slice_of(jaxpr.eqns, wanted, done)
+    return {v for v in (*wanted, *(v for eqn in eqns for v in eqn.invars)) if not isinstance(v, Literal)}
+
+
+def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Some variables of a program, from those that are known."""
+    values = dict(known)
+    for eqn in slice_of(jaxpr.eqns, wanted, known):
+        operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
+    return {v: values[v] for v in wanted}

@@ -1,0 +1,286 @@
+"""Loops that XLA's CPU compiler would write badly: of an odd length on two cores, and with results of several types."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
+
+import torch_api
+from bridge import flags, fusion, lanes, loops, passes, programs
+from bridge.contents import Contents
+
+ROWS = (91, 103)  # of an odd length, and large
+SHAPES = [ROWS, (5, 5, 7, 9 * 9), (13 * 17 * 43,), (9000,)]  # the last is as it is
+HALF = torch.bfloat16
+
+stays = pytest.mark.skipif(not loops.stay(), reason="no barrier stays, or each result has a loop of its own")
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch):
+    """Two cores, whatever the machine has, and programs and ways of this test alone."""
+    monkeypatch.setattr(lanes, "CORES", 2)
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(passes, "_chosen", {})
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in shapes]
+
+
+def text_of(optimizer):
+    return "\n".join(launch.program.update.as_text() for launch in optimizer._launches.latest)
+
+
+def whole(text, size):
+    """The results of loops over so many elements, each loop's types joined by commas; and how often such an array is copied."""
+    arrays = re.findall(r"= \(?([^=]*?)\)? fusion\([^\n]*kind=kLoop", text)
+    kinds = [",".join(re.findall(rf"(\w+)\[{size}\]", found)) for found in arrays]
+    return sorted(filter(None, kinds)), len(re.findall(rf"\w+\[{size}\]\S* copy\(", text))
+
+
+def as_it_is(monkeypatch):
+    """From here on everything is written as without this file's subject."""
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(passes, "_chosen", {})
+    monkeypatch.setattr(loops, "stay", lambda: False)
+    monkeypatch.setattr("bridge.split.stay", lambda: False)
+
+
+# ---------------------------------------------------------------------- an odd length
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [
+        (9373, (91, 103)),
+        (50257, (29, 1733)),
+        (97 * 97, (97, 97)),
+        (3 * 4099, (3, 4099)),
+        (9374, None),  # two even parts
+        (8209, None),  # prime
+        (33 * 31, None),  # too small to be cut
+    ],
+)
+def test_rows_of_a_loop(size, rows, monkeypatch):
+    assert loops.rows_of(size) == rows
+    monkeypatch.setattr(lanes, "CORES", 3)
+    assert loops.rows_of(size) is None
+
+
+@FUSES
+@stays
+def test_a_loop_of_an_odd_length_is_written_in_rows(monkeypatch):
+    (p,) = params = parameters([ROWS])
+    optimizer = torch_api.MaskedAdamW(params, lr=0.01)
+    address = p.data_ptr()
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    text = text_of(optimizer)
+    assert whole(text, "91,103") == (["f32,f32,f32"], 0)
+    assert whole(text, "9373") == ([], 0)
+    assert optimizer.bytes_accessed() / p.numel() == pytest.approx(28, rel=0.01)
+    assert p.data_ptr() == address
+    # The broken siblings: without barriers, and with such as go before XLA fuses, each result has a loop that evaluates all.
+    for broken in (lambda: monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x), lambda: no_option(monkeypatch)):
+        with monkeypatch.context():
+            broken()
+            monkeypatch.setattr(programs, "_programs", {})
+            other = torch_api.MaskedAdamW(parameters([ROWS]), lr=0.01)
+            set_grads(other.param_groups[0]["params"], random_grads(params))
+            other.step()
+            assert other._launches.latest[0].program.bytes_accessed > 36 * p.numel()
+        monkeypatch.undo()
+        monkeypatch.setattr(lanes, "CORES", 2)
+
+
+def no_option(monkeypatch):
+    monkeypatch.setattr(programs, "of_barriers", lambda contents: {})
+    monkeypatch.setattr(programs, "held", lambda program: 0.0)
+
+
+NUMBERS = {
+    "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch_api.MaskedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "RMSprop": (torch_api.MaskedRMSprop, torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_numbers_are_torchs(name):
+    masked, original, options = NUMBERS[name]
+    params = parameters()
+    params[1].data = params[1].data.to(memory_format=torch.channels_last)
+    start, others = clones(params), clones(params)
+    run_pair(masked(params, **options), params, original(others, **options), others, 20)
+    assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("masked", "dtype", "options", "bound"),
+    [
+        (torch_api.MaskedAdamW, torch.float32, {"max_grad_norm": 1.0, "ema_decay": 0.9}, 1e-6),
+        (torch_api.MaskedAdamW, torch.float32, {"mask": True}, 1e-6),
+        (torch_api.MaskedLamb, torch.float32, {}, 1e-6),
+        (torch_api.MaskedAdam, torch.float64, {"amsgrad": True}, 1e-13),
+        (torch_api.MaskedAdam, torch.complex64, {}, 1e-6),
+        (torch_api.MaskedAdamW, HALF, {"stochastic_rounding": True}, 0.0),  # whose bits are of an element's position
+        (torch_api.MaskedAdamW, torch.float32, {"state_dtype": HALF}, 1e-4),
+        (torch_api.MaskedAdamW, HALF, {"master_weights": True}, 1e-3),
+        (torch_api.MaskedAdam, torch.float32, {"state_dtype": torch.float64, "weight_decay": 0.1}, 1e-6),
+        (torch_api.MaskedSGD, torch.float32, {"momentum": 0.9, "state_dtype": torch.float16, "weight_decay": 0.1}, 1e-4),
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_numbers_are_those_of_loops_as_they_are(masked, dtype, options, bound, monkeypatch):
+    params = parameters(dtype=dtype)
+    start, others = clones(params), clones(params)
+    grads = [random_grads(params) for _ in range(20)]
+    elements = {f"p{i}": torch.rand(p.shape) < 0.5 for i, p in enumerate(params)}
+    options = options | ({"mask": elements} if options.get("mask") else {})
+    made = []
+    for mine in (params, others):
+        optimizer = masked([(f"p{i}", p) for i, p in enumerate(mine)], lr=0.01, **options)
+        for given in grads:
+            set_grads(mine, given)
+            optimizer.step()
+        made.append(optimizer)
+        as_it_is(monkeypatch)
+    for p, q, s in zip(params, others, start, strict=True):
+        assert movement_error(p, q, s) <= bound
+        assert made[0].state[p].keys() == made[1].state[q].keys()
+        for name, x in made[0].state[p].items():
+            assert torch.allclose(x, made[1].state[q][name], rtol=1e-2 if x.itemsize == 2 else 1e-5)
+    if bound == 0.0:
+        assert same(params, others)
+
+
+@FUSES
+@stays
+@pytest.mark.usefixtures("standard_promotion")
+def test_leaves_that_one_transformation_sees_are_in_rows_too():
+    params = parameters([(129, 131), (30000,)])  # smaller ones are evaluated once
+    optimizer = torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01)))
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    assert whole(text_of(optimizer), "129,131")[0] == ["f32,f32,f32"]
+    assert optimizer.bytes_accessed() / sum(p.numel() for p in params) == pytest.approx(32, rel=0.02)
+
+
+# ---------------------------------------------------------------------- results of several types
+
+TYPES = {
+    "state in bfloat16": (torch.float32, {"state_dtype": HALF}, 28, ["bf16,bf16", "f32"]),
+    "average": (torch.float32, {"state_dtype": HALF, "ema_decay": 0.9}, 36, ["bf16,bf16", "f32,f32"]),
+    "amsgrad": (torch.float32, {"state_dtype": HALF, "amsgrad": True}, 34, ["bf16,bf16,bf16", "f32"]),
+    "state in float64": (torch.float32, {"state_dtype": torch.float64}, 64, ["f32", "f64,f64"]),
+    "master weights": (HALF, {"master_weights": True}, 32, ["bf16", "bf16,bf16", "f32"]),
+    "state in float32": (HALF, {"state_dtype": torch.float32}, 30, ["bf16", "f32,f32"]),
+}
+
+
+@FUSES
+@stays
+@pytest.mark.parametrize("name", TYPES)
+def test_results_of_several_types_are_written_without_a_copy(name, monkeypatch):
+    dtype, options, most, kinds = TYPES[name]
+    counts = []
+    for _ in range(2):
+        (p,) = params = parameters([(9216,)], dtype)
+        optimizer = torch_api.MaskedAdamW(params, lr=0.01, **options)
+        address = p.data_ptr()
+        set_grads(params, random_grads(params))
+        optimizer.step()
+        places = [x.data_ptr() for x in optimizer.state[p].values()]
+        optimizer.step()
+        assert [p.data_ptr(), *(x.data_ptr() for x in optimizer.state[p].values())] == [address, *places]
+        counts.append((optimizer.bytes_accessed() / p.numel(), *whole(text_of(optimizer), "9216")))
+        as_it_is(monkeypatch)
+    (moved, found, copies), (before, _, copied) = counts
+    assert moved == pytest.approx(most, rel=0.01)
+    assert (found, copies) == (kinds, 0)
+    assert before > 1.05 * moved or name == "state in float32"  # where nothing was copied before
+    assert copied > 0 or before < 1.1 * moved
+
+
+def test_float64_state_is_that_of_the_paper():
+    """By a loop for the parameter and one for the state, against float64 NumPy, a float32 parameter's rounding apart."""
+    (p,) = params = parameters([(9216,)])
+    optimizer = torch_api.MaskedAdamW(params, lr=0.01, weight_decay=0.1, state_dtype=torch.float64)
+    reference, start = NumpyAdam(lr=0.01, weight_decay=0.1, decoupled=True), p.detach().clone()
+    broken, theirs, others = NumpyAdam(lr=0.01, weight_decay=0.1, betas=(0.9, 0.99), decoupled=True), start.double().numpy(), None
+    others = theirs
+    for _ in range(20):
+        (g,) = random_grads(params)
+        set_grads(params, [g])
+        optimizer.step()
+        theirs, others = (each.step(x, g.double().numpy()) for each, x in ((reference, theirs), (broken, others)))
+    assert movement_error(p, torch.from_numpy(theirs), start) < 1e-5
+    assert movement_error(p, torch.from_numpy(others), start) > 1e-3
+
+
+def compiled(function, count, *arrays):
+    """one_type_each(function, count) as a program that is given the first arrays away."""
+    ordered = jax.jit(loops.one_type_each(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
+    return fusion.compiled(ordered.lower(*arrays), True, flags.of_barriers(Contents()))
+
+
+@FUSES
+@stays
+def test_what_another_loop_has_stored_is_read_not_computed_again():
+    """A half parameter is its float32 master rounded: the loop for halves reads the one that was stored before it."""
+    half, full = jnp.zeros(9216, jnp.bfloat16), jnp.ones(9216, jnp.float32)
+
+    def update(p, master, g):
+        new = master - jnp.sin(g)
+        return new.astype(p.dtype), new
+
+    text = compiled(update, 2, half, full, full).as_text()
+    assert text.count(" sine(") == 1
+    assert whole(text, "9216") == (["bf16", "f32"], 0)
+
+
+@FUSES
+@stays
+def test_the_loop_comes_last_that_replaces_what_others_read():
+    """p needs the old m, and m needs the old p: what is smaller is copied."""
+    half, full = jnp.zeros(9216, jnp.bfloat16), jnp.ones(9216, jnp.float32)
+
+    def update(p, m, g):
+        new = m.astype(p.dtype) * 0.9 + g + 0.1 * p
+        return p - new, new.astype(m.dtype)
+
+    given = [np.asarray(x) for x in (full, half, full)]
+    program = compiled(update, 2, full, half, full)
+    assert re.findall(r"(\w+)\[9216\]\S* copy\(", program.as_text()) == ["bf16"]
+    p, m = program(*(jnp.array(x) for x in given))
+    q, n = update(*map(jnp.asarray, given))
+    np.testing.assert_allclose(p, q, rtol=1e-6)
+    np.testing.assert_allclose(m.astype("f4"), n.astype("f4"), rtol=1e-2)
+
+
+def test_without_barriers_that_stay_nothing_is_written_otherwise(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=nothing")  # the user's own, which a program's would replace
+    loops.stay.cache_clear()
+    try:
+        assert not loops.stay()
+    finally:
+        monkeypatch.undo()
+        loops.stay.cache_clear()
+
+
+@stays
+def test_what_barriers_hold_is_told_from_what_moves():
+    def function(x, y):
+        x, y = jax.lax.optimization_barrier([x, y])
+        return jnp.sin(x), y
+
+    given = jnp.ones((8, 128), jnp.bfloat16), jnp.ones(100, bool)
+    program = jax.jit(function).lower(*given).compile(compiler_options=flags.of_barriers(Contents()))
+    assert loops.held(program) == 8 * 128 * 2 + 100
+    assert loops.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
