@@ -244,10 +244,10 @@ def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
 
 def stores(plan: Plan) -> bool:
     """Whether the program of a plan has barriers that must stay, as of `bridge.loops`."""
-    alone = [leaf for leaf in plan.leaves if leaf.row.unit is None]
-    return plan.device.platform == "cpu" and (
-        any(leaf.count is None and rows_of(math.prod(leaf.spec.shape)) is not None for leaf in plan.leaves)
-        or any(_passes(plan, leaf, leaf.looped, True).by_type for leaf in alone)
+    return plan.device.platform == "cpu" and any(
+        (leaf.count is None and rows_of(math.prod(leaf.spec.shape)) is not None)
+        or (leaf.row.unit is None and _passes(plan, leaf, leaf.looped, True).by_type)
+        for leaf in set(plan.leaves)
     )
 
 
