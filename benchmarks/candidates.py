@@ -160,6 +160,45 @@ def unfused(name: str) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
     return makers, next((name for name in (DEFAULT, "pytorch_optimizer") if name in makers), None), missing
 
 
+# ------------------------------------------------------------------ other types, and an odd length
+
+# Of each table the set, the type of the parameters, the class of torch.optim and its arguments, and how ours is asked besides.
+TYPES: list[tuple[str, str, torch.dtype, str, dict[str, Any], dict[str, dict[str, Any]]]] = [
+    ("AdamW, an odd length", "odd", torch.float32, "AdamW", HYPERPARAMS, {}),
+    ("AdamW", "large", torch.float32, "AdamW", HYPERPARAMS, {"state in bfloat16": {"state_dtype": torch.bfloat16}}),
+    (
+        "AdamW, bfloat16",
+        "large",
+        torch.bfloat16,
+        "AdamW",
+        HYPERPARAMS,
+        {
+            "state in float32": {"state_dtype": torch.float32},
+            "master weights": {"master_weights": True},
+            "stochastic rounding": {"stochastic_rounding": True},
+        },
+    ),
+    ("AdamW, float16", "large", torch.float16, "AdamW", HYPERPARAMS, {}),
+    ("AdamW, float64", "large", torch.float64, "AdamW", HYPERPARAMS, {}),
+    ("SGD, momentum, bfloat16", "large", torch.bfloat16, "SGD", {"lr": 1e-3, "momentum": 0.9}, {}),
+]
+
+
+def of_types() -> list[tuple[str, str, torch.dtype, dict[str, Maker]]]:
+    """Title, set, type and candidates of each table."""
+    tables = []
+    for title, shapes, dtype, rule, arguments, besides in TYPES:
+        theirs, ours = getattr(torch.optim, rule), getattr(torch_api, f"Masked{rule}")
+        makers = {
+            DEFAULT: stepping(theirs, **arguments),
+            FUSED: stepping(theirs, fused=True, **arguments),
+            OURS: stepping(ours, **arguments),
+        }
+        makers |= {f"{OURS}, {how}": stepping(ours, **arguments, **options) for how, options in besides.items()}
+        tables.append((title, shapes, dtype, makers))
+    return tables
+
+
 # ------------------------------------------------------------------ the tail of a training step
 
 

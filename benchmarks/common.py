@@ -94,6 +94,8 @@ SETS: dict[str, Callable[[], list[Shape]]] = {
     "squares": lambda: [(256, 256)] * 1000,
     "mixed": mixed,
     "steady": lambda: [(64, 64)] * 20 + [(64,)] * 20,
+    "large": lambda: [(2048, 2048)] * 4,
+    "odd": lambda: [(2047, 2049)] * 4,
 }
 NAMES = {
     "gpt2": "GPT-2 small",
@@ -102,6 +104,8 @@ NAMES = {
     "squares": "1000 of 256x256",
     "mixed": "1000 of ten shapes",
     "steady": "20 of 64x64, 20 of 64",
+    "large": "4 of 2048x2048",
+    "odd": "4 of 2047x2049",
 }
 
 
@@ -121,13 +125,14 @@ def random_tensors(shapes: Sequence[Shape], scale: float, device: str, seed: int
     return [tensor(shape) for shape in shapes]
 
 
-def gradients(shapes: Sequence[Shape], device: str = "cpu") -> list[torch.Tensor]:
+def gradients(shapes: Sequence[Shape], device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Random and nonzero. All candidates share them: a step does not change them, but for torch's clipping, once."""
-    return random_tensors(shapes, 1e-3, device, seed=1)
+    return [x.to(dtype) for x in random_tensors(shapes, 1e-3, device, seed=1)]
 
 
 def parameters(shapes: Sequence[Shape], grads: Sequence[torch.Tensor], device: str = "cpu") -> Params:
-    params = [torch.nn.Parameter(value) for value in random_tensors(shapes, 0.02, device)]
+    """Of the types that the gradients have."""
+    params = [torch.nn.Parameter(x.to(grad.dtype)) for x, grad in zip(random_tensors(shapes, 0.02, device), grads, strict=True)]
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad
     return params
@@ -230,14 +235,20 @@ def rows(timing: Timing, baseline: str | None) -> dict[str, dict[str, Any]]:
 
 
 def compare(
-    title: str, makers: dict[str, Maker], shapes: Sequence[Shape], settings: Settings, baseline: str | None, rounds: int | None = None
+    title: str,
+    makers: dict[str, Maker],
+    shapes: Sequence[Shape],
+    settings: Settings,
+    baseline: str | None,
+    rounds: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """One table: each candidate beside the baseline alone, over parameters of these shapes. The baseline's row is of all its rounds.
 
     Threads that one candidate leaves behind (OpenMP's, which spin) would cost whoever comes next: here that is its pair.
     """
     gc.collect()
-    grads, table = gradients(shapes, settings.device), {}
+    grads, table = gradients(shapes, settings.device, dtype), {}
     alone = Timing()
     for name in [name for name in makers if name != baseline] or makers:
         pair = dict.fromkeys([name] if baseline is None else [baseline, name])

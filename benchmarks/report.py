@@ -22,6 +22,7 @@ TITLES = {
     "small": "Many small leaves",
     "tail": "The tail of a training step",
     "unfused": "What torch has no fused kernel for",
+    "types": "Other types, and an odd length",
     "loop": "Whole loops: forward, backward, step",
     "pipelines": "Whole steps as one program: forward, backward and update by JaxTrainStep",
     "first": "Time to the first step, in a fresh process",

@@ -38,6 +38,7 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "small": tables.small,
     "tail": tables.tail,
     "unfused": tables.unfused,
+    "types": tables.types,
     "loop": tables.loop,
     "pipelines": pipelines.pipelines,
     "first": fresh.first,

@@ -1,4 +1,5 @@
-"""The sections that are tables of one step: large leaves, small leaves, the tail of a step, unfused optimizers, whole loops."""
+"""The sections that are tables of one step: large leaves, small leaves, the tail of a step, unfused optimizers, other types, whole
+loops."""
 
 from __future__ import annotations
 
@@ -102,6 +103,16 @@ def unfused(settings: Settings) -> dict[str, Any]:
         table = compare(f"{name}, {NAMES['resnet50']}", makers, own, settings, baseline, rounds)
         tables.append(table | {"missing": missing})
     return {"tables": tables}
+
+
+def types(settings: Settings) -> dict[str, Any]:
+    """Parameters and state in other types, and such as have an odd number of elements."""
+    return {
+        "tables": [
+            compare(f"{title}, {NAMES[name]}", makers, settings.shapes(name), settings, candidates.FUSED, dtype=dtype)
+            for title, name, dtype, makers in candidates.of_types()
+        ]
+    }
 
 
 # ------------------------------------------------------------------ whole loops

@@ -1,6 +1,7 @@
-"""How the loops of an update are written for XLA's CPU compiler, where its own way is slow: with barriers that stay until it has fused.
+"""How the loops of an update are written for XLA's CPU compiler, where its own way is slow.
 
-It takes barriers out before that, unless the pass which does so is left out (`flags.of_barriers`).
+Most take barriers that stay until it has fused. It takes them out before that, unless the pass which does so is left out
+(`flags.of_barriers`).
 """
 
 from __future__ import annotations
@@ -146,3 +147,45 @@ def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[
         operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
         values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
     return {v: values[v] for v in wanted}
+
+
+# ------------------------------------------------------------------ results in bfloat16
+
+
+def by_bits(closed: Any) -> Any:
+    """A program of arrays that rounds float32 to bfloat16 by operations on bits, if it has results of that type; else the program itself.
+
+    XLA's own conversion chooses between a rounded number and a NaN, for which LLVM takes vectors of 8 numbers where it takes 32 without:
+    SGD with momentum took 1.8 times as long.
+    """
+    if not any(v.aval.dtype == jnp.bfloat16 for v in closed.jaxpr.outvars):
+        return closed
+    plain = inlined(closed.jaxpr, closed.consts)
+
+    def written(*inputs: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
+        for eqn in plain.jaxpr.eqns:
+            operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            values |= zip(eqn.outvars, [_rounded(*operands)] if _rounds(eqn) else apply(plain.jaxpr, eqn, operands), strict=True)
+        return [literal(v) if isinstance(v, Literal) else values[v] for v in plain.jaxpr.outvars]
+
+    return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
+
+
+def _rounds(eqn: Any) -> bool:
+    return eqn.primitive.name == "convert_element_type" and (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (
+        jnp.float32,
+        jnp.bfloat16,
+    )
+
+
+# The largest bits whose sum with half a unit is a NaN still, of either sign: those of others would run over.
+_LARGEST_NAN, _LARGEST_NEGATIVE_NAN = np.int32(0x7FFF0000), np.uint32(0xFFFF0000)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """float32 in the nearest bfloat16, of two that are as near the even one; a NaN remains one."""
+    bits = jax.lax.min(jax.lax.bitcast_convert_type(x, np.int32), _LARGEST_NAN)
+    bits = jax.lax.min(jax.lax.bitcast_convert_type(bits, np.uint32), _LARGEST_NEGATIVE_NAN)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return jax.lax.bitcast_convert_type(((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16), jnp.bfloat16)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .loops import in_rows, rows_of, stay
+from .loops import by_bits, in_rows, rows_of, stay
 from .pieces import part
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
@@ -62,7 +62,7 @@ def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[li
     common: a pytree that all calls get. apart: whether the numbers of each leaf are cut out before its loop, as is best on a CPU.
     """
     shared = jax.tree.leaves(common)
-    cuts = _cuts(kinds, common)
+    cuts = _cuts(kinds, common, apart)
     alike: dict[Any, list[int]] = {}
     for position, cut in enumerate(cuts):
         alike.setdefault(cut.key, []).append(position)
@@ -103,16 +103,16 @@ _families: dict[Any, _Cut] = {}
 _FAMILIES_KEPT = 256
 
 
-def _cuts(kinds: Sequence[Alike], common: Any) -> list[_Cut]:
+def _cuts(kinds: Sequence[Alike], common: Any, apart: bool) -> list[_Cut]:
     """The function of each kind, cut in two; that of a family is traced once in a process."""
     found: list[Any] = [None] * len(kinds)
     like = jax.tree.structure(common), tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(common))
     for i in sorted(range(len(kinds)), key=lambda i: -kinds[i].size):
-        kind, key = kinds[i], (kinds[i].family, like)
+        kind, key = kinds[i], (kinds[i].family, like, apart)
         known = None if kind.family is None else _families.get(key)
         found[i] = None if known is None else known.resized(kind.size)
         if found[i] is None:
-            found[i] = _Cut(kind, common)
+            found[i] = _Cut(kind, common, apart)
             if kind.family is not None and known is None:
                 while len(_families) >= _FAMILIES_KEPT:
                     del _families[next(iter(_families))]
@@ -131,7 +131,7 @@ class _Cut:
     The first gives what is handed to the second, then the results that need no array. Its `key` is equal for the same arithmetic.
     """
 
-    def __init__(self, kind: Alike, common: Any) -> None:
+    def __init__(self, kind: Alike, common: Any, apart: bool) -> None:
         columns = kind.rows is not None, kind.rows is not None or kind.at is not None
         one = [
             jax.tree.map(lambda x, column=column: jax.ShapeDtypeStruct(x.shape[column:], x.dtype), x[0])
@@ -165,7 +165,8 @@ class _Cut:
         first = slice_of(numbers.eqns, results)
         self.key = self.handed, numbers.text(first, results), tuple(map(id, closed.consts))
         self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=results, eqns=first), closed.consts)
-        self._arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
+        arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
+        self._arrays = by_bits(arrays) if apart else arrays
         self.of_arrays = jaxpr_as_fun(self._arrays)
 
     def resized(self, size: int) -> _Cut | None:

@@ -134,7 +134,7 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     """The sections that are tables of one step, in one process: they share programs."""
-    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "tail", "loop", "unfused")
+    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "tail", "loop", "unfused", "types")
 
 
 @pytest.mark.slow
@@ -187,6 +187,15 @@ def test_what_torch_has_no_kernel_for(tables):
     fused = [name for name, table in zip(names, found["unfused"]["tables"], strict=True) if "torch fused, as many bytes" in table["rows"]]
     assert fused == ["NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax", "Lion"]
     assert "| Muon |" in printed
+
+
+@pytest.mark.slow
+def test_other_types(tables):
+    found, _ = tables
+    for table in found["types"]["tables"]:
+        check_rows(table["rows"], SIDES | {"torch default"})
+    rows = {name for table in found["types"]["tables"] for name in table["rows"]}
+    assert {"maskbridge, state in bfloat16", "maskbridge, master weights"} <= rows
 
 
 @pytest.mark.slow
