@@ -19,13 +19,13 @@ import numpy as np
 from jax.extend.core import Literal
 
 from . import lanes
-from .contents import Contents
+from .contents import Contents, operations
 from .dlpack import x64
 from .flags import of_barriers
 from .fusion import compiled
 from .whole import apply, inlined, literal, slice_of, traced
 
-LARGE = 1 << 13  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
+LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
 
 
 @functools.cache
@@ -48,21 +48,46 @@ _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
 def held(compiled: Any) -> float:
-    """Bytes of what the barriers of a compiled program hold, which the compiler counts, though nothing moves there."""
-    lines = (line.partition(" opt-barrier(") for line in compiled.as_text().splitlines())
-    arrays = (array for before, barrier, _ in lines if barrier for array in _ARRAY.findall(before.partition(" = ")[2]))
-    return sum(math.prod(map(int, filter(None, shape.split(",")))) * int(bits or 8) / 8 for _, bits, shape in arrays)  # pred has none
+    """Bytes of what the barriers of a compiled program hold, as the compiler counts them, though nothing moves there.
+
+    It counts the operands and the result of each; a result of several arrays is a tuple of addresses.
+    """
+    total = 0.0
+    for line in (compiled.as_text() or "").splitlines():
+        before, barrier, _ = line.partition(" opt-barrier(")
+        result = before.partition(" = ")[2]
+        arrays = _ARRAY.findall(result) if barrier else []
+        size = sum(math.prod(map(int, filter(None, shape.split(",")))) * int(bits or 8) / 8 for _, bits, shape in arrays)  # pred has none
+        total += size if result.startswith("(") else 2 * size
+    return total
+
+
+_NAME = "maskbridge_stored"
+
+
+def _stored(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays behind a barrier that `stores` finds."""
+
+    def maskbridge_stored(*arrays: Any) -> list[Any]:
+        return jax.lax.optimization_barrier(list(arrays))
+
+    return jax.jit(maskbridge_stored)(*arrays)
+
+
+def stores(jaxpr: Any) -> bool:
+    """Whether a traced program has such barriers of this file as have not been made a part of anything else."""
+    return any(eqn.params.get("name") == _NAME for eqn in operations(jaxpr))
 
 
 # ------------------------------------------------------------------ loops of an odd length
 
 
-def rows_of(size: int) -> tuple[int, int] | None:
+def rows_for(size: int) -> tuple[int, int] | None:
     """The rows and columns in which a loop over so many elements is best written; None: as it is.
 
     jaxlib 0.10.2 cuts a loop in as many parts as there are cores. Of an odd length and two of them it asks at each element whether it is
     past the end, and LLVM writes no vectors: AdamW took 5.6 to 6.2 times as long as torch's. In rows it asks that once a row. A prime
-    number has none.
+    number has none; three long ones leave one core half the work of the other.
     """
     if lanes.CORES != 2 or size % 2 == 0 or size < LARGE:
         return None
@@ -70,10 +95,9 @@ def rows_of(size: int) -> tuple[int, int] | None:
     return None if rows is None else (rows, size // rows)
 
 
-def in_rows(function: Callable[..., Sequence[Any]], arrays: Sequence[Any], shape: tuple[int, int]) -> list[Any]:
+def through_rows(function: Callable[..., Sequence[Any]], arrays: Sequence[Any], shape: tuple[int, int]) -> list[Any]:
     """The flat results of a function of arrays in rows, for flat ones."""
-    rows = jax.lax.optimization_barrier([jax.lax.reshape(x, shape) for x in arrays])
-    results = jax.lax.optimization_barrier(list(function(rows)))
+    results = _stored(function(_stored([jax.lax.reshape(x, shape) for x in arrays])))
     return [jax.lax.reshape(x, (math.prod(shape),)) for x in results]
 
 
@@ -103,9 +127,10 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
         loops = _loops(jaxpr, replaced)
         for nth, loop in enumerate(loops):
             if done:  # what is read no more must not be held: XLA would copy it
-                read = [v for v in known if any(v in _read(jaxpr, later, done) for later in loops[nth:]) and v.aval.size == size]
-                held, given = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
-                known, done = known | dict(zip(read, held, strict=True)), dict(zip(done, given, strict=True))
+                later = set().union(*(_read(jaxpr, each, done) for each in loops[nth:]))
+                read = [v for v in known if v in later and v.aval.size == size]
+                kept, given = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
+                known, done = known | dict(zip(read, kept, strict=True)), dict(zip(done, given, strict=True))
             done |= _found(jaxpr, loop, known | done)
         found |= done
         return jax.tree.unflatten(jax.tree.structure(result), [literal(v) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars])
@@ -153,29 +178,45 @@ def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[
 
 
 def by_bits(closed: Any) -> Any:
-    """A program of arrays that rounds float32 to bfloat16 by operations on bits, if it has results of that type; else the program itself.
+    """A program of arrays that rounds its results in bfloat16 by operations on bits; one that has none, or reads one, as it is.
 
     XLA's own conversion chooses between a rounded number and a NaN, for which LLVM takes vectors of 8 numbers where it takes 32 without:
-    SGD with momentum took 1.8 times as long.
+    SGD with momentum took 1.6 times as long, AdamW 1.9 times. Where a result is read, to compute another, XLA may leave that rounding out,
+    and writes fewer of the results from one loop if it must not.
     """
     if not any(v.aval.dtype == jnp.bfloat16 for v in closed.jaxpr.outvars):
         return closed
     plain = inlined(closed.jaxpr, closed.consts)
+    made = {v: eqn for eqn in plain.jaxpr.eqns for v in eqn.outvars}
+    read = {v for eqn in plain.jaxpr.eqns if eqn.primitive.name != "select_n" for v in eqn.invars if not isinstance(v, Literal)}
+    ends = {eqn.outvars[0] for eqn in plain.jaxpr.eqns if _rounds(eqn)} - read
+
+    def ready(v: Any) -> bool:
+        """Whether a result is a rounded one, or a choice between such and what was there."""
+        if isinstance(v, Literal) or v in read:
+            return False
+        return v in ends or v not in made or (made[v].primitive.name == "select_n" and all(map(ready, made[v].invars[1:])))
+
+    if not all(map(ready, (v for v in plain.jaxpr.outvars if v.aval.dtype == jnp.bfloat16))):
+        return closed
 
     def written(*inputs: Any) -> list[Any]:
-        values: dict[Any, Any] = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
+        values = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
         for eqn in plain.jaxpr.eqns:
             operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            values |= zip(eqn.outvars, [_rounded(*operands)] if _rounds(eqn) else apply(plain.jaxpr, eqn, operands), strict=True)
+            values |= zip(
+                eqn.outvars, [_rounded(*operands)] if ends.intersection(eqn.outvars) else apply(plain.jaxpr, eqn, operands), strict=True
+            )
         return [literal(v) if isinstance(v, Literal) else values[v] for v in plain.jaxpr.outvars]
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
 
 
 def _rounds(eqn: Any) -> bool:
-    return eqn.primitive.name == "convert_element_type" and (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (
-        jnp.float32,
-        jnp.bfloat16,
+    return (
+        eqn.primitive.name == "convert_element_type"
+        and not isinstance(eqn.invars[0], Literal)
+        and (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (jnp.float32, jnp.bfloat16)
     )
 
 

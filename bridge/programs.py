@@ -20,10 +20,10 @@ from . import executables, reading
 from .contents import calls_back, contents_of
 from .dlpack import x64
 from .flags import of_barriers, of_update
-from .loops import held
+from .loops import held, stores
 from .passes import bytes_accessed
 from .pieces import Piece, cut
-from .update import Plan, abstract, measured, stepped, stores
+from .update import Plan, abstract, by_type, measured, stepped
 from .whole import unread
 
 _compilations = 0
@@ -60,15 +60,14 @@ class Program:
             update = self._entry.named(functools.partial(stepped, plan))
             jitted = functools.partial(jax.jit, update, donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
-            if stores(plan):
-                options |= of_barriers(contents_of(traced.jaxpr.jaxpr))
             if unread(traced.jaxpr.jaxpr, donated):
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
                 traced = jitted(keep_unused=True).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
-            self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
+            kept = of_barriers(contents_of(traced.jaxpr.jaxpr)) if by_type(plan) or stores(traced.jaxpr.jaxpr) else {}
+            self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options | kept)
             if self._cut is None:
-                self._own.append(Piece(traced.lower(), options))
+                self._own.append(Piece(traced.lower(), options | kept))
             if plan.measured and not all(map(plan.far, plan.leaves)):
                 _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
                 measuring = jax.jit(self._entry.named(functools.partial(measured, plan)))
@@ -103,8 +102,7 @@ class Program:
         read = [leaf.buffer for leaf in self.plan.leaves if self.plan.far(leaf)]
         far = sum(size * jnp.dtype(dtype).itemsize for (size,), dtype in read)
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
-        update = bytes_accessed(self.update) - (held(self.update) if stores(self.plan) else 0.0)
-        return update * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
+        return (bytes_accessed(self.update) - held(self.update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
 
 _PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it

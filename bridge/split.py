@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .loops import by_bits, in_rows, rows_of, stay
+from .loops import by_bits, rows_for, stay, through_rows
 from .pieces import part
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
@@ -90,7 +90,7 @@ def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Ca
     if kind.rows is not None:
         function = jax.vmap(function, in_axes=(*(0 for _ in range(cut.handed + len(given))), *(None for _ in shared)))
     elif apart and (shape := cut.rows) is not None:
-        function = cut.in_rows(shape, len(shared))
+        function = cut.over_rows(shape, len(shared))
     return _repeated(function, len(kind.arrays) if kind.at is None else 1)
 
 
@@ -161,7 +161,7 @@ class _Cut:
         second = second if any(eqn.effects for eqn in second) else slice_of(second, others)
         # What two evaluations read is handed on to each: a number that is read twice would be cut out of its row in a loop of its own.
         handed = [v for v in dict.fromkeys(v for eqn in second for v in eqn.invars if not isinstance(v, Literal)) if v in made]
-        self.handed, results = len(handed), [numbers.first(v) for v in (*handed, *done)]
+        self._own, self.handed, results = len(own), len(handed), [numbers.first(v) for v in (*handed, *done)]
         first = slice_of(numbers.eqns, results)
         self.key = self.handed, numbers.text(first, results), tuple(map(id, closed.consts))
         self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=results, eqns=first), closed.consts)
@@ -191,32 +191,39 @@ class _Cut:
     @property
     def rows(self) -> tuple[int, int] | None:
         """The shape in which its arrays are better given to it than flat; None where they are not."""
-        shape = rows_of(self._now)
-        return shape if shape is not None and self._is_flat and self._is_by_element and stay() else None
+        shape = rows_for(self._now)
+        return shape if shape is not None and self._takes_any_shape and stay() else None
 
-    def in_rows(self, shape: tuple[int, int], shared: int) -> Callable[..., Any]:
+    def over_rows(self, shape: tuple[int, int], shared: int) -> Callable[..., Any]:
         """The second part of flat arrays, computed in rows; of what it is given, so many are common to all leaves."""
 
         def turned(*inputs: Any) -> list[Any]:
             numbers, arrays, common = inputs[: self.handed], inputs[self.handed : len(inputs) - shared], inputs[len(inputs) - shared :]
-            return in_rows(lambda rows: _in_shape(self._plain, [*numbers, *rows, *common], (self._size,), shape), arrays, shape)
+            return through_rows(lambda rows: _in_shape(self._plain, [*numbers, *rows, *common], (self._size,), shape), arrays, shape)
 
         return turned
+
+    @cached_property
+    def _takes_any_shape(self) -> bool:
+        """Whether all its arrays and results are of the size that this is for, and no operation on them knows where an element is."""
+        jaxpr, size = self._plain.jaxpr, self._size
+        own = jaxpr.invars[self.handed : self.handed + self._own]
+        numbers = [*jaxpr.constvars, *jaxpr.invars[: self.handed], *jaxpr.invars[self.handed + self._own :]]
+        if size <= _FEW or any(v.aval.shape != (size,) for v in (*own, *jaxpr.outvars)) or any(v.aval.size > _FEW for v in numbers):
+            return False
+        return all(self._by_element(eqn) for eqn in jaxpr.eqns)
+
+    def _by_element(self, eqn: Any) -> bool:
+        operands = (*eqn.invars, *eqn.outvars)
+        if all(v.aval.size <= _FEW for v in operands):
+            return True
+        known = elementwise(eqn, self._size) or spreads(eqn, self._size) or eqn.primitive.name == "optimization_barrier"
+        return known and all(v.aval.shape in ((self._size,), ()) for v in operands)
 
     @cached_property
     def _is_flat(self) -> bool:
         seen = [v.aval for eqn in self._plain.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
         return self._size > _FEW and all(aval.shape == (self._size,) or aval.size <= _FEW for aval in seen)
-
-    @cached_property
-    def _is_by_element(self) -> bool:
-        """Whether no operation knows the position of an element."""
-        size = self._size
-        of_numbers = lambda eqn: all(v.aval.size <= _FEW for v in (*eqn.invars, *eqn.outvars))  # noqa: E731
-        return all(
-            elementwise(eqn, size) or spreads(eqn, size) or of_numbers(eqn) or eqn.primitive.name == "optimization_barrier"
-            for eqn in self._plain.jaxpr.eqns
-        )
 
     @cached_property
     def _plain(self) -> Any:

@@ -21,7 +21,7 @@ from .analysis import in_parts
 from .gradients import along, consequences, found_in
 from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
-from .loops import LARGE, rows_of
+from .loops import LARGE
 from .passes import ONCE, chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
 from .scattered import Scattered, part
@@ -242,13 +242,10 @@ def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
     return chosen(plan.problem(leaf), leaf.elements, measured, plan.extra, plan.device, large, fused)
 
 
-def stores(plan: Plan) -> bool:
-    """Whether the program of a plan has barriers that must stay, as of `bridge.loops`."""
-    return plan.device.platform == "cpu" and any(
-        (leaf.count is None and rows_of(math.prod(leaf.spec.shape)) is not None)
-        or (leaf.row.unit is None and _passes(plan, leaf, leaf.looped, True).by_type)
-        for leaf in set(plan.leaves)
-    )
+def by_type(plan: Plan) -> bool:
+    """Whether the results of some leaf come from loops of one type each, behind barriers that must stay."""
+    alone = {leaf for leaf in plan.leaves if leaf.row.unit is None}
+    return plan.device.platform == "cpu" and any(_passes(plan, leaf, leaf.looped, True).by_type for leaf in alone)
 
 
 # So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
