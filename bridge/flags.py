@@ -78,9 +78,9 @@ def of_training(device: Any, contents: Contents) -> dict[str, Any]:
 
     Matrix products are the library's as well, unless all are small: then XLA's own take less, and of larger ones up to twice as long.
     """
-    library = _SUMS_ALONE if contents.small else _NO_CONVOLUTIONS
     if device.platform != "cpu":
         return {}
+    library = _SUMS_ALONE if contents.small else _NO_CONVOLUTIONS
     return of_barriers(contents) | ({} if contents.convolves_in_groups else _unless_set(LIBRARY_OPTION, library))
 
 

@@ -80,8 +80,8 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
         (_, new_arrays, _, _), (new_scalars, _) = parted(problem, new_p, new_state, g, mask, values)
         return new_p, new_arrays, new_scalars
 
-    arrays = 1 + sum(field.shape != () for field in fields)
-    return one_type_each(leaf, arrays) if passes.by_type else leaf
+    count = 1 + sum(field.shape != () for field in fields)  # as `parted` has them: the parameter, then the arrays of state
+    return one_type_each(leaf, count) if passes.by_type else leaf
 
 
 def repeatable(fields: Sequence[Field], beside: bool) -> list[int]:
