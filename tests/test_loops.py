@@ -391,6 +391,19 @@ def test_what_has_no_result_in_bfloat16_is_left_as_it_is():
     assert loops.by_bits(closed) is closed
 
 
+@FUSES
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_result_that_others_are_computed_from_is_left_to_xla():
+    """Its rounding may be left out then; where it must not, schedule-free AdamW moves 34 bytes a parameter."""
+    (p,) = params = parameters([(18000,)], HALF)
+    optimizer = torch_api.MaskedScheduleFreeAdamW(params, lr=0.01)
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    assert optimizer.bytes_accessed() / p.numel() == pytest.approx(14, rel=0.01)
+    closed = jax.make_jaxpr(lambda x: (y := x.astype(jnp.bfloat16), y.astype(jnp.float32) * 2))(jnp.ones(3))
+    assert loops.by_bits(closed) is closed
+
+
 @pytest.mark.parametrize("masked", [torch_api.MaskedAdamW, torch_api.MaskedLion], ids=lambda x: x.__name__)
 def test_bfloat16_updates_are_those_of_xlas_own_rounding(masked, monkeypatch):
     params = parameters([(18000,), (40,), (40,), (40,), (40,)], HALF)
