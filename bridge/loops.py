@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import permutations
 from typing import Any
 
@@ -75,7 +75,7 @@ def _stored(arrays: Sequence[Any]) -> list[Any]:
 
 
 def stores(jaxpr: Any) -> bool:
-    """Whether a traced program has such barriers of this file as have not been made a part of anything else."""
+    """Whether a traced program has arrays behind barriers of `_stored`; of those of `one_type_each` `update.by_type` tells."""
     return any(eqn.params.get("name") == _NAME for eqn in operations(jaxpr))
 
 
@@ -86,7 +86,7 @@ def rows_for(size: int) -> tuple[int, int] | None:
     """The rows and columns in which a loop over so many elements is best written; None: as it is.
 
     jaxlib 0.10.2 cuts a loop in as many parts as there are cores. Of an odd length and two of them it asks at each element whether it is
-    past the end, and LLVM writes no vectors: AdamW took 5.6 to 6.2 times as long as torch's. In rows it asks that once a row. A prime
+    past the end, and LLVM writes no vectors: AdamW took 5.4 to 6.2 times as long as torch's. In rows it asks that once a row. A prime
     number has none; three long ones leave one core half the work of the other.
     """
     if lanes.CORES != 2 or size % 2 == 0 or size < LARGE:
@@ -108,7 +108,7 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
     """The function, its results as large as the first input in loops one behind the other, those of one type in each.
 
     XLA writes results of one type alone from one loop. Of loops that follow in no order one reads what another has replaced, so it copies
-    that before: with state in bfloat16 AdamW moved 36 bytes a float32 parameter, the copies on one core, and took 2.5 times as long.
+    that before: with state in bfloat16 AdamW moved 36 bytes a float32 parameter, the copies on one core, and took 3.6 times as long.
 
     Args:
       function: of pytrees of arrays. Of the inputs, flat, the first are replaced by the first results, flat, each by its own.
@@ -121,7 +121,8 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
         jaxpr = closed.jaxpr
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *jax.tree.leaves(inputs)), strict=True))
         size = jaxpr.invars[0].aval.size
-        replaced = {new: old for new, old in zip(jaxpr.outvars[:count], jaxpr.invars, strict=False) if _is_large(new, size)}
+        pairs = zip(jaxpr.outvars[:count], jaxpr.invars, strict=False)
+        replaced = {new: old for new, old in pairs if not isinstance(new, Literal) and new.aval.size == size}
         found = _found(jaxpr, [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in replaced], known)
         done: dict[Any, Any] = {}
         loops = _loops(jaxpr, replaced)
@@ -136,10 +137,6 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
         return jax.tree.unflatten(jax.tree.structure(result), [literal(v) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars])
 
     return ordered
-
-
-def _is_large(v: Any, size: int) -> bool:
-    return not isinstance(v, Literal) and v.aval.size == size
 
 
 def _loops(jaxpr: Any, replaced: Mapping[Any, Any]) -> list[list[Any]]:
@@ -165,12 +162,13 @@ def _read(jaxpr: Any, wanted: Sequence[Any], done: Iterable[Any]) -> set[Any]:
     return {v for v in (*wanted, *(v for eqn in eqns for v in eqn.invars)) if not isinstance(v, Literal)}
 
 
-def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Some variables of a program, from those that are known."""
+def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any], rounded: Set[Any] = frozenset()) -> dict[Any, Any]:
+    """Some variables of a program, from those that are known; `rounded`: which are so by operations on bits."""
     values = dict(known)
     for eqn in slice_of(jaxpr.eqns, wanted, known):
         operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
+        new = apply(jaxpr, eqn, operands) if rounded.isdisjoint(eqn.outvars) else [_rounded(*operands)]
+        values |= zip(eqn.outvars, new, strict=True)
     return {v: values[v] for v in wanted}
 
 
@@ -193,13 +191,9 @@ def by_bits(closed: Any) -> Any:
         return closed
 
     def written(*inputs: Any) -> list[Any]:
-        values = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
-        for eqn in plain.jaxpr.eqns:
-            operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            values |= zip(
-                eqn.outvars, [_rounded(*operands)] if ends.intersection(eqn.outvars) else apply(plain.jaxpr, eqn, operands), strict=True
-            )
-        return [literal(v) if isinstance(v, Literal) else values[v] for v in plain.jaxpr.outvars]
+        known = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
+        found = _found(plain.jaxpr, [v for v in plain.jaxpr.outvars if not isinstance(v, Literal)], known, ends)
+        return [literal(v) if isinstance(v, Literal) else found[v] for v in plain.jaxpr.outvars]
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
 
