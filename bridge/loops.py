@@ -23,6 +23,7 @@ from .contents import Contents, operations
 from .dlpack import x64
 from .flags import of_barriers
 from .fusion import compiled
+from .precision import to_bfloat16
 from .whole import apply, inlined, literal, slice_of, traced
 
 LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
@@ -167,7 +168,7 @@ def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any], rounded:
     values = dict(known)
     for eqn in slice_of(jaxpr.eqns, wanted, known):
         operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        new = apply(jaxpr, eqn, operands) if rounded.isdisjoint(eqn.outvars) else [_rounded(*operands)]
+        new = apply(jaxpr, eqn, operands) if rounded.isdisjoint(eqn.outvars) else [to_bfloat16(*operands)]
         values |= zip(eqn.outvars, new, strict=True)
     return {v: values[v] for v in wanted}
 
@@ -186,13 +187,14 @@ def by_bits(closed: Any) -> Any:
         return closed
     plain = inlined(closed.jaxpr, closed.consts)
     read = {v for eqn in plain.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-    ends = {eqn.outvars[0] for eqn in plain.jaxpr.eqns if _rounds(eqn)} - read
+    rounded = {eqn.outvars[0] for eqn in plain.jaxpr.eqns if _rounds(eqn)} - read
+    ends = rounded | {eqn.outvars[0] for eqn in plain.jaxpr.eqns if eqn.primitive.name == "bitcast_convert_type"}
     if any(v.aval.dtype == jnp.bfloat16 and (isinstance(v, Literal) or v not in ends) for v in plain.jaxpr.outvars):
         return closed
 
     def written(*inputs: Any) -> list[Any]:
         known = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
-        found = _found(plain.jaxpr, [v for v in plain.jaxpr.outvars if not isinstance(v, Literal)], known, ends)
+        found = _found(plain.jaxpr, [v for v in plain.jaxpr.outvars if not isinstance(v, Literal)], known, rounded)
         return [literal(v) if isinstance(v, Literal) else found[v] for v in plain.jaxpr.outvars]
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
@@ -204,15 +206,3 @@ def _rounds(eqn: Any) -> bool:
         and not isinstance(eqn.invars[0], Literal)
         and (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (jnp.float32, jnp.bfloat16)
     )
-
-
-# The largest bits whose sum with half a unit is a NaN still, of either sign: those of others would run over.
-_LARGEST_NAN, _LARGEST_NEGATIVE_NAN = np.int32(0x7FFF0000), np.uint32(0xFFFF0000)
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    """float32 in the nearest bfloat16, of two that are as near the even one; a NaN remains one."""
-    bits = jax.lax.min(jax.lax.bitcast_convert_type(x, np.int32), _LARGEST_NAN)
-    bits = jax.lax.min(jax.lax.bitcast_convert_type(bits, np.uint32), _LARGEST_NEGATIVE_NAN)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return jax.lax.bitcast_convert_type(((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16), jnp.bfloat16)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MASTER = "master_param"  # float32, of a half parameter: what the update is added to
 AVERAGE = "ema_param"  # exponential moving average of the trained weights
@@ -61,8 +62,21 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / smallest) * smallest, rounded)
 
 
-def shares(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """A float32 in [0, 1) for each element, from its position and a key of two int32 words.
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """float32 in the nearest bfloat16, of two that are as near the even one; a NaN that arithmetic gives remains one.
+
+    XLA's own conversion chooses between a rounded number and a NaN, for which LLVM takes vectors of 8 numbers, not 32.
+    """
+    return jax.lax.bitcast_convert_type(_upper(jax.lax.reduce_precision(x, 8, 7)), jnp.bfloat16)
+
+
+def _upper(x: jax.Array) -> jax.Array:
+    """The upper 16 bits of float32 or uint32."""
+    return (jax.lax.bitcast_convert_type(x, np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def draws(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """A random uint32 for each element, from its position and a key of two int32 words.
 
     A hash, because it is computed within the loop of the update: jax.random's generators take 17 ns an element on a CPU core,
     in passes of their own, which is fifteen times the rest of Adam.
@@ -77,20 +91,24 @@ def shares(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
     parameter, count = jax.lax.bitcast_convert_type(key, jnp.uint32)
     position = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    bits = mixed(mixed(position ^ parameter) ^ mixed(count))
-    return (bits >> jnp.asarray(8, jnp.uint32)).astype(jnp.float32) * jnp.float32(2**-24)
+    return mixed(mixed(position ^ parameter) ^ mixed(count))
 
 
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     """x, float32, as one of the two nearest numbers of a half type, each as likely as x is near to it: right on average.
 
-    `key` is as for `shares`. A number of that type stays what it is, and one beyond the largest rounds as ever. Subnormal
-    numbers count as any other. Unlike adding random bits below the last and cutting off, this serves float16 too, whose
-    exponents are fewer.
+    `key` is as for `draws`. A number of that type stays what it is, and one beyond the largest rounds as ever. Subnormal
+    numbers count as any other.
 
     Source: Croci et al., Stochastic rounding: implementation, error analysis and applications, R. Soc. Open Sci. 9 (2022)
     211631, https://doi.org/10.1098/rsos.211631 (mode 1).
     """
+    drawn = draws(x.shape, key)
+    return _stochastic_bfloat16(x, drawn) if dtype == jnp.bfloat16 else _stochastic(x, dtype, drawn)
+
+
+def _stochastic(x: jax.Array, dtype: Any, drawn: jax.Array) -> jax.Array:
+    """Unlike adding random bits below the last and cutting off, this serves float16, whose exponents are fewer."""
     near, one = nearest(x, dtype), jnp.asarray(1, jnp.uint16)
     bits = jax.lax.bitcast_convert_type(near.astype(dtype), jnp.uint16)
     error = x - near
@@ -99,5 +117,18 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     stepped = jnp.where(near == 0, beside_zero, jnp.where((error > 0) == (x > 0), bits + one, bits - one))
     neighbour = jax.lax.bitcast_convert_type(stepped, jnp.dtype(dtype))
     gap = jnp.abs(neighbour.astype(x.dtype) - near)
-    step = shares(x.shape, key) * gap < jnp.abs(error)
+    share = (drawn >> np.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+    step = share * gap < jnp.abs(error)
     return jnp.where(step & jnp.isfinite(neighbour), neighbour, near.astype(dtype))
+
+
+def _stochastic_bfloat16(x: jax.Array, drawn: jax.Array) -> jax.Array:
+    """The same numbers by integers: the 16 bits that are cut off are the error, in 2^-16 of a gap.
+
+    With few constants, each of which is an operand of the loop: XLA's CPU compiler writes several results from one loop of at most 20.
+    """
+    below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: towards zero
+    is_below = _upper(jax.lax.reduce_precision(x, 8, 7)) == below
+    error = jnp.where(is_below, rest, -rest)
+    step = (_upper(drawn) < error) & (jnp.abs(x) < jnp.finfo(jnp.bfloat16).max.astype(np.float32))  # a NaN does not step
+    return jax.lax.bitcast_convert_type(below + (is_below == step).astype(np.uint16), jnp.bfloat16)

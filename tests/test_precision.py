@@ -14,7 +14,7 @@ import torch
 from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
-from bridge.precision import nearest, shares, stochastic_round
+from bridge.precision import _stochastic, draws, nearest, stochastic_round
 
 HALF = [torch.bfloat16, torch.float16]
 DRAWS = 4096
@@ -102,8 +102,8 @@ def dependence(a, b):
     return (((table - expected) ** 2 / expected).sum() - (table.size - 1)) / np.sqrt(2 * (table.size - 1))
 
 
-def test_shares_are_uniform_and_independent():
-    draw = jax.jit(lambda key: shares((1 << 16,), key))
+def test_draws_are_uniform_and_independent():
+    draw = jax.jit(lambda key: draws((1 << 16,), key).astype(jnp.float32) * jnp.float32(2.0**-32))
     assert max(dependence(*map(np.asarray, pair)) for pair in pairs(draw).values()) < 5
     assert 0 <= float(draw(key(0)).min()) < float(draw(key(0)).max()) < 1
     # The statistic sees one word that is left out, and positions that are not mixed.
@@ -115,6 +115,27 @@ def test_numbers_beyond_the_largest_and_no_numbers_round_as_ever():
     x = jnp.asarray([65519.0, 65520.0, 1e30, -1e30, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     results = stochastic_round(x, jnp.dtype("float16"), key(1))
     np.testing.assert_array_equal(np.asarray(results), np.asarray(x.astype(jnp.float16)))
+
+
+def around_every_bfloat16():
+    """Of each sign and exponent, NaN, infinity and both zeros among them; no subnormal numbers, which XLA's CPU code flushes."""
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    low = np.array([0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xC0DE, 0xFFFF], np.uint32)
+    x = (upper[:, None] | low).reshape(-1).view(np.float32)
+    quiet = ~np.isnan(x) | (x.view(np.uint32) & 0x400000 != 0)  # arithmetic gives no other NaN
+    return x[quiet & ((x == 0) | ~(np.abs(x) < 2.0**-90))]  # nor is a share of its gap subnormal
+
+
+def test_bfloat16_is_rounded_by_integers_as_by_arithmetic():
+    x = around_every_bfloat16()
+    for count in range(20):
+        ours, theirs = jax.jit(lambda x, key: (stochastic_round(x, jnp.bfloat16, key), _stochastic(x, jnp.bfloat16, draws(x.shape, key))))(
+            x, key(7, count)
+        )
+        assert np.isnan(np.asarray(ours, np.float32)[np.isnan(x)]).all()
+        ours, theirs = (np.asarray(y).view(np.uint16)[~np.isnan(x)] for y in (ours, theirs))
+        np.testing.assert_array_equal(ours, theirs)
+        assert (ours != np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16)[~np.isnan(x)]).mean() > 0.1  # no plain rounding
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
