@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from .loops import by_bits, rows_for, stay, through_rows
+from .operands import fewer
 from .pieces import part
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
@@ -139,6 +140,7 @@ class _Cut:
         ]
         closed, result = traced(kind.function, *one, jax.tree.map(_shape, common))
         self.structure, self._size, self._now = jax.tree.structure(result), kind.size, kind.size
+        closed = fewer(closed, jax.tree.leaves(one[0])[0].size) if apart else closed
         arrays, scalars = (len(jax.tree.leaves(x)) for x in one)
         jaxpr = closed.jaxpr
         own, each, rest = jaxpr.invars[:arrays], jaxpr.invars[arrays : arrays + scalars], jaxpr.invars[arrays + scalars :]
@@ -161,13 +163,13 @@ class _Cut:
         second = second if any(eqn.effects for eqn in second) else slice_of(second, others)
         # What two evaluations read is handed on to each: a number that is read twice would be cut out of its row in a loop of its own.
         handed = [v for v in dict.fromkeys(v for eqn in second for v in eqn.invars if not isinstance(v, Literal)) if v in made]
+        arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
+        arrays = by_bits(arrays) if apart else arrays
         self._own, self.handed, results = len(own), len(handed), [numbers.first(v) for v in (*handed, *done)]
         first = slice_of(numbers.eqns, results)
         self.key = self.handed, numbers.text(first, results), tuple(map(id, closed.consts))
         self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=results, eqns=first), closed.consts)
-        arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
-        self._arrays = by_bits(arrays) if apart else arrays
-        self.of_arrays = jaxpr_as_fun(self._arrays)
+        self._arrays, self.of_arrays = arrays, jaxpr_as_fun(arrays)
 
     def resized(self, size: int) -> _Cut | None:
         """The same for arrays of another size; None where not all arrays are flat and of the size that this is for."""
