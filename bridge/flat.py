@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .rest import sums_up
-from .whole import apply, body_of, elementwise, keeps_elements, literal, spreads
+from .whole import apply, beside, body_of, chosen, elementwise, keeps_elements, literal, spreads
 
 
 class Flat(NamedTuple):
@@ -73,8 +73,11 @@ def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], number
 
     for eqn in jaxpr.eqns:
         out: Any = eqn.outvars[0].aval if eqn.outvars else None
-        body = body_of(eqn)
-        if body is not None:
+        body, branches = body_of(eqn), beside(eqn)
+        if branches is not None:
+            given = list(map(read, eqn.invars))
+            found = chosen(given[0], [_results(each.jaxpr, each.consts, given[1:], numbers) for each in branches])
+        elif body is not None:
             found = _results(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)), numbers)
         elif out is None or out.size < 2:
             found = _number(jaxpr, eqn, flat, shaped)

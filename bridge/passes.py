@@ -18,6 +18,7 @@ from .fusion import compiled
 from .leaf_update import ONES, Passes, leaf_update, parted, repeatable
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Problem, buffer_shape, layout
+from .split import Alike, for_each
 
 _chosen: dict[Any, Passes] = {}
 ONCE = Passes(1, beside=False)
@@ -49,7 +50,7 @@ def chosen(
             if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
             ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < 3}
-            ways = {way for way in ways if way.evaluations <= min(1 + len(repeatable(fields, way.beside)), ONES) or way.evaluations == 1}
+            ways = {way for way in ways if way.evaluations <= min(1 + len(repeatable(fields, way.beside)), ONES + 1) or way.evaluations == 1}
             ways |= {way._replace(by_type=True) for way in ways if by_type}
             least = _fewest_bytes(small)
             counts: dict[Passes, float] = {}
@@ -111,7 +112,8 @@ def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device:
     update = leaf_update(problem, passes, NO_EXTRA)
 
     def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any, skip: Any) -> Any:
-        return update(*parted(problem, p, state, g, mask, values), (ones, scale, skip, []))
+        arrays, scalars = parted(problem, p, state, g, mask, values)
+        return for_each([Alike(update, [arrays], [scalars])], (ones, scale, skip, []), device.platform == "cpu")
 
     return jax.jit(donated, donate_argnums=(0, 1)).trace(p, state, p, mask, values, ones, scale, skip)
 

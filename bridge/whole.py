@@ -46,17 +46,52 @@ def inlined(jaxpr: Any, consts: Sequence[Any], wanted: Callable[[Any], bool] = _
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """As jax.make_jaxpr(function, return_shape=True)(*arguments), and functions that are jitted to be inlined are, as in older versions.
-
-    jax 0.11 keeps them as calls until it lowers the program: of optax's bias correction, one of all leaves.
-    """
+    """As jax.make_jaxpr(function, return_shape=True)(*arguments), but for what is `opened`."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    late = any(map(_is_late, closed.jaxpr.eqns))
-    return inlined(closed.jaxpr, closed.consts, _is_late) if late else closed, result
+    return inlined(closed.jaxpr, closed.consts, _is_opened) if any(map(_is_opened, closed.jaxpr.eqns)) else closed, result
 
 
-def _is_late(eqn: Any) -> bool:
-    return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
+def _is_opened(eqn: Any) -> bool:
+    """Whether something else stands in an operation's place: functions that are jitted to be inlined are, as in older versions (jax 0.11
+    keeps them as calls until it lowers the program: of optax's bias correction, one of all leaves), and branches are `beside` each other.
+    """
+    body = body_of(eqn)
+    late = getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
+    return late or beside(eqn) is not None or (body is not None and any(map(_is_opened, getattr(body, "jaxpr", body).eqns)))
+
+
+def beside(eqn: Any) -> Any:
+    """The branches of a conditional that may all be evaluated, one result chosen: they take each element by itself.
+
+    XLA runs a branch as a program of its own, which stores what it is given and what it gives: optax.apply_if_finite(optax.adam(...)) moved 50
+    bytes a float32 parameter, not 28. Of an index that is a constant that branch alone. None of another operation.
+    """
+    if eqn.primitive.name != "cond":
+        return None
+    branches, index = eqn.params["branches"], eqn.invars[0]
+    if isinstance(index, Literal):
+        branches = branches[min(max(int(index.val), 0), len(branches) - 1)],
+    return branches if len(branches) == 1 or all(_by_elements(branch.jaxpr) for branch in branches) else None
+
+
+def _by_elements(jaxpr: Any) -> bool:
+    """Whether a program has no effects, and only operations on elements and on numbers by themselves, in whatever shape."""
+    if jaxpr.effects:
+        return False
+    for eqn in jaxpr.eqns:
+        body = body_of(eqn)
+        simple = eqn.primitive.name in ELEMENTWISE | _RESHAPING if body is None else _by_elements(getattr(body, "jaxpr", body))
+        if not simple and beside(eqn) is None:
+            return False
+    return True
+
+
+def chosen(index: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
+    """Of the results of branches `beside` each other those of one."""
+    if len(results) == 1:
+        return list(results[0])
+    which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
+    return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
@@ -74,6 +109,9 @@ def body_of(eqn: Any) -> Any:
 
 def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
     """The results of one operation of a program, whatever the shapes there are; of a call that is `wanted`, those of its body."""
+    branches = beside(eqn) if wanted(eqn) else None
+    if branches is not None:
+        return chosen(operands[0], [_run(each.jaxpr, each.consts, operands[1:], wanted) for each in branches])
     body = body_of(eqn) if wanted(eqn) else None
     if body is not None:
         return _run(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands, wanted)
