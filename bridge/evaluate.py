@@ -135,12 +135,14 @@ def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: M
         # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
         update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
     moved = p + update
-    if factor is not None:
-        moved = jnp.where(factor == 0, p, moved)  # before it is rounded: what is rounded last is by operations on bits (`loops.by_bits`)
+    if factor is not None and MASTER in beside:
+        moved = jnp.where(factor == 0, p, moved)  # as it is kept, so that the parameter can be rounded from what was stored
     if KEY in beside:
         new, kept[KEY] = stochastic_round(moved, old.dtype, beside[KEY]), beside[KEY] + jnp.asarray([0, 1], jnp.int32)
     else:
         new = lower(moved, old.dtype, row)
+    if factor is not None:
+        new = jnp.where(factor == 0, old, new)
     if MASTER in beside:
         kept[MASTER] = moved
     if AVERAGE in beside:

@@ -33,7 +33,7 @@ class Flat(NamedTuple):
         shapes = [x.shape for x in jax.tree.leaves(results)]
 
         def flat(*given: Any) -> list[Any]:
-            found = _results(closed.jaxpr, closed.consts, given, {})
+            found = _results(closed.jaxpr, closed.consts, given)
             return [x if x.shape == shape else x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
 
         return Flat(jax.make_jaxpr(flat)(*jax.tree.leaves(inputs)), jax.tree.structure(results))
@@ -44,31 +44,20 @@ class Flat(NamedTuple):
         return kinds == [(tuple(x.shape), x.dtype) for x in inputs]
 
 
-def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], numbers: dict[Any, Any]) -> list[Any]:
+def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """The results of a program, those of more than one element flat, with all that takes each element by itself written for flat arrays.
 
-    The bodies of the functions that it calls stand in place of the calls. `numbers`: the constants that were named.
+    The bodies of the functions that it calls stand in place of the calls.
     """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
     read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
-
-    def named(v: Any) -> Any:
-        # A constant is a number as others are, which a loop reads from its row: where each was a value of its own, XLA wrote the
-        # parameter from another loop than the state (clip and AdamW: 60 bytes, not 32). What is 0 or 1 may lead it to leave something out.
-        x = literal(v)
-        if not jnp.issubdtype(x.dtype, jnp.inexact) or x in (0, 1):
-            return x
-        key = x.dtype, x.tobytes()
-        if key not in numbers:
-            numbers[key] = jax.lax.optimization_barrier(x)
-        return numbers[key]
 
     def shaped(v: Any) -> Any:
         x = read(v)
         return x if x.shape == v.aval.shape else x.reshape(v.aval.shape)
 
     def flat(v: Any) -> Any:
-        large, x = v.aval.size != 1, named(v) if isinstance(v, Literal) else values[v]
+        large, x = v.aval.size != 1, read(v)
         return x if x.ndim == large else x.reshape(-1 if large else ())
 
     for eqn in jaxpr.eqns:
@@ -76,9 +65,9 @@ def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], number
         body, branches = body_of(eqn), beside(eqn)
         if branches is not None:
             given = list(map(read, eqn.invars))
-            found = chosen(given[0], [_results(each.jaxpr, each.consts, given[1:], numbers) for each in branches])
+            found = chosen(given[0], [_results(each.jaxpr, each.consts, given[1:]) for each in branches])
         elif body is not None:
-            found = _results(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)), numbers)
+            found = _results(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)))
         elif out is None or out.size < 2:
             found = _number(jaxpr, eqn, flat, shaped)
         elif keeps_elements(eqn):

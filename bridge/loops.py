@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -23,7 +23,7 @@ from .contents import Contents, operations
 from .dlpack import x64
 from .flags import of_barriers
 from .fusion import compiled
-from .precision import to_bfloat16
+from .precision import bfloat16_bits, of_bits
 from .whole import apply, inlined, literal, slice_of, traced
 
 LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
@@ -163,13 +163,12 @@ def _read(jaxpr: Any, wanted: Sequence[Any], done: Iterable[Any]) -> set[Any]:
     return {v for v in (*wanted, *(v for eqn in eqns for v in eqn.invars)) if not isinstance(v, Literal)}
 
 
-def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any], rounded: Set[Any] = frozenset()) -> dict[Any, Any]:
-    """Some variables of a program, from those that are known; `rounded`: which are so by operations on bits."""
+def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Some variables of a program, from those that are known."""
     values = dict(known)
     for eqn in slice_of(jaxpr.eqns, wanted, known):
         operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        new = apply(jaxpr, eqn, operands) if rounded.isdisjoint(eqn.outvars) else [to_bfloat16(*operands)]
-        values |= zip(eqn.outvars, new, strict=True)
+        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
     return {v: values[v] for v in wanted}
 
 
@@ -180,24 +179,54 @@ def by_bits(closed: Any) -> Any:
     """A program of arrays that rounds its results in bfloat16 by operations on bits; as it is if some are not rounded last.
 
     XLA's own conversion chooses between a rounded number and a NaN, for which LLVM takes vectors of 8 numbers where it takes 32 without:
-    SGD with momentum took 1.6 times as long, AdamW 1.8 times. Where a result is read, to compute another or to choose, XLA may leave that
-    rounding out, and writes fewer of the results from one loop if it must not (schedule-free AdamW: 34 bytes a parameter, not 14).
+    SGD with momentum took 1.6 times as long, AdamW 1.8 times. Where a result is read to compute another, XLA may leave that rounding out.
     """
     if not any(v.aval.dtype == jnp.bfloat16 for v in closed.jaxpr.outvars):
         return closed
     plain = inlined(closed.jaxpr, closed.consts)
-    read = {v for eqn in plain.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
-    rounded = {eqn.outvars[0] for eqn in plain.jaxpr.eqns if _rounds(eqn)} - read
-    ends = rounded | {eqn.outvars[0] for eqn in plain.jaxpr.eqns if eqn.primitive.name == "bitcast_convert_type"}
-    if any(v.aval.dtype == jnp.bfloat16 and (isinstance(v, Literal) or v not in ends) for v in plain.jaxpr.outvars):
+    last = _rounded_last(plain.jaxpr)
+    if last is None:
         return closed
 
     def written(*inputs: Any) -> list[Any]:
-        known = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
-        found = _found(plain.jaxpr, [v for v in plain.jaxpr.outvars if not isinstance(v, Literal)], known, rounded)
-        return [literal(v) if isinstance(v, Literal) else found[v] for v in plain.jaxpr.outvars]
+        values = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
+        bits: dict[Any, Any] = {}
+        read = lambda v: literal(v) if isinstance(v, Literal) else of_bits(bits[v]) if v in bits else values[v]  # noqa: E731
+        bits_of = lambda v: bits[v] if not isinstance(v, Literal) and v in bits else jax.lax.bitcast_convert_type(read(v), np.uint16)  # noqa: E731
+        for eqn in plain.jaxpr.eqns:
+            out = eqn.outvars[0] if eqn.outvars else None
+            if out not in last:
+                values |= zip(eqn.outvars, apply(plain.jaxpr, eqn, list(map(read, eqn.invars))), strict=True)
+            elif eqn.primitive.name == "select_n":
+                bits[out] = jax.lax.select_n(read(eqn.invars[0]), *map(bits_of, eqn.invars[1:]))
+            else:
+                bits[out] = bfloat16_bits(read(eqn.invars[0]))
+        return list(map(read, plain.jaxpr.outvars))
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
+
+
+def _rounded_last(jaxpr: Any) -> set[Any] | None:
+    """Of the results of a program that are bfloat16 those that it rounds, and what they are chosen from; no others read these.
+
+    None where a result is anything else, but what it was or bits already, or is read to compute another.
+    """
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    todo = [v for v in jaxpr.outvars if v.aval.dtype == jnp.bfloat16]
+    last, choices = set(), set()
+    while todo:
+        v = todo.pop()
+        eqn = None if isinstance(v, Literal) else made.get(v)
+        if eqn is not None and eqn.primitive.name == "select_n":
+            choices.add(v)
+            todo += eqn.invars[1:]
+        elif eqn is not None and _rounds(eqn):
+            last.add(v)
+        elif eqn is not None and eqn.primitive.name != "bitcast_convert_type":
+            return None
+    last |= choices
+    others = (eqn for eqn in jaxpr.eqns if choices.isdisjoint(eqn.outvars))
+    return None if any(v in last for eqn in others for v in eqn.invars if not isinstance(v, Literal)) else last
 
 
 def _rounds(eqn: Any) -> bool:

@@ -36,36 +36,41 @@ def fewer(closed: ClosedJaxpr, size: int) -> ClosedJaxpr:
         jaxpr = program.jaxpr
         values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *inputs), strict=True))
         numbers: dict[Any, Any] = {}  # of arrays whose elements are one
+        read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
 
         def number(v: Any) -> Any:
-            """What all elements of an operand are, a constant that XLA should not know or one that is computed; else None."""
-            value = literal(v) if isinstance(v, Literal) else numbers.get(v, values[v])
-            is_one = np.size(value) == 1 and jnp.issubdtype(value.dtype, jnp.floating)
-            return value if is_one and (isinstance(value, jax.core.Tracer) or value.item() not in _KNOWN) else None
+            """What all elements of an operand are, computed or a constant that XLA should not know; else None."""
+            x = read(v) if isinstance(v, Literal) else numbers.get(v, values[v])
+            is_known = isinstance(x, np.ndarray) and x.size == 1 and x.item() in _KNOWN
+            return x if np.size(x) == 1 and jnp.issubdtype(x.dtype, jnp.floating) and not is_known else None
 
         for eqn in jaxpr.eqns:
-            operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
+            operands: list[Any] = list(map(read, eqn.invars))
             if spreads(eqn, size):
                 numbers[eqn.outvars[0]] = operands[0]
-            of_arrays = elementwise(eqn, size) and eqn.outvars[0].aval.size == size
-            own = [number(v) for v in eqn.invars] if of_arrays else []
+            own: list[Any] = list(map(number, eqn.invars)) if _of_arrays(eqn, size) else []
             if all(x is None for x in own):
                 values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
                 continue
-            divides = eqn.primitive.name == "div" and own[1] is not None
-            if divides:
-                own[1] = np.ones((), own[1].dtype) / own[1]
+            divisor = own[1] if eqn.primitive.name == "div" else None
+            if divisor is not None:
+                own[1] = np.ones((), divisor.dtype) / divisor
+            shape: Any = eqn.outvars[0].aval.shape
             operands = [x if y is None else jnp.broadcast_to(jax.lax.copy_p.bind(y), shape) for x, y in zip(operands, own, strict=True)]
-            values |= zip(eqn.outvars, [operands[0] * operands[1]] if divides else bound(eqn, *operands), strict=True)
-        return [literal(v) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+            values |= zip(eqn.outvars, [operands[0] * operands[1]] if divisor is not None else bound(eqn, *operands), strict=True)
+        return list(map(read, jaxpr.outvars))
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
 
 
+def _of_arrays(eqn: Any, size: int) -> bool:
+    """Whether an operation gives an array, each element by itself."""
+    return elementwise(eqn, size) and eqn.outvars[0].aval.size == size
+
+
 def _operands(jaxpr: Any, size: int) -> Iterator[Any]:
     """The arrays that a program reads, and the constants of its operations on arrays, each once."""
-    eqns = [eqn for eqn in jaxpr.eqns if elementwise(eqn, size) or spreads(eqn, size)]
+    eqns: list[Any] = [eqn for eqn in jaxpr.eqns if elementwise(eqn, size) or spreads(eqn, size)]
     yield from {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}.intersection(jaxpr.invars)
-    constants = [literal(v) for eqn in eqns for v in eqn.invars if isinstance(v, Literal) and v.aval.size == 1]
-    yield from {(x.dtype, x.tobytes()) for x in constants}
+    constants = [literal(v) for eqn in eqns for v in eqn.invars if isinstance(v, Literal)]
+    yield from {(x.dtype, x.tobytes()) for x in constants if x.size == 1}

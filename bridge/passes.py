@@ -50,7 +50,8 @@ def chosen(
             if problem.row.kept.master_weights:  # a parameter is its master rounded, so both come from one evaluation
                 ways = {way for way in ways if way.beside or way.evaluations == 1}
             ways |= {way._replace(stored=n) for way in ways for n in (1, 2) if spec.whole and way.evaluations < 3}
-            ways = {way for way in ways if way.evaluations <= min(1 + len(repeatable(fields, way.beside)), ONES + 1) or way.evaluations == 1}
+            most = lambda way: min(len(repeatable(fields, way.beside)), ONES)  # noqa: E731
+            ways = {way for way in ways if way.evaluations == 1 or way.evaluations <= 1 + most(way)}
             ways |= {way._replace(by_type=True) for way in ways if by_type}
             least = _fewest_bytes(small)
             counts: dict[Passes, float] = {}

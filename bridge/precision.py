@@ -62,12 +62,18 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / smallest) * smallest, rounded)
 
 
-def to_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 in the nearest bfloat16, of two that are as near the even one; a NaN that arithmetic gives remains one.
+def bfloat16_bits(x: jax.Array) -> jax.Array:
+    """The bits, uint16, of the bfloat16 nearest to each float32, of two that are as near the even one.
 
-    XLA's own conversion chooses between a rounded number and a NaN, for which LLVM takes vectors of 8 numbers, not 32.
+    A NaN that arithmetic gives remains one. XLA's own conversion chooses between a rounded number and a NaN: LLVM takes vectors of
+    8 numbers, not 32.
     """
-    return jax.lax.bitcast_convert_type(_upper(jax.lax.reduce_precision(x, 8, 7)), jnp.bfloat16)
+    return _upper(jax.lax.reduce_precision(x, 8, 7))
+
+
+def of_bits(bits: jax.Array) -> jax.Array:
+    """The bfloat16 of bits in uint16."""
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def _upper(x: jax.Array) -> jax.Array:
@@ -128,7 +134,7 @@ def _stochastic_bfloat16(x: jax.Array, drawn: jax.Array) -> jax.Array:
     With few constants, each of which is an operand of the loop: XLA's CPU compiler writes several results from one loop of at most 20.
     """
     below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: towards zero
-    is_below = _upper(jax.lax.reduce_precision(x, 8, 7)) == below
+    is_below = bfloat16_bits(x) == below
     error = jnp.where(is_below, rest, -rest)
     step = (_upper(drawn) < error) & (jnp.abs(x) < jnp.finfo(jnp.bfloat16).max.astype(np.float32))  # a NaN does not step
-    return jax.lax.bitcast_convert_type(below + (is_below == step).astype(np.uint16), jnp.bfloat16)
+    return of_bits(below + (is_below == step).astype(np.uint16))

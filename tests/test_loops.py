@@ -405,7 +405,7 @@ def test_a_result_that_others_are_computed_from_is_left_to_xla():
     {
         "schedule-free": (lambda params: torch_api.MaskedScheduleFreeAdamW(params, lr=0.01), 14),
         "optax.adamw": (lambda params: torch_api.OptaxOptimizer(params, optax.adamw(1e-2)), 14),
-        "Lion, master weights": (lambda params: torch_api.MaskedLion(params, lr=0.01, master_weights=True), 26),
+        "Lion, master weights": (lambda params: torch_api.MaskedLion(params, lr=0.01, master_weights=True), 28),
         "stochastic rounding": (lambda params: torch_api.MaskedAdamW(params, lr=0.01, stochastic_rounding=True), 14),
     }.values(),
     ids=["schedule-free", "optax.adamw", "Lion, master weights", "stochastic rounding"],

@@ -47,6 +47,7 @@ ORDER = {
         "openmp",
         "lanes",
         "loops",
+        "operands",
         "executables",
         "tiles",
         "pieces",
