@@ -221,7 +221,9 @@ def _rounded_last(jaxpr: Any) -> set[Any] | None:
             choices.add(v)
             todo += eqn.invars[1:]
         elif eqn is not None and _rounds(eqn):
-            last.add(v)
+            widened = made.get(eqn.invars[0])
+            if widened is None or not _widens(widened):  # else XLA leaves both out
+                last.add(v)
         elif eqn is not None and eqn.primitive.name != "bitcast_convert_type":
             return None
     last |= choices
@@ -230,8 +232,15 @@ def _rounded_last(jaxpr: Any) -> set[Any] | None:
 
 
 def _rounds(eqn: Any) -> bool:
-    return (
-        eqn.primitive.name == "convert_element_type"
-        and not isinstance(eqn.invars[0], Literal)
-        and (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (jnp.float32, jnp.bfloat16)
-    )
+    return _converts(eqn, jnp.float32, jnp.bfloat16)
+
+
+def _widens(eqn: Any) -> bool:
+    return _converts(eqn, jnp.bfloat16, jnp.float32)
+
+
+def _converts(eqn: Any, old: Any, new: Any) -> bool:
+    """Whether it makes arrays of one type of such of another."""
+    if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
+        return False
+    return (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (old, new)
