@@ -3,8 +3,8 @@
 XLA's CPU compiler writes several results from one loop only where each of the loops that it joins has fewer than 20 operands
 (kMaxOperands in https://github.com/openxla/xla/blob/9fb60eabf312a15fe96f387616b210d77859887f/xla/service/cpu/cpu_multi_output_fusion.cc),
 and counts each constant, which two parameters have in common, and each number that is read twice or that arrays are divided by: it computes
-the reciprocal in a loop of its own. Of the numbers of a row that are read once each it counts the row. optax.optimistic_adam moved 36
-bytes a float32 parameter with one parameter, 80 with two.
+the reciprocal in a loop of its own. Of the numbers of a row that are read once each it counts the row. optax.contrib.ademamix moved 36
+bytes a float32 parameter with one parameter, 76 with two.
 """
 
 from __future__ import annotations
