@@ -9,7 +9,7 @@ bytes a float32 parameter with one parameter, 76 with two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,41 +31,44 @@ def fewer(closed: ClosedJaxpr, size: int) -> ClosedJaxpr:
     program = inlined(closed.jaxpr, closed.consts)
     if sum(1 for _ in _operands(program.jaxpr, size)) < _OPERANDS:
         return closed
-
-    def written(*inputs: Any) -> list[Any]:
-        jaxpr = program.jaxpr
-        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *inputs), strict=True))
-        numbers: dict[Any, Any] = {}  # of arrays whose elements are one
-        read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
-
-        def number(v: Any) -> Any:
-            """What all elements of an operand are, computed or a constant that XLA should not know; else None."""
-            x = read(v) if isinstance(v, Literal) else numbers.get(v, values[v])
-            is_known = isinstance(x, np.ndarray) and x.size == 1 and x.item() in _KNOWN
-            return x if np.size(x) == 1 and jnp.issubdtype(x.dtype, jnp.floating) and not is_known else None
-
-        for eqn in jaxpr.eqns:
-            operands: list[Any] = list(map(read, eqn.invars))
-            if spreads(eqn, size):
-                numbers[eqn.outvars[0]] = operands[0]
-            own: list[Any] = list(map(number, eqn.invars)) if _of_arrays(eqn, size) else []
-            if all(x is None for x in own):
-                values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
-                continue
-            divisor = own[1] if eqn.primitive.name == "div" else None
-            if divisor is not None:
-                own[1] = np.ones((), divisor.dtype) / divisor
-            shape: Any = eqn.outvars[0].aval.shape
-            operands = [x if y is None else jnp.broadcast_to(jax.lax.copy_p.bind(y), shape) for x, y in zip(operands, own, strict=True)]
-            values |= zip(eqn.outvars, [operands[0] * operands[1]] if divisor is not None else bound(eqn, *operands), strict=True)
-        return list(map(read, jaxpr.outvars))
-
-    return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars))
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+    return jax.make_jaxpr(lambda *given: apart(program, given, jax.lax.copy_p.bind, reciprocals=True))(*inputs)
 
 
-def _of_arrays(eqn: Any, size: int) -> bool:
-    """Whether an operation gives an array, each element by itself."""
-    return elementwise(eqn, size) and eqn.outvars[0].aval.size == size
+def apart(program: ClosedJaxpr, inputs: Sequence[Any], own: Callable[[Any], Any], reciprocals: bool = False) -> list[Any]:
+    """The results of a program as of `inlined`, in which each operation on arrays reads numbers of its own.
+
+    Args:
+      inputs: what it takes.
+      own: a number as another that XLA does not know to be the same.
+      reciprocals: whether arrays are multiplied by the reciprocal of a number instead of being divided by it.
+    """
+    jaxpr = program.jaxpr
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *inputs), strict=True))
+    numbers: dict[Any, Any] = {}  # of arrays whose elements are one
+    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
+
+    def number(v: Any) -> Any:
+        """What all elements of an operand are, computed or a constant that XLA should not know; else None."""
+        x = read(v) if isinstance(v, Literal) else numbers.get(v, values[v])
+        is_known = isinstance(x, np.ndarray) and x.size == 1 and x.item() in _KNOWN
+        return x if np.size(x) == 1 and jnp.issubdtype(x.dtype, jnp.floating) and not is_known else None
+
+    for eqn in jaxpr.eqns:
+        operands: list[Any] = list(map(read, eqn.invars))
+        size, shape = (eqn.outvars[0].aval.size, eqn.outvars[0].aval.shape) if eqn.outvars else (0, ())
+        if size > 1 and spreads(eqn, size):
+            numbers[eqn.outvars[0]] = operands[0]
+        given: list[Any] = list(map(number, eqn.invars)) if size > 1 and elementwise(eqn, size) else []
+        if all(x is None for x in given):
+            values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
+            continue
+        divisor = given[1] if reciprocals and eqn.primitive.name == "div" else None
+        if divisor is not None:
+            given[1] = np.ones((), divisor.dtype) / divisor
+        operands = [x if y is None else jnp.broadcast_to(own(y), shape) for x, y in zip(operands, given, strict=True)]
+        values |= zip(eqn.outvars, [operands[0] * operands[1]] if divisor is not None else bound(eqn, *operands), strict=True)
+    return list(map(read, jaxpr.outvars))
 
 
 def _operands(jaxpr: Any, size: int) -> Iterator[Any]:

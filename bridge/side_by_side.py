@@ -6,15 +6,16 @@ XLA would run one loop after the other, each of them as long as it takes to star
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 
+from .operands import apart
 from .pieces import part
 from .rest import Rest, read_by, run, sums_up
 from .tiles import equals
@@ -224,4 +225,21 @@ def evaluated_once(flat: Any, wanted: Sequence[Any], values: Mapping[Any, Any]) 
     eqns = slices(jaxpr.eqns)(todo, values.keys())
     given = [v for v in read_by(eqns) if v in values]
     program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=given, outvars=todo, eqns=eqns), [])
-    return dict(zip(todo, jaxpr_as_fun(program)(*(cut(values[v]) for v in given)), strict=True))
+    return dict(zip(todo, apart(program, [cut(values[v]) for v in given], _cells(len(eqns)), reciprocals=True), strict=True))
+
+
+def _cells(uses: int) -> Callable[[Any], Any]:
+    """What gives a number as one that XLA does not know to be the same, at most so many times: else it stores an array of one number that
+    two sums over arrays read."""
+    columns: dict[Any, Iterator[Any]] = {}
+    seen = []  # so that each has an identity of its own
+
+    def cell(number: Any) -> Any:
+        key = (number.dtype, number.tobytes()) if isinstance(number, np.ndarray) else id(number)
+        if key not in columns:
+            seen.append(number)
+            column = jax.lax.optimization_barrier(jnp.broadcast_to(number, (uses,)))
+            columns[key] = (jax.lax.index_in_dim(column, i, keepdims=False) for i in range(uses))
+        return next(columns[key])
+
+    return cell
