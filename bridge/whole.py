@@ -52,12 +52,14 @@ def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
 
 
 def _is_opened(eqn: Any) -> bool:
-    """Whether something else stands in an operation's place: functions that are jitted to be inlined are, as in older versions (jax 0.11
-    keeps them as calls until it lowers the program: of optax's bias correction, one of all leaves), and branches are `beside` each other.
-    """
+    """Whether something else stands in an operation's place: what is `beside` each other, and functions that are jitted to be inlined."""
     body = body_of(eqn)
-    late = getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
-    return late or beside(eqn) is not None or (body is not None and any(map(_is_opened, getattr(body, "jaxpr", body).eqns)))
+    return _is_late(eqn) or beside(eqn) is not None or (body is not None and any(map(_is_opened, getattr(body, "jaxpr", body).eqns)))
+
+
+def _is_late(eqn: Any) -> bool:
+    """Whether jax keeps a call until it lowers the program: jax 0.11 does so with optax's bias correction, one of all leaves."""
+    return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
 
 
 def beside(eqn: Any) -> Any:
