@@ -59,7 +59,8 @@ def apart(program: ClosedJaxpr, inputs: Sequence[Any], own: Callable[[Any], Any]
         size, shape = (eqn.outvars[0].aval.size, eqn.outvars[0].aval.shape) if eqn.outvars else (0, ())
         if size > 1 and spreads(eqn, size):
             numbers[eqn.outvars[0]] = operands[0]
-        given: list[Any] = list(map(number, eqn.invars)) if size > 1 and elementwise(eqn, size) else []
+        takes = size > 1 and elementwise(eqn, size) and eqn.primitive.name != "bitcast_convert_type"  # of one number it may make an array
+        given: list[Any] = list(map(number, eqn.invars)) if takes else []
         if all(x is None for x in given):
             values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
             continue

@@ -119,6 +119,45 @@ def test_each_operation_has_numbers_of_its_own():
     np.testing.assert_allclose(ours, many(x.astype(np.float64), 3.0), rtol=1e-6)
 
 
+def together(function):
+    """A transformation that must see all leaves: a gradient over one and the sum of `function` of them all."""
+
+    def update(grads, state, params=None):
+        total = sum(jnp.sum(function(g)) for g in jax.tree.leaves(grads))
+        return jax.tree.map(lambda g: -0.1 * g / (1 + total * total), grads), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def clamped(g):
+    """Two numbers in each operation."""
+    for _ in range(9):
+        g = jax.lax.clamp(np.float32(-0.7), g, np.float32(0.7))
+    return g
+
+
+def halves(g):
+    """A number of 32 bits becomes two of 16."""
+    for k in range(14):
+        g = g * np.float32(1 + k / 64)
+    return jax.lax.bitcast_convert_type(g, jnp.uint16).astype(jnp.float32) * np.float32(2.0**-16)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("shapes", [[(40,), (40,)], [(9, 4)] * 6, [(1,), (1, 1), (7,)]], ids=str)
+@pytest.mark.parametrize("function", [clamped, halves])
+def test_sums_of_operations_of_several_numbers(function, shapes):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    grads, start = random_grads(params), clones(params)
+    optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], together(function))
+    set_grads(params, grads)
+    optimizer.step()
+    updates, _ = together(function).update([jnp.asarray(g.numpy()) for g in grads], ())
+    for p, first, update in zip(params, start, updates, strict=True):
+        torch.testing.assert_close(p.detach() - first.detach(), torch.from_numpy(np.array(update)), rtol=1e-3, atol=1e-6)
+
+
 def test_what_has_few_operands_is_left_as_it_is():
     closed = traced(lambda x, s: x * np.float32(0.9) + s, (64,), ())
     assert operands.fewer(closed, 64) is closed
