@@ -20,16 +20,17 @@ from jax.extend.core import ClosedJaxpr, Literal
 from .whole import apply, bound, elementwise, inlined, literal, spreads
 
 _OPERANDS = 13  # of those that are counted here; XLA adds up to eight (optax.optimistic_adam_v2)
+_NUMBERS = 128  # more make a loop wait for them: of 15 constants in turn, thrice, it took twice as long, for half the bytes
 _KNOWN = 0.0, 1.0, -1.0  # with these XLA does less than it is asked for
 
 
 def fewer(closed: ClosedJaxpr, size: int) -> ClosedJaxpr:
     """A program over arrays of this size in which each operation reads numbers of its own, computed for it, and nothing is divided by them.
 
-    As it is where its loops have few operands.
+    As it is where its loops have few operands, or would read very many numbers.
     """
     program = inlined(closed.jaxpr, closed.consts)
-    if sum(1 for _ in _operands(program.jaxpr, size)) < _OPERANDS:
+    if sum(1 for _ in _operands(program.jaxpr, size)) < _OPERANDS or _numbers_read(program.jaxpr, size) > _NUMBERS:
         return closed
     inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
     return jax.make_jaxpr(lambda *given: apart(program, given, jax.lax.copy_p.bind, reciprocals=True))(*inputs)
@@ -66,7 +67,7 @@ def apart(program: ClosedJaxpr, inputs: Sequence[Any], own: Callable[[Any], Any]
             continue
         divisor = given[1] if reciprocals and eqn.primitive.name == "div" else None
         if divisor is not None:
-            given[1] = np.ones((), divisor.dtype) / divisor
+            given[1] = jax.lax.div(np.ones((), divisor.dtype), divisor)
         operands = [x if y is None else jnp.broadcast_to(own(y), shape) for x, y in zip(operands, given, strict=True)]
         values |= zip(eqn.outvars, [operands[0] * operands[1]] if divisor is not None else bound(eqn, *operands), strict=True)
     return list(map(read, jaxpr.outvars))
@@ -78,3 +79,10 @@ def _operands(jaxpr: Any, size: int) -> Iterator[Any]:
     yield from {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}.intersection(jaxpr.invars)
     constants = [literal(v) for eqn in eqns for v in eqn.invars if isinstance(v, Literal)]
     yield from {(x.dtype, x.tobytes()) for x in constants if x.size == 1}
+
+
+def _numbers_read(jaxpr: Any, size: int) -> int:
+    """How often operations on arrays read a number, or an array of one."""
+    spread = {eqn.outvars[0] for eqn in jaxpr.eqns if spreads(eqn, size)}
+    read: list[Any] = [v for eqn in jaxpr.eqns if elementwise(eqn, size) and eqn.outvars[0].aval.size == size for v in eqn.invars]
+    return sum(v.aval.size == 1 or (not isinstance(v, Literal) and v in spread) for v in read)

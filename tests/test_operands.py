@@ -163,6 +163,22 @@ def test_what_has_few_operands_is_left_as_it_is():
     assert operands.fewer(closed, 64) is closed
 
 
+def test_what_would_read_very_many_numbers_is_left_as_it_is():
+    def long(x):
+        for k in range(operands._NUMBERS // 2 + 1):
+            x = x * np.float32(1 + k / 64) + np.float32(k / 64 + 0.1)
+        return x
+
+    closed = traced(long, (64,))
+    assert operands.fewer(closed, 64) is closed
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_constant_whose_reciprocal_is_infinite_is_no_warning():
+    closed = traced(lambda x, s: many(x, s) / np.float32(1e-40), (64,), ())
+    assert operands.fewer(closed, 64) is not closed
+
+
 # ---------------------------------------------------------------------- branches
 
 
