@@ -76,14 +76,14 @@ def test_the_numbers_are_optaxs(make, least):
     params, tx = parameters(), make()
     start = clones(params)
     optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], tx)
-    theirs = {f"w{i}": jnp.asarray(p.detach().numpy()) for i, p in enumerate(params)}
+    theirs = {f"w{i}": jnp.array(p.detach().numpy()) for i, p in enumerate(params)}
     others = dict(theirs)  # moved a ten-thousandth further: the broken sibling
     state, update = tx.init(theirs), jax.jit(tx.update)
     for _ in range(20):
         grads = random_grads(params)
         set_grads(params, grads)
         optimizer.step()
-        updates, state = update({f"w{i}": jnp.asarray(g.numpy()) for i, g in enumerate(grads)}, state, theirs)
+        updates, state = update({f"w{i}": jnp.array(g.numpy()) for i, g in enumerate(grads)}, state, theirs)
         theirs = optax.apply_updates(theirs, updates)
         others = optax.apply_updates(others, jax.tree.map(lambda u: u * np.float32(1.0001), updates))
 
@@ -218,6 +218,8 @@ def test_a_branch_that_calls_python_is_called_alone():
 
 def test_of_a_constant_index_one_branch_is_left_whatever_it_does():
     closed = jax.make_jaxpr(lambda x: jax.lax.cond(np.bool_(True), lambda x: x / jnp.sum(x), lambda x: jnp.cumsum(x), x))(jnp.ones(4))
+    if not hasattr(closed.jaxpr.eqns[-1].invars[0], "val"):
+        pytest.skip("this jax computes the index")
     opened = whole.inlined(closed.jaxpr, closed.consts)
     assert "cond" in str(closed)
     assert not re.search("cond|cumsum", str(opened))
