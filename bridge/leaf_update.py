@@ -75,7 +75,7 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
         for nth, position in enumerate(repeatable(fields, passes.beside)):
             if 1 <= nth <= passes.evaluations - 2:
                 new_state[position] = result(ones[nth])[1][position]
-        if passes.evaluations > 1:
+        if passes.evaluations > 1:  # the gradient as it is would be a copy of its own (optax.adan)
             new_state = [jnp.where(ones[0] == 1, new, old) if new is g else new for new, old in zip(new_state, state, strict=True)]
         new = (new_p, new_state) if mask is None else masked(mask, fields, (p, state), (new_p, new_state))
         new_p, new_state = unless(skip, new, (p, state))

@@ -216,7 +216,7 @@ def _rounded_last(jaxpr: Any) -> set[Any] | None:
     last, choices = set(), set()
     while todo:
         v = todo.pop()
-        eqn = None if isinstance(v, Literal) else made.get(v)
+        eqn = None if isinstance(v, Literal) or v in choices else made.get(v)
         if eqn is not None and eqn.primitive.name == "select_n":
             choices.add(v)
             todo += eqn.invars[1:]

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from .whole import apply, bound, elementwise, inlined, literal, spreads
 
-_OPERANDS = 13  # of those that are counted here; XLA adds up to eight (optax.optimistic_adam_v2)
+_OPERANDS = 13  # of those that are counted here; XLA adds some of its own
 _NUMBERS = 128  # more make a loop wait for them: of 15 constants in turn, thrice, it took twice as long, for half the bytes
 _KNOWN = 0.0, 1.0, -1.0  # with these XLA does less than it is asked for
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from . import loops
 from .contents import Contents
@@ -18,7 +18,7 @@ from .fusion import compiled
 from .leaf_update import ONES, Passes, leaf_update, parted, repeatable
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Problem, buffer_shape, layout
-from .split import Alike, for_each
+from .whole import traced
 
 _chosen: dict[Any, Passes] = {}
 ONCE = Passes(1, beside=False)
@@ -113,8 +113,9 @@ def _probe(problem: Problem, elements: bool, scalars: tuple[bool, bool], device:
     update = leaf_update(problem, passes, NO_EXTRA)
 
     def donated(p: Any, state: Any, g: Any, mask: Any, values: Any, ones: Any, scale: Any, skip: Any) -> Any:
-        arrays, scalars = parted(problem, p, state, g, mask, values)
-        return for_each([Alike(update, [arrays], [scalars])], (ones, scale, skip, []), device.platform == "cpu")
+        inputs = *parted(problem, p, state, g, mask, values), (ones, scale, skip, [])
+        opened, _ = traced(update, *inputs)  # as `split` takes it
+        return jaxpr_as_fun(opened)(*jax.tree.leaves(inputs))
 
     return jax.jit(donated, donate_argnums=(0, 1)).trace(p, state, p, mask, values, ones, scale, skip)
 

@@ -131,7 +131,7 @@ def _stochastic(x: jax.Array, dtype: Any, drawn: jax.Array) -> jax.Array:
 def _stochastic_bfloat16(x: jax.Array, drawn: jax.Array) -> jax.Array:
     """The same numbers by integers: the 16 bits that are cut off are the error, in 2^-16 of a gap.
 
-    With few constants, each of which is an operand of the loop: XLA's CPU compiler writes several results from one loop of at most 20.
+    With few constants, each of which is an operand of the loop: XLA's CPU compiler writes several results from one loop of fewer than 20.
     """
     below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: towards zero
     is_below = bfloat16_bits(x) == below

@@ -225,13 +225,8 @@ def evaluated_once(flat: Any, wanted: Sequence[Any], values: Mapping[Any, Any]) 
     eqns = slices(jaxpr.eqns)(todo, values.keys())
     given = [v for v in read_by(eqns) if v in values]
     program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=given, outvars=todo, eqns=eqns), [])
-    return dict(
-        zip(
-            todo,
-            apart(program, [cut(values[v]) for v in given], _cells(sum(len(eqn.invars) for eqn in eqns)), reciprocals=True),
-            strict=True,
-        )
-    )
+    cell = _cells(sum(len(eqn.invars) for eqn in eqns))
+    return dict(zip(todo, apart(program, [cut(values[v]) for v in given], cell, reciprocals=True), strict=True))
 
 
 def _cells(uses: int) -> Callable[[Any], Any]:

@@ -46,7 +46,7 @@ def inlined(jaxpr: Any, consts: Sequence[Any], wanted: Callable[[Any], bool] = _
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """As jax.make_jaxpr(function, return_shape=True)(*arguments), but for what is `opened`."""
+    """As jax.make_jaxpr(function, return_shape=True)(*arguments), but for what `_is_opened`."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return inlined(closed.jaxpr, closed.consts, _is_opened) if any(map(_is_opened, closed.jaxpr.eqns)) else closed, result
 

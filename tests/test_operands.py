@@ -21,15 +21,14 @@ def parameters(count=2, dtype=torch.float32):
     return [torch.nn.Parameter(torch.randn(SIZE).to(dtype)) for _ in range(count)]
 
 
-def stepped(tx, params, steps=1):
+def stepped(tx, params):
     optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], tx)
-    for _ in range(steps):
-        set_grads(params, random_grads(params))
-        optimizer.step()
+    set_grads(params, random_grads(params))
+    optimizer.step()
     return optimizer
 
 
-# What XLA wrote from several loops where two parameters or more had the same constants, and bytes a float32 parameter.
+# What XLA wrote from several loops, where two parameters had the same constants, branches were taken, or the gradient was kept; bytes.
 MANY = {
     "optimistic_adam_v2": (lambda: optax.optimistic_adam_v2(1e-3), 36),
     "ademamix": (lambda: optax.contrib.ademamix(1e-3), 36),
@@ -71,9 +70,9 @@ def test_a_loop_reads_arrays_and_a_row_and_few_constants():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("make", "least"), MANY.values(), ids=MANY)
-def test_the_numbers_are_optaxs(make, least):
-    params, tx = parameters(), make()
+@pytest.mark.parametrize("name", MANY)
+def test_the_numbers_are_optaxs(name):
+    params, tx = parameters(), MANY[name][0]()
     start = clones(params)
     optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], tx)
     theirs = {f"w{i}": jnp.array(p.detach().numpy()) for i, p in enumerate(params)}
@@ -227,7 +226,7 @@ def test_of_a_constant_index_one_branch_is_left_whatever_it_does():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_an_update_that_is_not_finite_is_left_out_and_counted():
+def test_an_update_that_is_not_finite_is_left_out():
     params = parameters()
     optimizer = stepped(optax.apply_if_finite(optax.adam(1e-2), 3), params)
     before = clones(params)

@@ -315,9 +315,7 @@ def test_what_is_only_counted_has_the_bytes_of_what_runs(make, monkeypatch):
         with x64():
             passes.chosen(*_asked(optimizer))
     assert len(counts) >= 2
-    counted, run = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-    assert (counted.index(min(counted)), min(counted)) == (run.index(min(run)), min(run))
-    assert counted == pytest.approx(run, rel=0.1)  # XLA's newer loops may join one more of a way that is not taken
+    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
 
 
 def test_options_of_counting_are_those_that_this_jaxlib_has(monkeypatch):
