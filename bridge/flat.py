@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .rest import sums_up
-from .whole import apply, beside, body_of, chosen, elementwise, keeps_elements, literal, spreads
+from .whole import apply, at_start, beside, body_of, chosen, elementwise, keeps_elements, literal, spreads
 
 
 class Flat(NamedTuple):
@@ -49,7 +49,7 @@ def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> lis
 
     The bodies of the functions that it calls stand in place of the calls.
     """
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+    values = at_start(jaxpr, consts, arguments)
     read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
 
     def shaped(v: Any) -> Any:
@@ -64,8 +64,8 @@ def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> lis
         out: Any = eqn.outvars[0].aval if eqn.outvars else None
         body, branches = body_of(eqn), beside(eqn)
         if branches is not None:
-            given = list(map(read, eqn.invars))
-            found = chosen(given[0], [_results(each.jaxpr, each.consts, given[1:]) for each in branches])
+            index, *others = map(read, eqn.invars)
+            found = chosen(index, [_results(each.jaxpr, each.consts, others) for each in branches])
         elif body is not None:
             found = _results(getattr(body, "jaxpr", body), getattr(body, "consts", ()), list(map(read, eqn.invars)))
         elif out is None or out.size < 2:

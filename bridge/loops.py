@@ -24,7 +24,7 @@ from .dlpack import x64
 from .flags import of_barriers
 from .fusion import compiled
 from .precision import bfloat16_bits, of_bits
-from .whole import apply, inlined, literal, slice_of, traced
+from .whole import apply, at_start, in_turn, inlined, literal, slice_of, traced
 
 LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
 
@@ -120,7 +120,7 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
         closed, result = traced(function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs))
         closed = inlined(closed.jaxpr, closed.consts)
         jaxpr = closed.jaxpr
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *jax.tree.leaves(inputs)), strict=True))
+        known = at_start(jaxpr, closed.consts, jax.tree.leaves(inputs))
         size = jaxpr.invars[0].aval.size
         pairs = zip(jaxpr.outvars[:count], jaxpr.invars, strict=False)
         replaced = {new: old for new, old in pairs if not isinstance(new, Literal) and new.aval.size == size}
@@ -131,8 +131,8 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
             if done:  # what is read no more must not be held: XLA would copy it
                 later = set().union(*(_read(jaxpr, each, done) for each in loops[nth:]))
                 read = [v for v in known if v in later and v.aval.size == size]
-                kept, given = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
-                known, done = known | dict(zip(read, kept, strict=True)), dict(zip(done, given, strict=True))
+                kept, stored = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
+                known, done = known | dict(zip(read, kept, strict=True)), dict(zip(done, stored, strict=True))
             done |= _found(jaxpr, loop, known | done)
         found |= done
         return jax.tree.unflatten(jax.tree.structure(result), [literal(v) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars])
@@ -165,11 +165,8 @@ def _read(jaxpr: Any, wanted: Sequence[Any], done: Iterable[Any]) -> set[Any]:
 
 def _found(jaxpr: Any, wanted: Sequence[Any], known: Mapping[Any, Any]) -> dict[Any, Any]:
     """Some variables of a program, from those that are known."""
-    values = dict(known)
-    for eqn in slice_of(jaxpr.eqns, wanted, known):
-        operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
-    return {v: values[v] for v in wanted}
+    read = in_turn(slice_of(jaxpr.eqns, wanted, known), dict(known), lambda eqn, operands: apply(jaxpr, eqn, operands))
+    return {v: read(v) for v in wanted}
 
 
 # ------------------------------------------------------------------ results in bfloat16
@@ -189,7 +186,7 @@ def by_bits(closed: Any) -> Any:
         return closed
 
     def written(*inputs: Any) -> list[Any]:
-        values = dict(zip((*plain.jaxpr.constvars, *plain.jaxpr.invars), (*plain.consts, *inputs), strict=True))
+        values = at_start(plain.jaxpr, plain.consts, inputs)
         bits: dict[Any, Any] = {}
         read = lambda v: literal(v) if isinstance(v, Literal) else of_bits(bits[v]) if v in bits else values[v]  # noqa: E731
         bits_of = lambda v: bits[v] if not isinstance(v, Literal) and v in bits else jax.lax.bitcast_convert_type(read(v), np.uint16)  # noqa: E731

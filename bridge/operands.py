@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .whole import apply, bound, elementwise, inlined, literal, spreads
+from .whole import apply, at_start, bound, elementwise, in_turn, inlined, literal, spreads
 
 _OPERANDS = 13  # of those that are counted here; XLA adds some of its own
 _NUMBERS = 128  # more make a loop wait for them: of 15 constants in turn, thrice, it took twice as long, for half the bytes
@@ -45,32 +45,29 @@ def apart(program: ClosedJaxpr, inputs: Sequence[Any], own: Callable[[Any], Any]
       reciprocals: whether arrays are multiplied by the reciprocal of a number instead of being divided by it.
     """
     jaxpr = program.jaxpr
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *inputs), strict=True))
-    numbers: dict[Any, Any] = {}  # of arrays whose elements are one
-    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
+    spread: dict[Any, Any] = {}  # the number that all elements of an array are
 
-    def number(v: Any) -> Any:
+    def number(v: Any, x: Any) -> Any:
         """What all elements of an operand are, computed or a constant that XLA should not know; else None."""
-        x = read(v) if isinstance(v, Literal) else numbers.get(v, values[v])
+        x = x if isinstance(v, Literal) else spread.get(v, x)
         is_known = isinstance(x, np.ndarray) and x.size == 1 and x.item() in _KNOWN
         return x if np.size(x) == 1 and jnp.issubdtype(x.dtype, jnp.floating) and not is_known else None
 
-    for eqn in jaxpr.eqns:
-        operands: list[Any] = list(map(read, eqn.invars))
+    def found(eqn: Any, operands: list[Any]) -> list[Any]:
         size, shape = (eqn.outvars[0].aval.size, eqn.outvars[0].aval.shape) if eqn.outvars else (0, ())
         if size > 1 and spreads(eqn, size):
-            numbers[eqn.outvars[0]] = operands[0]
+            spread[eqn.outvars[0]] = operands[0]
         takes = size > 1 and elementwise(eqn, size) and eqn.primitive.name != "bitcast_convert_type"  # of one number it may make an array
-        given: list[Any] = list(map(number, eqn.invars)) if takes else []
-        if all(x is None for x in given):
-            values |= zip(eqn.outvars, apply(jaxpr, eqn, operands), strict=True)
-            continue
-        divisor = given[1] if reciprocals and eqn.primitive.name == "div" else None
+        numbers: list[Any] = list(map(number, eqn.invars, operands)) if takes else []
+        if all(x is None for x in numbers):
+            return apply(jaxpr, eqn, operands)
+        divisor = numbers[1] if reciprocals and eqn.primitive.name == "div" else None
         if divisor is not None:
-            given[1] = jax.lax.div(np.ones((), divisor.dtype), divisor)
-        operands = [x if y is None else jnp.broadcast_to(own(y), shape) for x, y in zip(operands, given, strict=True)]
-        values |= zip(eqn.outvars, [operands[0] * operands[1]] if divisor is not None else bound(eqn, *operands), strict=True)
-    return list(map(read, jaxpr.outvars))
+            numbers[1] = jax.lax.div(np.ones((), divisor.dtype), divisor)
+        operands = [x if y is None else jnp.broadcast_to(own(y), shape) for x, y in zip(operands, numbers, strict=True)]
+        return [operands[0] * operands[1]] if divisor is not None else bound(eqn, *operands)
+
+    return list(map(in_turn(jaxpr.eqns, at_start(jaxpr, program.consts, inputs), found), jaxpr.outvars))
 
 
 def _operands(jaxpr: Any, size: int) -> Iterator[Any]:

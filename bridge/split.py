@@ -26,7 +26,7 @@ from .operands import fewer
 from .pieces import part
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
-from .whole import apply, elementwise, inlined, kind_text, literal, params_text, slice_of, spreads, traced
+from .whole import apply, at_start, elementwise, in_turn, inlined, kind_text, params_text, slice_of, spreads, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8
@@ -240,14 +240,13 @@ class _Cut:
 
 def _in_shape(closed: Any, inputs: Sequence[Any], old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
     """The results of a program as of `inlined` for inputs of the shape `new`, where it was traced for `old`."""
-    values: dict[Any, Any] = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *inputs), strict=True))
-    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
-    for eqn in closed.jaxpr.eqns:
-        of_shape = eqn.replace(
-            params={name: new if isinstance(value, tuple) and value == old else value for name, value in eqn.params.items()}
-        )
-        values |= zip(eqn.outvars, apply(closed.jaxpr, of_shape, list(map(read, eqn.invars))), strict=True)
-    return list(map(read, closed.jaxpr.outvars))
+    jaxpr = closed.jaxpr
+
+    def reshaped(eqn: Any, operands: list[Any]) -> list[Any]:
+        params = {name: new if isinstance(value, tuple) and value == old else value for name, value in eqn.params.items()}
+        return apply(jaxpr, eqn.replace(params=params), operands)
+
+    return list(map(in_turn(jaxpr.eqns, at_start(jaxpr, closed.consts, inputs), reshaped), jaxpr.outvars))
 
 
 class _Numbers:

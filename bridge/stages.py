@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .problem import times
-from .whole import apply, elementwise, inlined, keeps_elements, literal, reduces, slice_of, source, spreads
+from .whole import apply, at_start, elementwise, in_turn, inlined, keeps_elements, reduces, slice_of, source, spreads
 
 
 class _Spread(NamedTuple):
@@ -94,12 +94,8 @@ class Stages:
     def _run(self, wanted: Sequence[Any], flat: Sequence[Any], known: Mapping[Any, Any], factor: Any) -> list[Any]:
         """The wanted variables, from the inputs and what is known; all arrays times the factor."""
         scaled = lambda x: times(x, factor) if x.size == self._size else x  # noqa: E731
-        values: dict[Any, Any] = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
-        values |= zip(self._jaxpr.invars, map(scaled, flat), strict=True)
-        values |= {var: scaled(x) for var, x in known.items()}
-        read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
-        for eqn in slice_of(self._jaxpr.eqns, wanted, known):
-            values |= zip(eqn.outvars, self._apply(eqn, list(map(read, eqn.invars))), strict=True)
+        values = at_start(self._jaxpr, self._consts, list(map(scaled, flat))) | {var: scaled(x) for var, x in known.items()}
+        read = in_turn(slice_of(self._jaxpr.eqns, wanted, known), values, self._apply)
         return [known[v] if not isinstance(v, Literal) and v in known else _array(read(v), _shape(v)) for v in wanted]
 
     def _apply(self, eqn: Any, operands: list[Any]) -> list[Any]:

@@ -97,11 +97,21 @@ def chosen(index: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [literal(v) if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values |= zip(eqn.outvars, apply(jaxpr, eqn, operands, wanted), strict=True)
-    return [literal(v) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    read = in_turn(jaxpr.eqns, at_start(jaxpr, consts, inputs), lambda eqn, operands: apply(jaxpr, eqn, operands, wanted))
+    return list(map(read, jaxpr.outvars))
+
+
+def at_start(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> dict[Any, Any]:
+    """The values of a program before its first operation."""
+    return dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+
+def in_turn(eqns: Iterable[Any], values: dict[Any, Any], found: Callable[[Any, list[Any]], Iterable[Any]]) -> Callable[[Any], Any]:
+    """Operations one after the other, what is `found` for each from its operands among the values from then on; what reads those."""
+    read = lambda v: literal(v) if isinstance(v, Literal) else values[v]  # noqa: E731
+    for eqn in eqns:
+        values |= zip(eqn.outvars, found(eqn, list(map(read, eqn.invars))), strict=True)
+    return read
 
 
 def body_of(eqn: Any) -> Any:
