@@ -65,8 +65,8 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
 def bfloat16_bits(x: jax.Array) -> jax.Array:
     """The bits, uint16, of the bfloat16 nearest to each float32, of two that are as near the even one.
 
-    A NaN that arithmetic gives remains one. XLA's own conversion chooses between a rounded number and a NaN: LLVM takes vectors of
-    8 numbers, not 32.
+    A NaN that arithmetic gives remains one; of others those with nothing but low bits become infinite. XLA's own conversion chooses
+    between a rounded number and a NaN: LLVM takes vectors of 8 numbers, not 32.
     """
     return _upper(jax.lax.reduce_precision(x, 8, 7))
 
