@@ -188,6 +188,7 @@ def by_bits(closed: Any) -> Any:
     def written(*inputs: Any) -> list[Any]:
         values = at_start(plain.jaxpr, plain.consts, inputs)
         bits: dict[Any, Any] = {}
+        made = {v: eqn for eqn in plain.jaxpr.eqns for v in eqn.outvars}
         read = lambda v: literal(v) if isinstance(v, Literal) else of_bits(bits[v]) if v in bits else values[v]  # noqa: E731
         bits_of = lambda v: bits[v] if not isinstance(v, Literal) and v in bits else jax.lax.bitcast_convert_type(read(v), np.uint16)  # noqa: E731
         for eqn in plain.jaxpr.eqns:
@@ -197,10 +198,21 @@ def by_bits(closed: Any) -> Any:
             elif eqn.primitive.name == "select_n":
                 bits[out] = jax.lax.select_n(read(eqn.invars[0]), *map(bits_of, eqn.invars[1:]))
             else:
-                bits[out] = bfloat16_bits(read(eqn.invars[0]))
+                bits[out] = bfloat16_bits(read(eqn.invars[0]), _is_computed(eqn.invars[0], made))
         return list(map(read, plain.jaxpr.outvars))
 
     return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
+
+
+_ARITHMETIC = frozenset({"add", "add_any", "div", "mul", "sqrt", "sub"})  # of these a NaN comes out quiet: with a high bit set
+
+
+def _is_computed(var: Any, made: Mapping[Any, Any]) -> bool:
+    """Whether all elements come from arithmetic, maybe by a choice; else some may be as they were given."""
+    eqn = None if isinstance(var, Literal) else made.get(var)
+    if eqn is None or eqn.primitive.name != "select_n":
+        return isinstance(var, Literal) or (eqn is not None and eqn.primitive.name in _ARITHMETIC)
+    return all(_is_computed(v, made) for v in eqn.invars[1:])
 
 
 def _rounded_last(jaxpr: Any) -> set[Any] | None:

@@ -14,6 +14,7 @@ import torch
 import bridge
 import torch_api
 from bridge import lanes, step, tiles
+from bridge.dlpack import x64
 
 COUNT = 40  # equal leaves too large for a pack
 needs_calls = pytest.mark.skipif(lanes._calls is None, reason="this jaxlib has one order only")
@@ -105,6 +106,17 @@ def test_what_was_asked_for_before_a_step_reads_the_parameters_before_it():
         result = slow(x, bridge.to_jax(params[-1].detach()))  # runs while the step begins
         steps(params, optimizer, 1 + seed % 2)
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
+
+
+@needs_calls
+def test_what_the_others_wait_for_is_compiled_once_for_each_length():
+    device, numbers = jax.devices("cpu")[0], np.array([0.0, 0.1, np.inf, np.nan, 1e308])
+    with x64():
+        found = [lanes.opened(numbers + n, device)[0] for n in range(2)]
+        compiled = lanes._ordered(5, device)
+        assert all(np.array_equal(x, numbers + n, equal_nan=True) for n, x in enumerate(found))
+        assert compiled is lanes._ordered(5, device)
+        assert compiled is not lanes._ordered(6, device)
 
 
 def test_what_was_asked_for_on_their_device_comes_first_whatever_the_default_device_is():
