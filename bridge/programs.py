@@ -99,8 +99,7 @@ class Program:
     def bytes_accessed(self) -> float:
         """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
         `reading` the gradients are counted, once."""
-        read = [leaf.buffer for leaf in self.plan.leaves if self.plan.far(leaf)]
-        far = sum(size * jnp.dtype(dtype).itemsize for (size,), dtype in read)
+        far = sum(leaf.size * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
         return (bytes_accessed(self.update) - held(self.update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 

@@ -53,6 +53,12 @@ class Leaf:
     singly: bool = False
     looped: bool = False
     members: tuple[tuple[int, Spec], ...] = ()
+    length: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The elements that are a leaf's, in one row."""
+        return self.length or math.prod(self.spec.shape)
 
     @property
     def buffer(self) -> Signature:
@@ -94,7 +100,8 @@ class Plan:
 
     def far(self, leaf: Leaf) -> bool:
         """Whether the gradient of a leaf is measured before the program, where it lies."""
-        return self.ahead and leaf.count is None and not leaf.elements and reading.takes(leaf.spec.dtype, math.prod(leaf.spec.shape))
+        is_one = leaf.count is None or leaf.length is not None
+        return self.ahead and is_one and not leaf.elements and reading.takes(leaf.spec.dtype, leaf.size)
 
     @property
     def far_dtypes(self) -> list[str]:
@@ -189,7 +196,7 @@ def update(
     updated = for_each(kinds, (ones, scale, skip, extra), plan.device.platform == "cpu")
     for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
-            new_p, *columns = result if leaf.count is None else _where_live(leaf_lives[i], result, arrays, scalars)
+            new_p, *columns = result if leaf.count in (None, 1) else _where_live(leaf_lives[i], result, arrays, scalars)
             results[i] = new_p, joined(plan.problem(leaf), *columns)
     columns, way = Columns(old_params, own, grads, leaf_masks, values), Way(fused, pieces)
     new_shared, together = _together(plan, columns, states, (ones, scale, skip, extra), way if plan.device.platform == "cpu" else None)
@@ -238,7 +245,7 @@ def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
     """How often the rule of a leaf is evaluated: once in a loop over rows, which keeps in a cache what it computes."""
     if looped:
         return ONCE
-    measured, large = (plan.clip or plan.scaled, plan.scaled), leaf.count is None and math.prod(leaf.spec.shape) >= LARGE
+    measured, large = (plan.clip or plan.scaled, plan.scaled), leaf.count in (None, 1) and math.prod(leaf.spec.shape) >= LARGE
     return chosen(plan.problem(leaf), leaf.elements, measured, plan.extra, plan.device, large, fused)
 
 
@@ -343,8 +350,14 @@ def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measur
 def found_here(plan: Plan, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Any, before: Any) -> Any:
     """As `found_in`, of the gradients of a plan that are not `far`."""
     near = [not plan.far(leaf) for leaf in plan.leaves]
+    grads = [g if leaf.length is None else _cut_off(g, leaf.length) for leaf, g in zip(plan.leaves, grads, strict=True)]
     grads, masks, lives = (list(compress(x, near)) for x in (grads, masks, lives))
     return found_in(plan.clip, grads, masks, lives, scaling, before)
+
+
+def _cut_off(row: Any, length: int) -> Any:
+    """One row, with zeros behind so many elements."""
+    return jnp.where(jax.lax.broadcasted_iota(np.int32, row.shape, 1) < length, row, jnp.zeros_like(row))
 
 
 def abstract(plan: Plan) -> tuple[Any, ...]:

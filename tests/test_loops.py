@@ -14,6 +14,7 @@ from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_
 import torch_api
 from bridge import flags, fusion, lanes, loops, passes, programs
 from bridge.contents import Contents
+from torch_api import packs
 
 ROWS = (129, 131)  # of an odd length, and large
 SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last is as it is
@@ -24,8 +25,9 @@ stays = pytest.mark.skipif(not loops.stay(), reason="no barrier stays, or each r
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
-    """Two cores, whatever the machine has, and programs and ways of this test alone."""
+    """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs and ways of this test alone."""
     monkeypatch.setattr(lanes, "CORES", 2)
+    monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
     monkeypatch.setattr(programs, "_programs", {})
     monkeypatch.setattr(passes, "_chosen", {})
 
@@ -70,8 +72,11 @@ def as_it_is(monkeypatch):
 )
 def test_rows_of_a_loop(size, rows, monkeypatch):
     assert loops.rows_for(size) == rows
-    monkeypatch.setattr(lanes, "CORES", 3)
-    assert loops.rows_for(size) is None
+    for cores in (1, 5):
+        monkeypatch.setattr(lanes, "CORES", cores)
+        assert loops.rows_for(size) is None
+    monkeypatch.setattr(lanes, "CORES", 4)  # XLA cuts it in two there as well
+    assert loops.rows_for(size) == rows
 
 
 @FUSES

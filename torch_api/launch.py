@@ -12,7 +12,7 @@ from bridge import step, storage, update
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
 from bridge.dlpack import operands
-from bridge.scattered import Places
+from bridge.scattered import Places, longer_operands
 
 from .packs import Pack
 from .plan import Leaf
@@ -74,7 +74,7 @@ class Launch(step.Launch):
         """The gradients that are measured before the program, where they lie: position, elements and dtype of each."""
         plan = self.program.plan
         blocks = [block for block in self._blocks if plan.far(block.described)]
-        return [(block.positions[0], size, dtype) for block in blocks for (size,), dtype in [block.described.buffer]]
+        return [(block.positions[0], block.described.size, block.described.spec.dtype) for block in blocks]
 
     def prepare(self) -> None:
         """Find all that a call needs."""
@@ -82,7 +82,7 @@ class Launch(step.Launch):
         self._blocks, self.ready = (), True
         alone = [block.leaves[0] for block in blocks if block.pack is None]
         looped = [block for block in blocks if block.described.looped]  # each in a program of its own
-        singly = [each for block in blocks if block.pack is None or block.described.singly for each in block.singly]
+        singly = [(block, each) for block in blocks if block.pack is None or block.described.singly for each in block.singly]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
         self.params = [leaf.param for leaf in self.leaves if leaf.memory is not None or leaf.layout is not None]
@@ -91,13 +91,16 @@ class Launch(step.Launch):
             scalars.setdefault(tensor.dtype, []).append(tensor)
         self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
-        self.positions = [position for position, _ in singly] or [position for block in looped for position in block.positions]
-        order = [*(order for _, order in singly), *(None for _ in self.rows)]
+        self.positions = [position for _, (position, _) in singly] or [position for block in looped for position in block.positions]
+        order = [*(order for _, (_, order) in singly), *(None for _ in self.rows)]
+        longer = {at: block.described.buffer[0][1] for at, (block, _) in enumerate(singly) if block.described.length is not None}
         if looped:
             rows = [leaf.slot or 0 for leaf in self.leaves]
             self.flat = Places(len(looped[0].rows), rows, self.leaves[0].dtype, [leaf.order for leaf in self.leaves])
         elif self.device.type == "cpu":
-            self.flat = functools.partial(operands, order=order)
+            self.flat = (
+                functools.partial(longer_operands, order=order, longer=longer) if longer else functools.partial(operands, order=order)
+            )
         else:
             self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]

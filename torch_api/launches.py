@@ -47,8 +47,8 @@ class Launches:
         self._kinds: dict[update.Leaf, update.Leaf] = {}
         self._programs_of: dict[Any, step.Program] = {}
         trainable = [leaf for leaf in self._active if leaf.spec is not None]
-        kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.slot is None}
-        alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if leaf.slot is not None}
+        kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.alone}
+        alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if not leaf.alone}
         frequent = tiles.frequent(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
@@ -168,7 +168,9 @@ class Launches:
             return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
         count, width = pack.memory.array.shape
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
-        return update.Leaf(row, leaf.spec._replace(shape=(width,)), state, True, False, count, pack.singly, pack.looped)
+        length = leaf.shape.numel() if leaf.alone else None
+        spec = leaf.spec._replace(shape=(width,))
+        return update.Leaf(row, spec, state, True, False, count, pack.singly, pack.looped, length=length)
 
     def _divided(self, blocks: list[Block], scaled: bool) -> Iterator[list[Block]]:
         """The blocks of each program."""
@@ -183,7 +185,7 @@ class Launches:
         yield from ([block] for block in blocks if block.described.looped)  # each in an order of its own
         blocks = [block for block in blocks if not block.described.looped]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
-        alone = [block.pack is None and block.described.row.unit is None for block in blocks]
+        alone = [block.leaves[0].alone and block.described.row.unit is None for block in blocks]
         sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
         counts = [self._equals.get(block.leaves[0], 0) for block in blocks]
         for positions in tiles.divided(kinds, sizes, counts, self._cache.restless, on_cpu and apart):

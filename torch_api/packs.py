@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import lanes, scattered, storage
+from bridge import lanes, loops, scattered, storage
 from bridge.calm import uncollected
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.problem import Field, buffer_shape
@@ -53,6 +53,11 @@ def is_looped(leaf: Leaf) -> bool:
     )
 
 
+def is_padded(leaf: Leaf) -> bool:
+    """Whether it is better updated with what stands behind it, in a row of its own, its gradient read beyond its end."""
+    return scattered.SUPPORTED and leaf.device.type == "cpu" and loops.is_ragged(leaf.shape.numel())
+
+
 @uncollected()
 def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], writeback: str) -> None:
     """Give each leaf its memory: the rows of a pack for those of equal key, for others a memory of their own.
@@ -79,16 +84,18 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
             wanted.setdefault(key, []).append(leaf)
     for alike in wanted.values():
         looped = is_looped(alike[0])
-        enough = len(alike) >= (FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE)
-        enough = enough and (not looped or (lanes.SEVERAL and scattered.in_place()))
+        fewest = FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE
+        together = (lanes.SEVERAL and scattered.in_place()) if looped else is_gathered(alike[0]) or alike[0].device.type in SINGLY_ON
+        enough = together and len(alike) >= fewest
         several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
         # Neighbours in several packs: they are often live together. Few packs at a time: what is moved is there twice.
-        groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several if enough else 0)]
+        groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several)]
+        groups = groups if enough else [[leaf.local] for leaf in alike if is_padded(leaf)]
         at_once = max(2, len(groups) // 8)
         for start in range(0, len(groups), at_once):
             storage.pack(groups[start : start + at_once])
         for leaf in alike:
-            leaf.place(writeback, alone=not enough)
+            leaf.place(writeback, alone=not enough and not is_padded(leaf))
 
 
 def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
@@ -138,12 +145,12 @@ class Pack:
     @property
     def singly(self) -> bool:
         """Whether each row's gradient is an argument of its own."""
-        return self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device in SINGLY_ON
+        return len(self.memory.rows) == 1 or (self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device in SINGLY_ON)
 
     @property
     def looped(self) -> bool:
         """Whether rows are updated one after the other, each row's gradient read where it lies."""
-        return self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device not in SINGLY_ON
+        return not self.singly and self.memory.row_bytes > GATHERED.get(self._device, 0)
 
     def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[Any]) -> tuple[storage.Memory, ...]:
         """New rows for each field, all begun with its constant."""

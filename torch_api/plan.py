@@ -86,6 +86,11 @@ class Leaf:
         self.shape, self.strides, self.dtype, self.device = p.shape, p.stride(), p.dtype, p.device
 
     @property
+    def alone(self) -> bool:
+        """Whether no other is in its memory, which may then be one row that is longer."""
+        return self.slot is None or (self.memory is not None and len(self.memory.rows) == 1)
+
+    @property
     def decided(self) -> tuple[Any, ...]:
         """All that was decided of the parameter."""
         return self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale

@@ -175,9 +175,10 @@ class Rows:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
         looped = loops and packs.is_looped(leaf) and not whole and self._is_of_parts(leaf)
-        if not size or not (gathered or looped or leaf.device.type in packs.SINGLY_ON):
+        padded = packs.is_padded(leaf) and not whole and not self._extra.leaves
+        if not size or not (gathered or looped or padded or leaf.device.type in packs.SINGLY_ON):
             return None
-        if (whole or not gathered) and (width != size or self._extra.leaves):
+        if (whole or not gathered) and not padded and (width != size or self._extra.leaves):
             return None
         sizes = (size, width, part(size) or size) if looped else (size, width)
         if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
