@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from . import executables, reading
 from .contents import calls_back, contents_of
 from .dlpack import x64
-from .flags import of_barriers, of_update
+from .flags import of_barriers, of_counting, of_update
+from .fusion import compiled
 from .loops import held, stores
 from .passes import bytes_accessed
 from .pieces import Piece, cut
@@ -33,8 +34,8 @@ class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
     `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
-    `looped`: it is a loop over rows, on one core. `pieces`: what is to be compiled before it is `ready`, that which reads the leaves of the
-    plan that are `far` among it.
+    `looped`: it is a loop over rows, on one core. `scattered`: it reads gradients where they lie. `pieces`: what is to be compiled before
+    it is `ready`, that which reads the leaves of the plan that are `far` among it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -44,6 +45,7 @@ class Program:
         self.calls_back = False
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.looped = any(leaf.looped for leaf in plan.leaves)
+        self.scattered = self.looped or any(leaf.at_once for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         self._cut: Any = None
         self._own: list[Piece] = []
@@ -101,7 +103,25 @@ class Program:
         `reading` the gradients are counted, once."""
         far = sum(leaf.size * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
-        return (bytes_accessed(self.update) - held(self.update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
+        update = self._counted() if self._rows else self.update
+        return (bytes_accessed(update) - held(update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
+
+    def _counted(self) -> Any:
+        """The update compiled to be counted alone, of a memory as large as what is read of it: the compiler counts all that there is."""
+        with x64(), jax.disable_jit(False):
+            lowered = jax.jit(functools.partial(stepped, self.plan), donate_argnums=(0, 1)).lower(*abstract(self.plan, counted=True))
+        return compiled(lowered, True, of_update(self.plan.device) | of_counting(self.plan.device))
+
+    @property
+    def _rows(self) -> list[int]:
+        """The bytes of each pack that is updated `at_once`."""
+        return [math.prod(leaf.buffer[0]) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if leaf.at_once]
+
+    @functools.cached_property
+    def stores(self) -> bool:
+        """Whether XLA stores something as large as a pack that is to be updated `at_once`, so in more than one loop."""
+        needed = self.update.memory_analysis() if self._rows else None
+        return needed is not None and needed.temp_size_in_bytes >= min(self._rows)
 
 
 _PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it

@@ -13,6 +13,7 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -67,13 +68,14 @@ def in_place() -> bool:
 class Scattered:
     """Traced rows of one length, of which those that are live lie anywhere in memory.
 
-    memory: as of `everything`. order: int64 (1 + 2 * count,): how many are live, then which, then where each begins in `memory`.
+    memory: as of `everything`. order: int64 (1 + 2 * count,): how many are live, then which, then where each begins in `memory`; or as of
+    `bridge.at_once`.
     """
 
-    __slots__ = ("dtype", "memory", "order", "shape")
+    __slots__ = ("at_once", "dtype", "memory", "order", "shape")
 
-    def __init__(self, memory: Any, order: Any, count: int, length: int) -> None:
-        self.memory, self.order, self.shape, self.dtype = memory, order, (count, length), memory.dtype
+    def __init__(self, memory: Any, order: Any, count: int, length: int, at_once: bool = False) -> None:
+        self.memory, self.order, self.shape, self.dtype, self.at_once = memory, order, (count, length), memory.dtype, at_once
 
 
 def signature(count: int, dtype: str) -> list[tuple[tuple[int, ...], Any]]:
@@ -130,12 +132,22 @@ class Places:
       rows: those that the gradients belong to.
       dtype: torch's.
       order: of the dimensions of each gradient; None as they are.
+      at_once: for `bridge.at_once`: so many zeros, behind where each row begins, one that is not live where some live one does. None: for
+        a loop.
     """
 
-    def __init__(self, count: int, rows: Sequence[int], dtype: torch.dtype, order: Sequence[tuple[int, ...] | None]) -> None:
-        self._order, self._dims = np.zeros(1 + 2 * count, np.int64), list(order) if any(order) else []
-        self._order[0], self._order[1 : 1 + len(rows)] = len(rows), rows
-        self._starts = slice(1 + count, 1 + count + len(rows))
+    def __init__(
+        self, count: int, rows: Sequence[int], dtype: torch.dtype, order: Sequence[tuple[int, ...] | None], at_once: int | None = None
+    ) -> None:
+        self.rows, self._dims = rows, list(order) if any(order) else []
+        if at_once is None:
+            self._order, self._starts = np.zeros(1 + 2 * count, np.int64), slice(1 + count, 1 + count + len(rows))
+            self._order[0], self._order[1 : 1 + len(rows)] = len(rows), rows
+            self._nth = np.arange(len(rows))
+        else:
+            self._order, self._starts = np.zeros(count + at_once, np.int64), slice(count)
+            self._nth = np.zeros(count, np.int64)
+            self._nth[rows] = np.arange(len(rows))
         self._memory = everything(np.dtype(numpy_dtype(dtype)))
         self.copies: list[torch.Tensor] = []
 
@@ -148,8 +160,22 @@ class Places:
             self.copies += [copy for copy, tensor in zip(readable, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
             starts = np.array(list(map(_address, readable))) - BASE
         order = self._order.copy()
-        order[self._starts] = starts // size
+        order[self._starts] = (starts // size)[self._nth]
         return [self._memory, order]
+
+
+class AllPlaces:
+    """`Places` of several packs, for one program: their arguments from the gradients of all of them."""
+
+    def __init__(self, places: Sequence[Places]) -> None:
+        self._places = places
+        self.copies: list[torch.Tensor] = []
+        for each in places:
+            each.copies = self.copies
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        given = iter(tensors)
+        return [x for each in self._places for x in each(list(islice(given, len(each.rows))))]
 
 
 def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from .at_once import over_rows
 from .loops import by_bits, rows_for, stay, through_rows
 from .operands import fewer
 from .pieces import part
@@ -85,8 +86,11 @@ def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[li
 def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Callable[..., Any]:
     """The second part of a function, for the arrays of a kind."""
     given = jax.tree.leaves(kind.arrays[0])
-    if any(isinstance(x, Scattered) for x in given):
-        return cut.over_live_rows(shared)
+    far = next((i for i, x in enumerate(given) if isinstance(x, Scattered)), None)
+    if far is not None:
+        if not given[far].at_once:
+            return cut.over_live_rows(shared)
+        return cut.all_rows(far, len(shared))
     function = cut.of_arrays
     if kind.rows is not None:
         function = jax.vmap(function, in_axes=(*(0 for _ in range(cut.handed + len(given))), *(None for _ in shared)))
@@ -189,6 +193,11 @@ class _Cut:
         targets = [i for i, scalar in enumerate(self.is_scalar) if not scalar]  # the results stand where the arrays did
         looped = over_live_rows(lambda numbers, parts: one.of_arrays(*numbers, *parts, *shared), one._now, targets)
         return lambda *inputs: looped(inputs[: self.handed], inputs[self.handed : len(inputs) - len(shared)])
+
+    def all_rows(self, far: int, shared: int) -> Callable[..., Any]:
+        """The second part of all rows, in one loop, of which the array `far` lies anywhere; of its inputs, so many are common to all."""
+        mapped = [True] * (self.handed + self._own) + [False] * shared
+        return over_rows(self._plain, self.handed + far, mapped)
 
     @property
     def rows(self) -> tuple[int, int] | None:

@@ -179,7 +179,7 @@ def run(
                 openmp.pause(openmp.SOFT)
             given = []
             for launch in wave:
-                if launch.program.looped:
+                if launch.program.scattered:
                     flight.copies.append(launch.flat.copies)
                 given.append(launch.flat([*map(grads.__getitem__, launch.positions), *launch.rows]))
                 if launch.program.measure is not None:

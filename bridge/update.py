@@ -18,6 +18,7 @@ import numpy as np
 
 from . import reading
 from .analysis import in_parts
+from .at_once import signature as at_once
 from .gradients import along, consequences, found_in
 from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
@@ -40,8 +41,9 @@ class Leaf:
     `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
     every field of state; `spec` is then that of one row. None for a leaf by itself. `singly`: the gradients of the rows are
     arguments of their own, because reading them in one place would not be worth moving them there. `looped`: rows are updated one
-    after the other, their gradients read where they lie. `members`: of leaves that their transformation sees together with others,
-    each with its row.
+    after the other, their gradients read where they lie; `at_once`: all in one loop, as of `bridge.at_once`. `members`: of leaves that
+    their transformation sees together with others, each with its row. `length`: of a single row that is longer than its leaf, the
+    elements of that; what stands behind them, of the gradient too, may be anything.
     """
 
     row: Row
@@ -54,6 +56,7 @@ class Leaf:
     looped: bool = False
     members: tuple[tuple[int, Spec], ...] = ()
     length: int | None = None
+    at_once: bool = False
 
     @property
     def size(self) -> int:
@@ -189,7 +192,7 @@ def update(
     kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        passes = _passes(plan, leaf, isinstance(grads[at[0]], Scattered), fused)
+        passes = _passes(plan, leaf, isinstance(grads[at[0]], Scattered) and leaf.looped, fused)
         parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
@@ -310,8 +313,8 @@ def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
     return [
         next(given)
         if leaf.count is None
-        else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0])
-        if leaf.looped
+        else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0], leaf.at_once)
+        if leaf.looped or leaf.at_once
         else jnp.stack([next(given) for _ in range(leaf.count)])
         if leaf.singly
         else next(given).reshape(leaf.count, -1)
@@ -336,7 +339,7 @@ def _flags(plan: Plan, masks: Sequence[Any], live: Any) -> tuple[list[Any], list
 def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
     """The new rows of a pack; those that are not `live` keep their bits: of arrays that a loop has updated, they have them."""
     chosen = lambda after, before: jnp.where(along(live, before), after, before)  # noqa: E731
-    if isinstance(arrays[2], Scattered):
+    if isinstance(arrays[2], Scattered) and not arrays[2].at_once:
         return *new[:2], jax.tree.map(chosen, new[2], scalars[0])
     return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
 
@@ -360,8 +363,8 @@ def _cut_off(row: Any, length: int) -> Any:
     return jnp.where(jax.lax.broadcasted_iota(np.int32, row.shape, 1) < length, row, jnp.zeros_like(row))
 
 
-def abstract(plan: Plan) -> tuple[Any, ...]:
-    """Shape and dtype of the arguments of `stepped`, in its order."""
+def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:
+    """Shape and dtype of the arguments of `stepped`, in its order; or of one that is only to be counted."""
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
     params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
@@ -371,8 +374,9 @@ def abstract(plan: Plan) -> tuple[Any, ...]:
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
     grads = []
     for (shape, dtype), leaf in ((leaf.buffer, leaf) for leaf in plan.leaves):
-        if leaf.looped:
-            grads += [array(*each) for each in scattered(shape[0], dtype)]
+        if leaf.looped or leaf.at_once:
+            own = at_once(shape[0], dtype, shape[1] if counted else None) if leaf.at_once else scattered(shape[0], dtype)
+            grads += [array(*each) for each in own]
         else:
             grads += [array(shape[1:], dtype)] * shape[0] if leaf.singly else [array((math.prod(shape),), dtype)]
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]

@@ -53,6 +53,7 @@ ORDER = {
         "pieces",
         "side_by_side",
         "scattered",
+        "at_once",
         "split",
         "stages",
         "dynamo",

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from bridge import step, storage, update
+from bridge.at_once import READS
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
 from bridge.dlpack import operands
-from bridge.scattered import Places, longer_operands
+from bridge.scattered import AllPlaces, Places, longer_operands
 
 from .packs import Pack
 from .plan import Leaf
@@ -38,6 +39,17 @@ class Block:
         return (None,) if self.pack is None else self.pack.memory.rows
 
     @property
+    def scattered(self) -> bool:
+        """Whether its gradients are read where they lie."""
+        return self.described.looped or self.described.at_once
+
+    @property
+    def places(self) -> Places:
+        """Where those are."""
+        rows, first = [leaf.slot or 0 for leaf in self.leaves], self.leaves[0]
+        return Places(len(self.rows), rows, first.dtype, [leaf.order for leaf in self.leaves], READS if self.described.at_once else None)
+
+    @property
     def singly(self) -> list[tuple[int, tuple[int, ...] | None]]:
         """For each row the position of its gradient, and the order of its dimensions; where there is none, those of another's."""
         if self.pack is None:
@@ -59,7 +71,7 @@ class Launch(step.Launch):
         self.packs = [block.pack for block in blocks if block.pack is not None]
         self.rows, self.joined, self.gathered, self.targets = [], [], [], []
         for block in blocks:
-            if block.pack is None or block.described.singly or block.described.looped:
+            if block.pack is None or block.described.singly or block.scattered:
                 continue
             self.rows.append(block.pack.gradients(block.leaves[0]))
             whole = block.pack.whole(block.leaves)
@@ -81,7 +93,7 @@ class Launch(step.Launch):
         blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
         self._blocks, self.ready = (), True
         alone = [block.leaves[0] for block in blocks if block.pack is None]
-        looped = [block for block in blocks if block.described.looped]  # each in a program of its own
+        scattered = [block for block in blocks if block.scattered]  # in programs of their own
         singly = [(block, each) for block in blocks if block.pack is None or block.described.singly for each in block.singly]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
@@ -91,12 +103,11 @@ class Launch(step.Launch):
             scalars.setdefault(tensor.dtype, []).append(tensor)
         self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
-        self.positions = [position for _, (position, _) in singly] or [position for block in looped for position in block.positions]
+        self.positions = [position for _, (position, _) in singly] or [position for block in scattered for position in block.positions]
         order = [*(order for _, (_, order) in singly), *(None for _ in self.rows)]
         longer = {at: block.described.buffer[0][1] for at, (block, _) in enumerate(singly) if block.described.length is not None}
-        if looped:
-            rows = [leaf.slot or 0 for leaf in self.leaves]
-            self.flat = Places(len(looped[0].rows), rows, self.leaves[0].dtype, [leaf.order for leaf in self.leaves])
+        if scattered:
+            self.flat = AllPlaces([block.places for block in scattered])
         elif self.device.type == "cpu":
             self.flat = (
                 functools.partial(longer_operands, order=order, longer=longer) if longer else functools.partial(operands, order=order)

@@ -41,6 +41,7 @@ class Launches:
     def __init__(self, states: States, max_grad_norm: float | None, cache: Cache) -> None:
         self.states, self._max_grad_norm, self._cache = states, max_grad_norm, cache
         self._owner, self._active, self._rows, self._rules = states.owner, states.active, states.rows, states.rules
+        self._stores = False  # whether XLA stores what all rows of packs at once are to compute
         self.began = False  # whether the last set of live leaves had some that were given state
         self.known: dict[Any, list[list[Launch]]] = {}
         self._described: dict[Leaf, update.Leaf] = {}
@@ -74,13 +75,18 @@ class Launches:
         if len(on_device) > 1:
             units = [unit for part in on_device.values() for unit in self.states.units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
-        divided = [list(self._divided(self._blocks(part, values, loops=not scaled), scaled)) for part in on_device.values()]
+        loops = not scaled and self._max_grad_norm is None
+        divided = [list(self._divided(self._blocks(part, values, loops), scaled)) for part in on_device.values()]
         early = {}
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
             early = self.states.begun_early([leaf for part in on_device.values() for leaf, _ in part], values)
         before = self._cache.info.compilations
         with uncollected():
-            programs = iter(self._programs([tile for part in divided for tile in part], divided, extra, scaled))
+            found = self._programs([tile for part in divided for tile in part], divided, extra, scaled)
+        if not self._stores and any(program.stores for program in found):
+            self._stores = True
+            return self.build(live, extra, scaled, hyperparams)
+        programs = iter(found)
         self._rows.looked_at.clear()
         blocks = [block for part in divided for tile in part for block in tile]
         described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
@@ -139,6 +145,8 @@ class Launches:
             block.leaves.append(leaf)
             block.positions.append(position)
         blocks = [*alone, *sorted(packed.values(), key=lambda block: not block.pack.singly)]  # as a launch has their gradients
+        looped = [block for block in packed.values() if block.pack.looped]
+        mostly_live = _mostly_live(looped)
         for block in blocks:
             leaf = block.leaves[0]
             if leaf not in self._described:
@@ -149,8 +157,10 @@ class Launches:
             else:
                 block.described = self._described[leaf]
             described = block.described
-            if described.looped and not loops:
-                described = replace(described, looped=False, singly=singly)
+            if described.looped and block.pack is not None:
+                at_once = loops and not self._stores and (block.pack.small or mostly_live)
+                looped = loops and not at_once and not block.pack.small
+                described = replace(described, looped=looped, singly=singly and not loops and not block.pack.small, at_once=at_once)
             if described.row.unit is not None and block.pack is not None:
                 described = replace(described, members=tuple((each.slot, each.spec) for each in block.leaves))
             block.described = self._kinds.setdefault(described, described)
@@ -183,7 +193,12 @@ class Launches:
             yield from ([block] for block in first)
             blocks = [block for block in blocks if block not in first]
         yield from ([block] for block in blocks if block.described.looped)  # each in an order of its own
-        blocks = [block for block in blocks if not block.described.looped]
+        at_once: dict[str, list[Block]] = {}  # by type: a program is given all memory as one
+        for block in blocks:
+            if block.described.at_once:
+                at_once.setdefault(block.described.spec.dtype, []).append(block)
+        yield from at_once.values()
+        blocks = [block for block in blocks if not block.scattered]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         alone = [block.leaves[0].alone and block.described.row.unit is None for block in blocks]
         sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
@@ -253,3 +268,8 @@ class Launches:
 def _units(blocks: Iterable[Block]) -> list[int]:
     """The units that are evaluated in a program of these blocks."""
     return sorted({block.described.row.unit for block in blocks if block.described.row.unit is not None})
+
+
+def _mostly_live(packs: Sequence[Block]) -> bool:
+    """Whether so many rows of these have a gradient that it is faster to read the others too than to update one after the other."""
+    return sum(len(block.leaves) for block in packs) >= 0.75 * sum(len(block.rows) for block in packs)

@@ -188,7 +188,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def without_loops(self) -> None:
         """Rows of packs are no longer updated in a loop: their parameters get memory of their own, for who reads them one by one."""
         self._loops = False
-        if any(leaf.slot is not None and packs.is_looped(leaf) for leaf in self._active):
+        if any(leaf.slot is not None and packs.is_looped(leaf) and not packs.is_gathered(leaf) for leaf in self._active):
             self._place()
 
     def _group_signature(self) -> list[Any]:

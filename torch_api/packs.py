@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,23 @@ GATHERED = {"cpu": 1 << 17, "cuda": 1 << 20}
 # The devices on which larger ones are packed too, their gradients each an argument: calling costs the host of a GPU 6 us for each
 # array that is given and given back, and one kernel for equal leaves moves its bytes a tenth faster than one for each.
 SINGLY_ON = frozenset({"cuda"})
-# Bytes of the largest parameter on the CPU that may be a row in a loop. Of larger ones a call of `tiles.ELEMENTS` has few arguments.
-LOOPED = 1 << 20
+# Bytes of the largest parameter on the CPU that may be read where it lies in a loop over rows: of larger ones a call of
+# `tiles.ELEMENTS` has few arguments. And of the largest of which that takes as long as to gather it.
+LOOPED, SMALL = 1 << 20, 1 << 15
 # The types of rows in a loop: others XLA's CPU compiler computes in float32, and may convert as a whole what a turn reads a part of.
 IN_LOOPS = frozenset({"float32", "float64"})
-# Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any; in a loop, which runs on one
-# core, there must be enough for all cores.
-FEWEST, FEWEST_LARGE, FEWEST_LOOPED = 4, 2, 64
-# Packs of rows that are looped over, for each core: some may have more live rows than others. Fewer packs where each would have fewer rows.
+# Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any.
+FEWEST, FEWEST_LARGE, FEWEST_LOOPED = 4, 2, 8
+# Packs of rows that may be looped over, for each core: some may have more live rows than others. Fewer packs where each would have fewer
+# rows.
 LOOPS_A_CORE, ROWS = 2, 8
+
+
+class Key(NamedTuple):
+    """Equal for leaves that may be rows of one pack; `looped`: in a loop, their gradients read where they lie."""
+
+    kind: Hashable
+    looped: bool = False
 
 
 def is_gathered(leaf: Leaf) -> bool:
@@ -41,15 +49,14 @@ def is_gathered(leaf: Leaf) -> bool:
 
 
 def is_looped(leaf: Leaf) -> bool:
-    """Whether in a pack its row would be updated in a loop over rows, its gradient read where it lies."""
+    """Whether in a pack its gradient would be read where it lies, in a loop over rows."""
     size = leaf.shape.numel()
     return (
         scattered.SUPPORTED
         and leaf.device.type == "cpu"
         and leaf.device.type not in SINGLY_ON
-        and not is_gathered(leaf)
-        and size * leaf.dtype.itemsize <= LOOPED
-        and scattered.part(size) is not None
+        and min(SMALL, GATHERED["cpu"]) < size * leaf.dtype.itemsize <= LOOPED
+        and (is_gathered(leaf) or scattered.part(size) is not None)
     )
 
 
@@ -59,13 +66,13 @@ def is_padded(leaf: Leaf) -> bool:
 
 
 @uncollected()
-def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], writeback: str) -> None:
+def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writeback: str) -> None:
     """Give each leaf its memory: the rows of a pack for those of equal key, for others a memory of their own.
 
     A leaf that is in jax-owned memory already stays there, in a pack as long as all leaves of that pack have one key:
     else two updates would want to have the one buffer.
     """
-    keys: dict[storage.Memory, set[Hashable | None]] = {}
+    keys: dict[storage.Memory, set[Key | None]] = {}
     found = []
     for leaf in leaves:
         leaf.look()
@@ -74,7 +81,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
         if row is not None and memory is not None:
             keys.setdefault(memory, set()).add(key)
         found.append((leaf, key, memory, row))
-    wanted: dict[Hashable, list[Leaf]] = {}
+    wanted: dict[Key, list[Leaf]] = {}
     for leaf, key, memory, row in found:
         at_home = memory is not None and (row is None or (key is not None and len(keys[memory]) == 1))
         goes_back = leaf.memory is not None and leaf.slot is not None and storage.fits(leaf.local, leaf.memory, leaf.slot)
@@ -82,11 +89,10 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Hashable | None], wri
             leaf.place(writeback, alone=row is not None and not at_home)
         else:
             wanted.setdefault(key, []).append(leaf)
-    for alike in wanted.values():
-        looped = is_looped(alike[0])
-        fewest = FEWEST_LOOPED if looped else FEWEST if is_gathered(alike[0]) else FEWEST_LARGE
-        together = (lanes.SEVERAL and scattered.in_place()) if looped else is_gathered(alike[0]) or alike[0].device.type in SINGLY_ON
-        enough = together and len(alike) >= fewest
+    for key, alike in wanted.items():
+        looped = key.looped and len(alike) >= FEWEST_LOOPED and lanes.SEVERAL and scattered.in_place()
+        fewest = FEWEST if is_gathered(alike[0]) else FEWEST_LARGE
+        enough = looped or (len(alike) >= fewest and (is_gathered(alike[0]) or alike[0].device.type in SINGLY_ON))
         several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
         # Neighbours in several packs: they are often live together. Few packs at a time: what is moved is there twice.
         groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several)]
@@ -119,9 +125,10 @@ class Pack:
       constants: what each field begins with, where that is one number.
       members: the row and the saved state of every leaf of the pack that may be trained.
       taken: the memories that others have; those of this state are added.
+      looped: whether rows may be updated in a loop, their gradients read where they lie.
     """
 
-    __slots__ = ("_constants", "_device", "_fields", "_gradients", "memory", "state")
+    __slots__ = ("_constants", "_device", "_fields", "_gradients", "_looped", "memory", "state")
 
     def __init__(
         self,
@@ -131,8 +138,10 @@ class Pack:
         constants: Sequence[Any],
         members: Sequence[tuple[int, Mapping[str, Any]]],
         taken: set[storage.Memory],
+        looped: bool,
     ) -> None:
         assert leaf.memory is not None
+        self._looped = looped
         self.memory, self._fields, self._device = leaf.memory, fields, leaf.device.type
         self._gradients: torch.Tensor | None = None
         saved = [(row, state) for row, state in members if has_state(fields, state)]
@@ -145,12 +154,17 @@ class Pack:
     @property
     def singly(self) -> bool:
         """Whether each row's gradient is an argument of its own."""
-        return len(self.memory.rows) == 1 or (self.memory.row_bytes > GATHERED.get(self._device, 0) and self._device in SINGLY_ON)
+        return len(self.memory.rows) == 1 or (not self.small and self._device in SINGLY_ON)
 
     @property
     def looped(self) -> bool:
-        """Whether rows are updated one after the other, each row's gradient read where it lies."""
-        return not self.singly and self.memory.row_bytes > GATHERED.get(self._device, 0)
+        """Whether rows are updated in a loop, each row's gradient read where it lies; where not, `small` ones are gathered."""
+        return self._looped and not self.singly and (not self.small or len(self.memory.rows) >= ROWS)
+
+    @property
+    def small(self) -> bool:
+        """Whether gradients may be gathered."""
+        return self.memory.row_bytes <= GATHERED.get(self._device, 0)
 
     def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[Any]) -> tuple[storage.Memory, ...]:
         """New rows for each field, all begun with its constant."""

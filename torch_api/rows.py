@@ -170,11 +170,11 @@ class Rows:
         row, size = self.static[leaf.row], leaf.shape.numel()
         if row.unit is not None:
             kind = self._alike.get(id(leaf))
-            return None if kind is None else (self._kinds[leaf.row], leaf.dtype, leaf.device, size, kind)
+            return None if kind is None else packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.device, size, kind))
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
-        looped = loops and packs.is_looped(leaf) and not whole and self._is_of_parts(leaf)
+        looped = loops and self.is_looped(leaf)
         padded = packs.is_padded(leaf) and not whole and not self._extra.leaves
         if not size or not (gathered or looped or padded or leaf.device.type in packs.SINGLY_ON):
             return None
@@ -183,7 +183,12 @@ class Rows:
         sizes = (size, width, part(size) or size) if looped else (size, width)
         if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
             return None
-        return self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole
+        return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole), looped)
+
+    def is_looped(self, leaf: Leaf) -> bool:
+        """Whether in a pack it may be updated in a loop over rows: by elements, in rows of its very length."""
+        fits = pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel() and not self._extra.leaves
+        return fits and self.static[leaf.row].unit is None and packs.is_looped(leaf) and not leaf.spec.whole and self._is_of_parts(leaf)
 
     def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, Any]:
         """By id of each leaf that may be packed: equal for those that one transformation updates alike, given what it finds out of all."""

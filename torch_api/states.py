@@ -127,7 +127,8 @@ class States:
             begun: Sequence[Any] = [None] * len(self.fields(leaf))  # of leaves that are seen together each is given its own
             if self.unit(leaf) is None:
                 begun = constants(self.rows.problem(leaf), tuple(values))
-            self.packs[leaf.memory] = Pack(leaf, self.fields(leaf), self.rules[leaf.group].hidden, begun, members, self._taken())
+            fields, hidden, looped = self.fields(leaf), self.rules[leaf.group].hidden, self.rows.is_looped(leaf)
+            self.packs[leaf.memory] = Pack(leaf, fields, hidden, begun, members, self._taken(), looped)
         return self.packs[leaf.memory]
 
     def _taken(self) -> set[storage.Memory]:
