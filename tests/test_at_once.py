@@ -11,7 +11,7 @@ from packing import by_themselves, near, run, same_states, slots, states
 
 import bridge
 import torch_api
-from bridge import at_once, scattered
+from bridge import at_once, lanes, scattered
 from torch_api import launches, packs
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
@@ -138,7 +138,8 @@ def live_but(params, dead):
 
 
 @pytest.mark.parametrize("shape", [(160, 256), (128, 128)])
-def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape):
+def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape, monkeypatch):
+    monkeypatch.setattr(lanes, "CORES", 2)
     ours = parameters(shapes=[shape] * 16)
     optimizer = adamw(ours)
     run([(optimizer, ours)], 2)
@@ -158,7 +159,9 @@ def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape
     assert optimizer.cache_info().programs == len(kinds)
 
 
-def test_which_rows_are_better_updated_at_once():
+def test_which_rows_are_better_updated_at_once(monkeypatch):
+    monkeypatch.setattr(lanes, "CORES", 2)
+
     class Some:
         def __init__(self, live, rows):
             self.leaves, self.rows = range(live), range(rows)
@@ -166,6 +169,8 @@ def test_which_rows_are_better_updated_at_once():
     assert launches._mostly_live([])
     assert launches._mostly_live([Some(16, 16), Some(8, 16)])
     assert not launches._mostly_live([Some(16, 16), Some(7, 16)])
+    assert launches._mostly_live([Some(6, 16)])  # one after the other they would be on one core
+    assert not launches._mostly_live([Some(5, 16)])
 
 
 ODD = {

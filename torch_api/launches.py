@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import step, storage, tiles, update
+from bridge import lanes, step, storage, tiles, update
 from bridge.calm import uncollected
 from bridge.dlpack import device_of
 from bridge.problem import Extra
@@ -271,5 +271,7 @@ def _units(blocks: Iterable[Block]) -> list[int]:
 
 
 def _mostly_live(packs: Sequence[Block]) -> bool:
-    """Whether so many rows of these have a gradient that it is faster to read the others too than to update one after the other."""
-    return sum(len(block.leaves) for block in packs) >= 0.75 * sum(len(block.rows) for block in packs)
+    """Whether it is faster to read all rows of these at once than to update those that have a gradient one after the other, each pack on a
+    core of its own."""
+    busy = min(len(packs), lanes.CORES) / lanes.CORES
+    return sum(len(block.leaves) for block in packs) >= 0.75 * busy * sum(len(block.rows) for block in packs)
