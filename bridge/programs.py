@@ -45,7 +45,7 @@ class Program:
         self.calls_back = False
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.looped = any(leaf.looped for leaf in plan.leaves)
-        self.scattered = self.looped or any(leaf.at_once for leaf in plan.leaves)
+        self.scattered = any(leaf.scattered for leaf in plan.leaves)
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         self._cut: Any = None
         self._own: list[Piece] = []
@@ -101,7 +101,7 @@ class Program:
     def bytes_accessed(self) -> float:
         """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
         `reading` the gradients are counted, once."""
-        far = sum(leaf.size * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
+        far = sum(leaf.size * (leaf.count or 1) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
         update = self._counted() if self._rows else self.update
         return (bytes_accessed(update) - held(update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far

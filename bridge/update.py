@@ -59,6 +59,11 @@ class Leaf:
     at_once: bool = False
 
     @property
+    def scattered(self) -> bool:
+        """Whether the gradients of rows are read where they lie."""
+        return self.looped or self.at_once
+
+    @property
     def size(self) -> int:
         """The elements that are a leaf's, in one row."""
         return self.length or math.prod(self.spec.shape)
@@ -103,8 +108,8 @@ class Plan:
 
     def far(self, leaf: Leaf) -> bool:
         """Whether the gradient of a leaf is measured before the program, where it lies."""
-        is_one = leaf.count is None or leaf.length is not None
-        return self.ahead and is_one and not leaf.elements and reading.takes(leaf.spec.dtype, leaf.size)
+        lies = leaf.count is None or leaf.length is not None or leaf.scattered
+        return self.ahead and lies and not leaf.elements and reading.takes(leaf.spec.dtype, leaf.size)
 
     @property
     def far_dtypes(self) -> list[str]:
@@ -314,7 +319,7 @@ def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
         next(given)
         if leaf.count is None
         else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0], leaf.at_once)
-        if leaf.looped or leaf.at_once
+        if leaf.scattered
         else jnp.stack([next(given) for _ in range(leaf.count)])
         if leaf.singly
         else next(given).reshape(leaf.count, -1)
@@ -374,7 +379,7 @@ def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
     grads = []
     for (shape, dtype), leaf in ((leaf.buffer, leaf) for leaf in plan.leaves):
-        if leaf.looped or leaf.at_once:
+        if leaf.scattered:
             own = at_once(shape[0], dtype, shape[1] if counted else None) if leaf.at_once else scattered(shape[0], dtype)
             grads += [array(*each) for each in own]
         else:

@@ -12,7 +12,7 @@ from packing import by_themselves, near, run, same_states, slots, states
 import bridge
 import torch_api
 from bridge import at_once, lanes, scattered
-from torch_api import launches, packs
+from torch_api import launch, launches, packs
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
 AT_ONCE = 17  # the others are gathered, and by itself
@@ -47,7 +47,7 @@ def apart(make, params):
 
 
 def programs(optimizer):
-    return [launch.program for launch in optimizer._launches.latest]
+    return [each.program for each in optimizer._launches.latest]
 
 
 def leaves_at_once(optimizer):
@@ -87,7 +87,7 @@ def test_the_bytes_are_those_of_one_update():
     assert addresses == [x.data_ptr() for x in (*ours, *states(optimizer, ours))]
     assert len(programs(optimizer)) == 1
     assert optimizer.bytes_accessed() / sum(p.numel() for p in ours) == pytest.approx(28, rel=0.01)
-    assert not any(launch.rows or launch.flat.copies for launch in optimizer._launches.latest)
+    assert not any(each.rows or each.flat.copies for each in optimizer._launches.latest)
 
 
 def test_gathers_that_are_shared_are_stored_and_the_rows_are_updated_in_turn(monkeypatch):
@@ -195,7 +195,7 @@ def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
             q.grad = p.grad.clone().contiguous() + 0
         optimizer.step()
         other.step()
-        assert all(launch.flat.copies == [] for launch in optimizer._launches.latest)
+        assert all(each.flat.copies == [] for each in optimizer._launches.latest)
     assert leaves_at_once(optimizer)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -334,3 +334,28 @@ def test_gradients_may_be_written_as_soon_as_the_step_returns():
     assert leaves_at_once(optimizer)
     for p, s in zip(ours, start, strict=True):
         torch.testing.assert_close(p.detach(), s - 100 * 2.0**-10)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_norm_is_read_from_where_they_lie_too(broken, monkeypatch):
+    """The broken sibling reads one gradient of each pack."""
+    if broken:
+        far = launch.Launch.far.fget
+        monkeypatch.setattr(launch.Launch, "far", property(lambda self: far(self)[:1]))
+    shapes = [(160, 256)] * 32 + [(99, 101)]
+    ours = parameters(shapes=shapes)
+    theirs, start = clones(ours), [p.detach().clone() for p in ours]
+    optimizer = torch_api.MaskedAdamW(ours, lr=0.01, weight_decay=0.1, eps=1.0, max_grad_norm=0.5)
+    other = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, eps=1.0)  # which makes the scale of gradients matter
+    ways = set()
+    for nth in range(20):
+        dead = {(nth + i) % 32 for i in range((0, 2, 20)[nth % 3])}
+        grads = live_but(ours, dead)
+        set_grads(ours, grads)
+        set_grads(theirs, grads)
+        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        optimizer.step()
+        other.step()
+        ways |= {(leaf.at_once, leaf.looped) for program in programs(optimizer) for leaf in program.plan.leaves if leaf.scattered}
+    assert ways == {(True, False), (False, True)}
+    assert (max(movement_error(p, q, s) for p, q, s in zip(ours, theirs, start, strict=True)) <= 1e-5) is not broken

@@ -41,7 +41,7 @@ class Block:
     @property
     def scattered(self) -> bool:
         """Whether its gradients are read where they lie."""
-        return self.described.looped or self.described.at_once
+        return self.described.scattered
 
     @property
     def places(self) -> Places:
@@ -86,7 +86,7 @@ class Launch(step.Launch):
         """The gradients that are measured before the program, where they lie: position, elements and dtype of each."""
         plan = self.program.plan
         blocks = [block for block in self._blocks if plan.far(block.described)]
-        return [(block.positions[0], block.described.size, block.described.spec.dtype) for block in blocks]
+        return [(position, block.described.size, block.described.spec.dtype) for block in blocks for position in block.positions]
 
     def prepare(self) -> None:
         """Find all that a call needs."""

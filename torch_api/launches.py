@@ -15,7 +15,7 @@ import torch
 
 from bridge import lanes, step, storage, tiles, update
 from bridge.calm import uncollected
-from bridge.dlpack import device_of
+from bridge.dlpack import device_of, numpy_dtype
 from bridge.problem import Extra
 from bridge.reading import Reader, is_worth, takes
 
@@ -55,7 +55,8 @@ class Launches:
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
 
         # Of all that may be trained: a set of live leaves is to change nothing.
-        sizes = [(leaf.spec.dtype, leaf.shape.numel()) for leaf in kinds if leaf.spec is not None and leaf.elements is None]
+        lie = [leaf for leaf in trainable if leaf.elements is None and (leaf.alone or self._rows.is_looped(leaf))]
+        sizes = [(str(numpy_dtype(leaf.dtype)), leaf.shape.numel()) for leaf in lie]
         self._readable = sum(size for dtype, size in sizes if takes(dtype, size))
 
     @property
@@ -75,7 +76,7 @@ class Launches:
         if len(on_device) > 1:
             units = [unit for part in on_device.values() for unit in self.states.units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
-        loops = not scaled and self._max_grad_norm is None
+        loops = not scaled and (self._max_grad_norm is None or is_worth(self._readable))
         divided = [list(self._divided(self._blocks(part, values, loops), scaled)) for part in on_device.values()]
         early = {}
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
@@ -158,9 +159,10 @@ class Launches:
                 block.described = self._described[leaf]
             described = block.described
             if described.looped and block.pack is not None:
-                at_once = loops and not self._stores and (block.pack.small or mostly_live)
-                looped = loops and not at_once and not block.pack.small
-                described = replace(described, looped=looped, singly=singly and not loops and not block.pack.small, at_once=at_once)
+                lie = loops and (self._max_grad_norm is None or takes(described.spec.dtype, described.size))
+                at_once = lie and not self._stores and (block.pack.small or mostly_live)
+                looped = lie and not at_once and not block.pack.small
+                described = replace(described, looped=looped, singly=singly and not lie and not block.pack.small, at_once=at_once)
             if described.row.unit is not None and block.pack is not None:
                 described = replace(described, members=tuple((each.slot, each.spec) for each in block.leaves))
             block.described = self._kinds.setdefault(described, described)

@@ -181,7 +181,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
-            key = functools.partial(self.arrangement.pack_key, loops=self._loops and self.max_grad_norm is None)
+            key = functools.partial(self.arrangement.pack_key, loops=self._loops)
             packs.place(leaves, key, self._options.writeback)
         packs.check_apart(type(self).__name__, self._active)
 
