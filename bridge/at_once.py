@@ -9,8 +9,8 @@ zero of its own added, which the program is given, so that XLA cannot see that t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import cycle
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .scattered import Scattered, everything
-from .whole import apply, at_start, in_turn, literal
+from .whole import apply, at_start, literal
 
 READS = 64  # gathers with places of their own; of more some are stored
 
@@ -35,14 +35,36 @@ def signature(count: int, dtype: str, length: int | None = None) -> list[tuple[t
 
 def over_rows(closed: Any, at: int, mapped: Sequence[bool]) -> Callable[..., list[Any]]:
     """A program of one row, of which the input `at` is `Scattered`, for all rows; `mapped`: which inputs are one for each row."""
-    function, reads = _apart(closed, at)
+    jaxpr = closed.jaxpr
+    depends = _dependent(jaxpr, jaxpr.invars[at])
+    times = _times(jaxpr, depends)
+    reads = times.get(jaxpr.invars[at], 0)
+    if reads > READS:  # one gather, which XLA stores: as many evaluations as reads would take ever longer to trace
+        times, reads = {}, 1
+
+    def one_row(others: list[Any], copies: list[Any]) -> list[Any]:
+        values = at_start(jaxpr, closed.consts, [*others[:at], copies[0] if copies else None, *others[at:]])
+        made: dict[Any, list[Any]] = {jaxpr.invars[at]: copies} if times else {}
+
+        def read(v: Any) -> Any:
+            return literal(v) if isinstance(v, Literal) else made[v].pop() if v in made else values[v]
+
+        for eqn in jaxpr.eqns:
+            several = bool(times) and not depends.isdisjoint(eqn.outvars)
+            for _ in range(sum(times.get(v, 0) for v in eqn.outvars) if several else 1):
+                given = {v: read(v) for v in _variables(eqn)}
+                found = apply(jaxpr, eqn, [literal(v) if isinstance(v, Literal) else given[v] for v in eqn.invars])
+                for v, x in zip(eqn.outvars, found, strict=True):
+                    if several:
+                        made.setdefault(v, []).append(x)
+                    else:
+                        values[v] = x
+        return list(map(read, jaxpr.outvars))
 
     def all_rows(*inputs: Any) -> list[Any]:
-        far = inputs[at]
-        copies = [_read(far, nth) for nth in range(min(reads, READS))]
         others = [x for i, x in enumerate(inputs) if i != at]
         axes = [0 if each else None for i, each in enumerate(mapped) if i != at]
-        return jax.vmap(function, in_axes=(axes, 0))(others, copies)
+        return jax.vmap(one_row, in_axes=(axes, 0))(others, [_read(inputs[at], nth) for nth in range(reads)])
 
     return all_rows
 
@@ -54,37 +76,22 @@ def _read(far: Scattered, nth: int) -> Any:
     return jax.lax.gather(far.memory, starts, rows, (length,), mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _apart(closed: Any, at: int) -> tuple[Callable[[list[Any], list[Any]], list[Any]], int]:
-    """The program as a function of its inputs but the one `at`, and of as many copies of that as are read; and how many those are."""
-    jaxpr = closed.jaxpr
-    given, made = jaxpr.invars[at], {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+def _dependent(jaxpr: Any, given: Any) -> set[Any]:
+    """An input, and what is computed from it."""
     depends = {given}
     for eqn in jaxpr.eqns:
         if not depends.isdisjoint(_variables(eqn)):
             depends.update(eqn.outvars)
+    return depends
 
-    def reads(v: Any) -> int:
-        if isinstance(v, Literal) or v not in depends:
-            return 0
-        return 1 if v is given else sum(map(reads, _variables(made[v])))
 
-    def function(others: list[Any], copies: list[Any]) -> list[Any]:
-        values = at_start(jaxpr, closed.consts, [*others[:at], None, *others[at:]])
-        in_turn((eqn for eqn in jaxpr.eqns if depends.isdisjoint(eqn.outvars)), values, lambda eqn, operands: apply(jaxpr, eqn, operands))
-        own = cycle(copies)
-
-        def found(v: Any) -> Any:
-            if isinstance(v, Literal) or v not in depends:
-                return literal(v) if isinstance(v, Literal) else values[v]
-            if v is given:
-                return next(own)
-            known = {u: found(u) for u in _variables(made[v])}
-            operands = [literal(u) if isinstance(u, Literal) else known[u] for u in made[v].invars]
-            return dict(zip(made[v].outvars, apply(jaxpr, made[v], operands), strict=True))[v]
-
-        return list(map(found, jaxpr.outvars))
-
-    return function, sum(map(reads, jaxpr.outvars))
+def _times(jaxpr: Any, depends: set[Any]) -> dict[Any, int]:
+    """How often each of these must be there for each operation, and each result, to have one of its own."""
+    times = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal) and v in depends)
+    for eqn in reversed(jaxpr.eqns):
+        own = sum(times[v] for v in eqn.outvars)
+        times.update({v: own for v in _variables(eqn) if v in depends and own})
+    return times
 
 
 def _variables(eqn: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -359,3 +360,24 @@ def test_a_norm_is_read_from_where_they_lie_too(broken, monkeypatch):
         ways |= {(leaf.at_once, leaf.looped) for program in programs(optimizer) for leaf in program.plan.leaves if leaf.scattered}
     assert ways == {(True, False), (False, True)}
     assert (max(movement_error(p, q, s) for p, q, s in zip(ours, theirs, start, strict=True)) <= 1e-5) is not broken
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage"), [(30, lambda x: x / (1 + abs(x))), (400, lambda x: x * 0.999)], ids=["twice each", "once each"]
+)
+def test_a_long_rule_is_traced_in_no_time(stages, stage):
+    """Of what would be read 2**30 times there is one gather; of a long chain, no recursion."""
+
+    def rule(g):
+        for _ in range(stages):
+            g = stage(g)
+        return -0.1 * g
+
+    ours = parameters(shapes=[(128, 128)] * 8)
+    start, grads = clones(ours), random_grads(ours)
+    optimizer = torch_api.OptaxOptimizer(ours, optax.stateless(lambda updates, _: jax.tree.map(rule, updates)))
+    set_grads(ours, grads)
+    optimizer.step()
+    assert leaves_at_once(optimizer)
+    for p, s, g in zip(ours, start, grads, strict=True):
+        assert movement_error(p, s.double() + rule(g.double()), s) < 1e-4
