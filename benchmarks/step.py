@@ -36,6 +36,7 @@ from common import RESULTS, Settings, environment, file_name, save
 SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "large": tables.large,
     "small": tables.small,
+    "middle": tables.middle,
     "tail": tables.tail,
     "unfused": tables.unfused,
     "types": tables.types,

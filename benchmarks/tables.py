@@ -1,4 +1,4 @@
-"""The sections that are tables of one step: large leaves, small leaves, the tail of a step, unfused optimizers, other types, whole
+"""The sections that are tables of one step: large, small and middle leaves, the tail of a step, unfused optimizers, other types, whole
 loops."""
 
 from __future__ import annotations
@@ -31,6 +31,21 @@ def large(settings: Settings) -> dict[str, Any]:
 def small(settings: Settings) -> dict[str, Any]:
     """Many small leaves."""
     return {"tables": [adamw_table("tiny", settings), adamw_table("resnet50", settings)]}
+
+
+def middle(settings: Settings) -> dict[str, Any]:
+    """Many equal leaves of middle size, and large ones of a prime number of elements."""
+    makers = candidates.adamw(settings)[0]
+    few = {name: makers[name] for name in (candidates.FUSED, candidates.FOREACH, candidates.OPTAX, candidates.OURS)}
+    clip, clipped = candidates.tail()["clip, AdamW"]
+    clip = {name: maker for name, maker in clip.items() if name in (clipped, candidates.OPTAX, candidates.OURS)}
+    sets = ("layers", "squares", "prime")
+    return {
+        "tables": [
+            *(compare(f"AdamW, {NAMES[title]}", few, settings.shapes(title), settings, candidates.FUSED) for title in sets),
+            compare(f"clip, AdamW, {NAMES['squares']}", clip, settings.shapes("squares"), settings, clipped),
+        ]
+    }
 
 
 BYTES: dict[str, tuple[str, dict[str, Any]]] = {

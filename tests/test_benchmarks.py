@@ -134,7 +134,7 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     """The sections that are tables of one step, in one process: they share programs."""
-    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "tail", "loop", "unfused", "types")
+    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "middle", "tail", "loop", "unfused", "types")
 
 
 @pytest.mark.slow
