@@ -197,7 +197,14 @@ class _Cut:
     def all_rows(self, far: int, shared: int) -> Callable[..., Any]:
         """The second part of all rows, in one loop, of which the array `far` lies anywhere; of its inputs, so many are common to all."""
         mapped = [True] * (self.handed + self._own) + [False] * shared
-        return over_rows(self._plain, self.handed + far, mapped)
+        return over_rows(self._plain if self._now == self._size else self._resized, self.handed + far, mapped)
+
+    @property
+    def _resized(self) -> Any:
+        """The second part as traced for the size that this is for now."""
+        sizes = [(self._now,) if v.aval.shape == (self._size,) else v.aval.shape for v in self._plain.jaxpr.invars]
+        inputs = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(sizes, self._plain.jaxpr.invars, strict=True)]
+        return jax.make_jaxpr(lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (self._now,)))(*inputs)
 
     @property
     def rows(self) -> tuple[int, int] | None:

@@ -381,3 +381,14 @@ def test_a_long_rule_is_traced_in_no_time(stages, stage):
     assert leaves_at_once(optimizer)
     for p, s, g in zip(ours, start, grads, strict=True):
         assert movement_error(p, s.double() + rule(g.double()), s) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam", "Rprop", "Adadelta"])
+def test_packs_of_several_sizes_share_a_trace(name):
+    sizes = [(130 + 2 * i, 128) for i in range(5)]  # so many kinds that they are one family
+    ours = parameters(shapes=[shape for shape in sizes for _ in range(8)])
+    theirs, start = clones(ours), [p.detach().clone() for p in ours]
+    optimizer = getattr(torch_api, f"Masked{name}")(ours, lr=0.01)
+    run_pair(optimizer, ours, getattr(torch.optim, name)(theirs, lr=0.01), theirs, 20)
+    near(ours, theirs, start, 5e-5)
+    assert len(leaves_at_once(optimizer)) == 5
