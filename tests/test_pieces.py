@@ -13,7 +13,7 @@ from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, moves_of_scal
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
 
 import torch_api
-from bridge import joint, pieces, programs, side_by_side, step, tiles
+from bridge import joint, pieces, programs, side_by_side, split, step, tiles
 from bridge.pieces import Pieces
 from torch_api import packs
 
@@ -35,7 +35,8 @@ CUT = [
 
 @pytest.fixture(autouse=True)
 def _many(monkeypatch):
-    """Few small leaves stand for many large ones."""
+    """Few small leaves stand for many large ones, and no trace of another test serves."""
+    monkeypatch.setattr(split, "_families", {})
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
     monkeypatch.setattr(tiles, "SOME", tiles.FEW)
 
