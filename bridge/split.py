@@ -118,7 +118,7 @@ def _cuts(kinds: Sequence[Alike], common: Any, apart: bool) -> list[_Cut]:
         found[i] = None if known is None else known.resized(kind.size)
         if found[i] is None:
             found[i] = _Cut(kind, common, apart)
-            if kind.family is not None and known is None:
+            if kind.family is not None and (known is None or found[i].is_flat):  # one of few elements serves none of another size
                 while len(_families) >= _FAMILIES_KEPT:
                     del _families[next(iter(_families))]
                 _families[key] = found[i]
@@ -179,7 +179,7 @@ class _Cut:
         """The same for arrays of another size; None where not all arrays are flat and of the size that this is for."""
         if size == self._now:
             return self
-        if not self._is_flat:
+        if not self.is_flat:
             return None
         other = copy.copy(self)
         other._now, other.of_arrays = size, lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (size,))
@@ -239,7 +239,8 @@ class _Cut:
         return known and all(v.aval.shape in ((self._size,), ()) for v in operands)
 
     @cached_property
-    def _is_flat(self) -> bool:
+    def is_flat(self) -> bool:
+        """Whether it can be had for arrays of other sizes."""
         seen = [v.aval for eqn in self._plain.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
         return self._size > _FEW and all(aval.shape == (self._size,) or aval.size <= _FEW for aval in seen)
 

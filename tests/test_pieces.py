@@ -35,8 +35,7 @@ CUT = [
 
 @pytest.fixture(autouse=True)
 def _many(monkeypatch):
-    """Few small leaves stand for many large ones, and no trace of another test serves."""
-    monkeypatch.setattr(split, "_families", {})
+    """Few small leaves stand for many large ones."""
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
     monkeypatch.setattr(tiles, "SOME", tiles.FEW)
 
@@ -158,6 +157,20 @@ def test_what_is_alike_is_compiled_once_however_much_of_it_there_is():
     assert (len(few), len(many)) == (7, 7)  # sums over 16, 4 and 1, their loops, and all that is no part
     assert len(few & many) == 6
     assert [len(each._calls) for each in found] == [7, 13]
+
+
+def test_a_trace_of_few_elements_takes_no_others_place(monkeypatch):
+    """Of three elements none is made for another size: kept, it had each size traced by itself, with numbers of its own."""
+    moved_bytes = []
+    for first in ([], [(3,), (7,)]):
+        monkeypatch.setattr(split, "_families", {})
+        monkeypatch.setattr(programs, "_programs", {})
+        if first:
+            params = random_params(shapes=first)
+            moved(ALL["clip, adamw"](), params, [random_grads(params)])
+        params = random_params(shapes=SHAPES)
+        moved_bytes.append(program(moved(ALL["clip, adamw"](), params, [random_grads(params)])).bytes_accessed)
+    assert moved_bytes[0] == moved_bytes[1]
 
 
 def test_programs_of_other_sets_of_leaves_share_their_pieces():
