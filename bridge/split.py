@@ -88,9 +88,7 @@ def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Ca
     given = jax.tree.leaves(kind.arrays[0])
     far = next((i for i, x in enumerate(given) if isinstance(x, Scattered)), None)
     if far is not None:
-        if not given[far].at_once:
-            return cut.over_live_rows(shared)
-        return cut.all_rows(far, len(shared))
+        return cut.all_rows(far, len(shared)) if given[far].at_once else cut.over_live_rows(shared)
     function = cut.of_arrays
     if kind.rows is not None:
         function = jax.vmap(function, in_axes=(*(0 for _ in range(cut.handed + len(given))), *(None for _ in shared)))

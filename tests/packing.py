@@ -3,10 +3,12 @@
 import itertools
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
+from bridge import scattered
 from torch_api import packs
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
@@ -84,3 +86,45 @@ def same_states(one, params, other, others):
     for p, q in zip(params, others, strict=True):
         assert one.state[p].keys() == other.state[q].keys()
         assert all(torch.equal(tensor, other.state[q][name]) for name, tensor in one.state[p].items())
+
+
+def apart(make, params):
+    """An optimizer of copies with every leaf by itself, and no row in a loop, and the copies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packs, "LOOPED", 0)
+        return by_themselves(make, params)
+
+
+def programs(optimizer):
+    return [launch.program for launch in optimizer._launches.latest]
+
+
+def misaligned(g):
+    space = torch.zeros(g.numel() * 4 + 64, dtype=torch.uint8).numpy()
+    start = -space.ctypes.data % 64 + 2
+    view = np.frombuffer(space, np.float32, g.numel(), start).reshape(g.shape)
+    view[:] = g.numpy()
+    return torch.from_numpy(view)
+
+
+# Gradients of matrices that are not dense where arrays may be, in the order of their parameter.
+ODD = {
+    "transposed": lambda g: g.t().contiguous().t(),
+    "negated": lambda g: torch._neg_view(-g),
+    "misaligned": misaligned,
+    "strided": lambda g: torch.stack([g, g], -1)[..., 0],
+    "expanded": lambda g: g[:1, :1].expand_as(g),
+    "of zeros": lambda g: torch._efficientzerotensor(g.shape),
+}
+
+
+def read_elsewhere(shift):
+    """`scattered.Places.__call__` whose gradients are each the next row's, or begin so many elements later."""
+    call = scattered.Places.__call__
+
+    def wrong(self, tensors):
+        memory, order = call(self, tensors)
+        order[self._starts] = np.roll(order[self._starts], 1) if shift > 1 else order[self._starts] + shift
+        return [memory, order]
+
+    return wrong

@@ -3,16 +3,16 @@
 import re
 
 import jax
-import numpy as np
 import optax
 import pytest
 import torch
 from oracles import NumpyAdam, clones, movement_error, random_grads, run_pair, set_grads
-from packing import by_themselves, near, run, same_states, slots, states
+from packing import ODD, apart, near, programs, read_elsewhere, run, same_states, slots, states
 
 import bridge
 import torch_api
 from bridge import at_once, lanes, scattered
+from bridge import programs as made
 from torch_api import launch, launches, packs
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
@@ -38,17 +38,6 @@ pytestmark = pytest.mark.skipif(not scattered.in_place(), reason="XLA copies all
 
 def parameters(dtype=torch.float32, shapes=SHAPES):
     return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in shapes]
-
-
-def apart(make, params):
-    """An optimizer of copies with every leaf by itself, and the copies."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "LOOPED", 0)
-        return by_themselves(make, params)
-
-
-def programs(optimizer):
-    return [each.program for each in optimizer._launches.latest]
 
 
 def leaves_at_once(optimizer):
@@ -101,8 +90,8 @@ def test_gathers_that_are_shared_are_stored_and_the_rows_are_updated_in_turn(mon
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 20)
     near(ours, theirs, start, 1e-5)
     assert not leaves_at_once(optimizer)
-    found = [program for plan, program in bridge.step.programs.__globals__["_programs"].items() if any(x.at_once for x in plan.leaves)]
-    assert any(program.stores for program in found if program.plan.leaves[0].spec.shape == (130 * 256,))
+    tried = [program for plan, program in made._programs.items() if any(leaf.at_once for leaf in plan.leaves)]
+    assert any(program.stores for program in tried if program.plan.leaves[0].spec.shape == (130 * 256,))
 
 
 def test_numbers_are_torchs_and_the_papers():
@@ -174,17 +163,6 @@ def test_which_rows_are_better_updated_at_once(monkeypatch):
     assert not launches._mostly_live([Some(5, 16)])
 
 
-ODD = {
-    "transposed": lambda g: g.t().contiguous().t(),
-    "negated": lambda g: torch._neg_view(-g),
-    "misaligned": lambda g: torch.from_numpy(np.frombuffer(b"xx" + g.numpy().tobytes(), np.float32, g.numel(), 2)).view(g.shape),
-    "strided": lambda g: torch.stack([g, g], -1)[..., 0],
-    "expanded": lambda g: g[:1, :1].expand_as(g),
-    "of zeros": lambda g: torch._efficientzerotensor(g.shape),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
     ours = parameters(shapes=[(128, 128)] * 8)
@@ -204,14 +182,7 @@ def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
 
 @pytest.mark.parametrize("shift", [1, 128 * 128])
 def test_the_oracle_sees_gradients_read_elsewhere(monkeypatch, shift):
-    call = scattered.Places.__call__
-
-    def wrong(self, tensors):
-        memory, order = call(self, tensors)
-        order[self._starts] = np.roll(order[self._starts], 1) if shift > 1 else order[self._starts] + shift
-        return [memory, order]
-
-    monkeypatch.setattr(scattered.Places, "__call__", wrong)
+    monkeypatch.setattr(scattered.Places, "__call__", read_elsewhere(shift))
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     space = [torch.randn(128 * 128 + 16)[: 128 * 128].view(128, 128) for _ in ours]

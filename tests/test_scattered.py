@@ -16,7 +16,7 @@ import optax
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, run_pair, set_grads
-from packing import by_themselves, near, run, same_states, slots, some, states
+from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run, same_states, slots, some, states
 
 import bridge
 import torch_api
@@ -51,17 +51,6 @@ def _few(monkeypatch):
 
 def parameters(dtype=torch.float32, shapes=SHAPES):
     return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in shapes]
-
-
-def apart(make, params):
-    """An optimizer of copies that loops over nothing, and the copies."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "LOOPED", 0)
-        return by_themselves(make, params)
-
-
-def programs(optimizer):
-    return [launch.program for launch in optimizer._launches.latest]
 
 
 def compared(make, steps=8, dtype=torch.float32, grads=some, tolerance=1e-6):
@@ -189,26 +178,7 @@ def test_nothing_is_copied_and_addresses_stay():
             assert not re.search(rf"= ({re.escape(shape)}|{re.escape(flat)})\S* copy\(", text)
 
 
-def misaligned(g):
-    space = torch.zeros(g.numel() * 4 + 64, dtype=torch.uint8).numpy()
-    start = -space.ctypes.data % 64 + 2
-    view = np.frombuffer(space, np.float32, g.numel(), start).reshape(g.shape)
-    view[:] = g.numpy()
-    return torch.from_numpy(view)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        lambda g: g.t().contiguous().t(),
-        lambda g: torch._neg_view(-g),
-        misaligned,
-        lambda g: torch.stack([g, g], -1)[..., 0],
-        lambda g: g[:1, :1].expand_as(g),
-        lambda g: torch._efficientzerotensor(g.shape),
-    ],
-    ids=["transposed", "negated", "misaligned", "strided", "expanded", "of zeros"],
-)
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
     ours = parameters(shapes=[(64, 64)] * 8)
     optimizer = adamw(ours)
@@ -428,14 +398,7 @@ def test_gradients_may_be_written_as_soon_as_the_step_returns():
 
 @pytest.mark.parametrize("shift", [1, 64 * 64])
 def test_the_oracle_sees_gradients_read_elsewhere(monkeypatch, shift):
-    call = scattered.Places.__call__
-
-    def wrong(self, tensors):
-        memory, order = call(self, tensors)
-        order[self._starts] = np.roll(order[self._starts], 1) if shift > 1 else order[self._starts] + shift
-        return [memory, order]
-
-    monkeypatch.setattr(scattered.Places, "__call__", wrong)
+    monkeypatch.setattr(scattered.Places, "__call__", read_elsewhere(shift))
     grads = lambda params: [torch.randn_like(torch.cat([p.detach().reshape(-1), torch.zeros(8)]))[:-8].view(p.shape) for p in params]  # noqa: E731
     with pytest.raises(AssertionError):
         compared(adamw, 3, grads=grads)

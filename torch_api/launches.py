@@ -159,14 +159,17 @@ class Launches:
                 block.described = self._described[leaf]
             described = block.described
             if described.looped and block.pack is not None:
-                lie = loops and (self._max_grad_norm is None or takes(described.spec.dtype, described.size))
-                at_once = lie and not self._stores and (block.pack.small or mostly_live)
-                looped = lie and not at_once and not block.pack.small
-                described = replace(described, looped=looped, singly=singly and not lie and not block.pack.small, at_once=at_once)
+                described = self._read(described, block.pack.small, loops, mostly_live, singly)
             if described.row.unit is not None and block.pack is not None:
                 described = replace(described, members=tuple((each.slot, each.spec) for each in block.leaves))
             block.described = self._kinds.setdefault(described, described)
         return blocks
+
+    def _read(self, described: update.Leaf, small: bool, loops: bool, mostly_live: bool, singly: bool) -> update.Leaf:
+        """A pack that may be looped over, by the way in which the gradients of its rows are read now; others are as of `_blocks`."""
+        lie = loops and (self._max_grad_norm is None or takes(described.spec.dtype, described.size))
+        at_once = lie and not self._stores and (small or mostly_live)
+        return replace(described, looped=lie and not at_once and not small, singly=singly and not lie and not small, at_once=at_once)
 
     def _describe(self, block: Block) -> update.Leaf:
         leaf, pack = block.leaves[0], block.pack

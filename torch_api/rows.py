@@ -165,7 +165,7 @@ class Rows:
         """What leaves must have in common to be updated side by side; None for one that must be by itself.
 
         Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length, and so does one whose
-        gradient is not gathered. `loops`: whether rows may be updated in a loop, which knows nothing of all gradients.
+        gradient is neither gathered nor read beyond its end. `loops`: whether rows may be updated in a loop.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
         if row.unit is not None:
