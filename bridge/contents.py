@@ -28,6 +28,14 @@ def calls_back(jaxpr: Any) -> bool:
     return any("callback" in eqn.primitive.name for eqn in operations(jaxpr))
 
 
+def work(jaxpr: Any) -> float:
+    """How many elements all operations give; no bound where there is a loop."""
+    found = list(operations(jaxpr))
+    if any(eqn.primitive.name in _LOOPS for eqn in found):
+        return math.inf
+    return sum(max((v.aval.size for v in eqn.outvars), default=0) for eqn in found)
+
+
 def convolves_in_groups(jaxpr: Any) -> bool:
     """Whether there is a convolution of more than one group."""
     kinds = "feature_group_count", "batch_group_count"

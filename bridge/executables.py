@@ -30,10 +30,11 @@ import jaxlib
 import numpy as np
 import optax
 import torch
-from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.experimental.serialize_executable import serialize
 
 from . import lanes
 from .fusion import SWITCH
+from .inline import loaded
 
 _PACKAGE = __name__.partition(".")[0]
 _NAME = "maskbridge_update"
@@ -72,13 +73,16 @@ class Entry:
         program.__name__ = program.__qualname__ = f"{_NAME}_{str(_source())[:16]}"
         return program
 
-    def get(self) -> list[Any] | None:
-        """The compiled programs that were put here, ready to be called; None where there are none that can be read."""
+    def get(self, inline: bool = False) -> list[Any] | None:
+        """The compiled programs that were put here, ready to be called; None where there are none that can be read, or not so.
+
+        inline: the thread that calls one is to run it.
+        """
         try:
             kept = self._cache.get(self._key) if self._cache is not None else None
             if kept is None or hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
                 return None
-            return [_loaded(each, self._device) for each in pickle.loads(zlib.decompress(kept[_DIGEST:]))]
+            return [loaded(each, self._device, inline) for each in pickle.loads(zlib.decompress(kept[_DIGEST:]))]
         except Exception:  # noqa: BLE001 - whatever the file system, pickle or XLA raises: the program is made anew
             return None
 
@@ -93,15 +97,17 @@ class Entry:
             return
 
 
-class _Written(threading.local):
-    count = 0
+class _Events(threading.local):
+    written = 0
+    read = 0
 
 
-_written = _Written()
+_events = _Events()
 
 
 def _noted(event: str, **_: Any) -> None:
-    _written.count += event == "/jax/compilation_cache/cache_misses"
+    _events.written += event == "/jax/compilation_cache/cache_misses"
+    _events.read += event == "/jax/compilation_cache/cache_hits"
 
 
 jax.monitoring.register_event_listener(_noted)
@@ -113,7 +119,12 @@ def written() -> int:
     What it has read there must not be put here: jaxlib 0.10.2 writes it without some of its functions, and the step that finds it again
     fails (NOT_FOUND).
     """
-    return _written.count
+    return _events.written
+
+
+def read() -> int:
+    """How many programs jax has found in its cache in this thread."""
+    return _events.read
 
 
 def _cache(client: Any) -> Any:
@@ -121,13 +132,6 @@ def _cache(client: Any) -> Any:
     from jax._src.compilation_cache import _get_cache
 
     return _get_cache(client)
-
-
-def _loaded(kept: Any, device: Any) -> Any:
-    """A compiled program from what `serialize` gave."""
-    if "execution_devices" in deserialize_and_load.__code__.co_varnames:
-        return deserialize_and_load(*kept, backend=device.client, execution_devices=[device])
-    return deserialize_and_load(*kept, backend=device.client)
 
 
 # ------------------------------------------------------------------ what a program is written from

@@ -60,8 +60,10 @@ def _first_known(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 
-# What XLA's compilers are to leave out, and its name for the pass that takes barriers out; a name that it has not does nothing.
+# What XLA's compilers are to leave out, and its names for the passes that take barriers out, that write a small loop as one function, and
+# that divide loops among cores; a name that it has not does nothing.
 _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
+_LOOPS_DIVIDED = "cpu-parallel-task-assigner"
 
 
 def of_training(device: Any, contents: Contents) -> dict[str, Any]:
@@ -88,6 +90,14 @@ def of_barriers(contents: Contents) -> dict[str, Any]:
     """The compiler options with which the barriers of a program on a CPU stay, where they can."""
     left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if contents.stores_in_loops else _BARRIERS_END
     return {} if contents.stores_in_reductions else _unless_set(_PASSES_OPTION, left_out)
+
+
+def on_one_core(options: dict[str, Any]) -> dict[str, Any]:
+    """Compiler options of a program for a CPU, and that none of its loops is divided among cores."""
+    if _PASSES_OPTION in os.environ.get("XLA_FLAGS", ""):
+        return options
+    left_out = ",".join(filter(None, (options.get(_PASSES_OPTION), _LOOPS_DIVIDED)))
+    return options | _unless_set(_PASSES_OPTION, left_out)
 
 
 def _unless_set(option: str, value: Any) -> dict[str, Any]:

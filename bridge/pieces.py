@@ -40,21 +40,21 @@ def _is_part(eqn: Any) -> bool:
 
 
 class Piece:
-    """A lowered program, compiled with these options when asked; `written`: as of `executables.written`."""
+    """A lowered program, compiled with these options when asked; `written`, `read`: as of `executables.written` and `executables.read`."""
 
     def __init__(self, lowered: Any, options: dict[str, Any]) -> None:
         self._lowered, self._options = lowered, options
         self.compiled: Any = None
-        self.written = False
+        self.written = self.read = False
 
     def compile(self) -> None:
         """Make it ready to be called; several may be compiled at once, each in a thread."""
         lowered = self._lowered
         if lowered is not None:  # else it is, since another thread took it as well
-            before = executables.written()
+            written, read = executables.written(), executables.read()
             with x64():
                 self.compiled = compiled(lowered, True, self._options)
-            self.written = executables.written() > before
+            self.written, self.read = executables.written() > written, executables.read() > read
             self._lowered = None
 
 

@@ -156,13 +156,12 @@ def run(
     waves = (launches,) if launches[0].program.plan.measured else zip(launches)
     further, after = (list(extra), list(scaling)), []
     device, reader, elements = launches[0].program.plan.device, launches[0].reader, sum(map(_elements, launches))
+    flight.on_cpu = on_cpu = device.platform == "cpu"
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
-        numbers: Any = hyperparams
-        if device.platform == "cpu" and len(launches) > 1:
+        numbers: Any = hyperparams if on_cpu else _on_device(hyperparams.tobytes(), device)
+        if on_cpu and len(launches) > 1:
             several = lanes.CORES if any(map(_looped, launches)) else lanes.LANES  # a loop over rows runs on one core
             numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device, several)
-        if device.platform != "cpu":
-            numbers = _on_device(hyperparams.tobytes(), device)
         flight.reader, measure = reader, _NOTHING_MEASURED if reader is None else reader(grads, scaling)
         for wave in waves:
             for launch in wave:
@@ -172,7 +171,7 @@ def run(
                     torch.cat(list(map(grads.__getitem__, positions)), out=rows)
                 if launch.gathered:
                     torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
-            if device.platform != "cpu":
+            if not on_cpu:
                 if _collected(wave) or not after:
                     after = [behind_torch(device)]
             elif not (kept or reader) and openmp.pause and elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
@@ -192,13 +191,14 @@ def run(
                     lanes.choose(side_by_side[len(kept) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
                 own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
-                new_params, new_state, new_scalars, new_kept, skipped, tokens = launch.program.update(
+                call = launch.program.update if len(launches) > 1 else launch.program.alone
+                new_params, new_state, new_scalars, new_kept, skipped, tokens = call(
                     *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
                 flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars)))
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
-                if device.platform != "cpu" and len(flight.landing) > 1 and not flight.may_fail:
+                if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
                 kept.append(new_kept)
@@ -232,8 +232,9 @@ class _Flight:
     threads take turns.
     """
 
-    __slots__ = ("arrived", "copies", "handlers", "landing", "may_fail", "moved", "order", "packed", "programs", "reader")
+    __slots__ = ("arrived", "copies", "handlers", "landing", "may_fail", "moved", "on_cpu", "order", "packed", "programs", "reader")
     programs: int  # how many are to be called
+    on_cpu: bool  # whether they run there
     packed: bool  # whether some work on packs
     may_fail: bool  # whether some may fail while they run
 
@@ -269,7 +270,11 @@ class _Flight:
                 try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
-                    wait_for(tokens, self.may_fail)
+                    if self.on_cpu:  # as wait_for, which would ask them
+                        for token in tokens:
+                            token.block_until_ready()
+                    else:
+                        wait_for(tokens, self.may_fail)
                 for cells, vector in zip(*scalars, strict=True):
                     if cells.length:
                         ctypes.memmove(cells.address, _pointer(vector), cells.length)
@@ -313,12 +318,12 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
             array.delete()
 
 
-def flight(packed: bool, may_fail: bool) -> _Flight:
+def flight(device: Any, packed: bool, may_fail: bool) -> _Flight:
     """The flight of one program that is no update alone; `packed`: it works on packs; `may_fail`: while it runs."""
     if _forked:
         refuse_fork()
     alone = _Flight()
-    alone.programs, alone.packed, alone.may_fail = 1, packed, may_fail
+    alone.on_cpu, alone.programs, alone.packed, alone.may_fail = device.platform == "cpu", 1, packed, may_fail
     return alone
 
 

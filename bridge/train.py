@@ -349,7 +349,7 @@ class Outcome(NamedTuple):
 
 def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
     """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
-    flight, new_kept, new_scalars = step.flight(program.packed, program.calls_back), [], []
+    flight, new_kept, new_scalars = step.flight(program.plan.device, program.packed, program.calls_back), [], []
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]

@@ -89,10 +89,22 @@ def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> 
     return saved
 
 
-def complete(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
+def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Make torch's state_dict of the optimizer what a user expects of it: an entry for frozen parameters, `lr_scale` in its place."""
-    mark_frozen(state_dict, frozen)
+    active = set(map(id, optimizer._active))
+    mark_frozen(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in optimizer.leaves])
     _put_back_lr_scale(state_dict)
+
+
+def settle(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
+    """Give loaded groups what they lack of the defaults, and leaves what the groups say of which are trained."""
+    for index, group in enumerate(param_groups):
+        for name, default in defaults.items():
+            group.setdefault(name, default)
+        if TRAINABLE_PARAMS in group:
+            mine = [leaf for leaf in leaves if leaf.group == index]
+            for leaf, trained in zip(mine, group[TRAINABLE_PARAMS], strict=True):
+                leaf.trained = trained
 
 
 def _put_back_lr_scale(state_dict: dict[str, Any]) -> None:

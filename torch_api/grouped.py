@@ -117,6 +117,11 @@ class GroupedOptimizer(Keeper, ABC):
             leaf.decay, leaf.lr_scale = decay, scale.value
         check_leaves(leaves, self.rule_of, self.param_groups)
 
+    def _follow_fused(self) -> None:
+        """As torch's optimizers: GradScaler leaves unscaling and skipping to one with fused=True, without asking the device."""
+        if any(group.get("fused") for group in self.param_groups):
+            self._step_supports_amp_scaling = True
+
     def _is_active(self, leaf: Leaf) -> bool:
         return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
 

@@ -17,6 +17,7 @@ from bridge import lanes, step, storage, tiles, update
 from bridge.calm import uncollected
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.problem import Extra
+from bridge.programs import ON_ONE_CORE
 from bridge.reading import Reader, is_worth, takes
 
 from .cache import Cache, Situation
@@ -54,7 +55,9 @@ class Launches:
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
 
-        # Of all that may be trained: a set of live leaves is to change nothing.
+        # Of all that may be trained: a set of live leaves is to change nothing. Of few elements gradients are sooner gathered than one more
+        # program is called.
+        self._are_few = sum(leaf.shape.numel() for leaf in trainable) <= ON_ONE_CORE
         lie = [leaf for leaf in trainable if leaf.elements is None and (leaf.alone or self._rows.is_looped(leaf))]
         sizes = [(str(numpy_dtype(leaf.dtype)), leaf.shape.numel()) for leaf in lie]
         self._readable = sum(size for dtype, size in sizes if takes(dtype, size))
@@ -76,7 +79,7 @@ class Launches:
         if len(on_device) > 1:
             units = [unit for part in on_device.values() for unit in self.states.units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
-        loops = not scaled and (self._max_grad_norm is None or is_worth(self._readable))
+        loops = not scaled and not self._are_few and (self._max_grad_norm is None or is_worth(self._readable))
         divided = [list(self._divided(self._blocks(part, values, loops), scaled)) for part in on_device.values()]
         early = {}
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory

@@ -19,7 +19,7 @@ from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
 from bridge.rules import Rule
 
-from . import checkpoint, groups, options, packs, report
+from . import checkpoint, groups, listeners, options, packs, report
 from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo
@@ -134,11 +134,6 @@ class OptaxOptimizer(GroupedOptimizer):
         self._place()
         self._follow_fused()
 
-    def _follow_fused(self) -> None:
-        """As torch's optimizers: GradScaler leaves unscaling and skipping to one with fused=True, without asking the device."""
-        if any(group.get("fused") for group in self.param_groups):
-            self._step_supports_amp_scaling = True
-
     def _begin(self) -> None:
         """What no copy or pickle carries."""
         self._extra, self._argument_names = NO_EXTRA, ()
@@ -202,6 +197,20 @@ class OptaxOptimizer(GroupedOptimizer):
         return signature
 
     # ------------------------------------------------------------------ the step
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's, of a step: hooks and a mark for profilers around it, which take as long as a small update, only where somebody hears."""
+        heard, found = torch.optim.Optimizer.profile_hook_step(func), listeners.FOUND
+
+        @functools.wraps(func)
+        def step(self: OptaxOptimizer, *args: Any, **kwargs: Any) -> Any:
+            hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or any(found.hooks)
+            if hooked or found.noted._is_profiler_enabled or found.profiled():
+                return heard(self, *args, **kwargs)
+            return func(self, *args, **kwargs)
+
+        return step
 
     @not_traced
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: Any) -> Any:
@@ -384,11 +393,7 @@ class OptaxOptimizer(GroupedOptimizer):
         torch.distributed.checkpoint loads strictly and wants one; whoever loads it begins that state at the first gradient.
         """
 
-        def complete(_: Any, state_dict: dict[str, Any]) -> None:  # between the user's pre-hooks and post-hooks
-            active = set(map(id, self._active))
-            checkpoint.complete(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in self._leaves])
-
-        with checkpoint.hooked(self.register_state_dict_post_hook, complete, prepend=True):
+        with checkpoint.hooked(self.register_state_dict_post_hook, checkpoint.complete, prepend=True):  # before the user's
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -420,13 +425,7 @@ class OptaxOptimizer(GroupedOptimizer):
             self._leaves = [Leaf.restored(name, p, group, columns) for p, (name, group, columns) in zip(params, decided, strict=True)]
             self._constructed = True
         checkpoint.unwrap(self.state, self._leaves)
-        for index, group in enumerate(self.param_groups):
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
-            if groups.TRAINABLE_PARAMS in group:
-                mine = [leaf for leaf in self._leaves if leaf.group == index]
-                for leaf, trained in zip(mine, group[groups.TRAINABLE_PARAMS], strict=True):
-                    leaf.trained = trained
+        checkpoint.settle(self.param_groups, self.defaults, self._leaves)
         self._place(move=decided is None)
         self._follow_fused()
 

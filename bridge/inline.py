@@ -1,0 +1,61 @@
+"""Compiled programs in another form: read from bytes, and so that the thread which calls one runs it itself.
+
+jax hands what it executes on a CPU to a thread of XLA's. Whoever waits for the results then pays for waking that thread and for being
+woken: of a small update, more than for the update. What may call Python XLA runs in the calling thread, since it could wait for itself
+otherwise (openxla/xla, xla/python/pjrt_ifrt/pjrt_executable.cc); and so it runs a program that is loaded with a function of Python which
+that never calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+
+def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
+    """A compiled program for a device from what `serialize` gave; `inline`: the thread that calls it is to run it.
+
+    Raises:
+      TypeError: jaxlib's client takes no functions of Python with a program that it reads (0.6).
+    """
+    client = _Client(device.client) if inline else device.client
+    if "execution_devices" in deserialize_and_load.__code__.co_varnames:
+        return deserialize_and_load(*kept, backend=client, execution_devices=[device])
+    return deserialize_and_load(*kept, backend=client)
+
+
+def inline(compiled: Any, device: Any) -> Any:
+    """A compiled program so that the thread that calls it runs it; as it is where that cannot be had.
+
+    Not for what jax has read from its cache: see `executables.written`. Nor for what does call Python.
+    """
+    if device.platform != "cpu":
+        return compiled
+    try:
+        return loaded(serialize(compiled), device, True)
+    except Exception:  # noqa: BLE001 - whatever pickle or XLA cannot write, or a client that takes no functions: it runs as jax runs it
+        return compiled
+
+
+class _Client:
+    """A client of jaxlib, which loads programs with a function that they never call."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._client
+
+    def __hash__(self) -> int:
+        return hash(self._client)
+
+    def deserialize_executable(self, *args: Any, **kwargs: Any) -> Any:
+        return self._client.deserialize_executable(*args, host_callbacks=[_never], **kwargs)
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("a program has called what it was only loaded with")

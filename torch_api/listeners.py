@@ -1,0 +1,37 @@
+"""Who hears of a step beside the hooks of its optimizer: the hooks of all optimizers, and torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch.autograd import profiler
+
+
+class Listeners(NamedTuple):
+    """The hooks of all optimizers; where torch notes, as `_is_profiler_enabled`, a profiler of any thread; and what asks for this one."""
+
+    hooks: Sequence[Mapping[int, Any]]
+    noted: Any
+    profiled: Callable[[], bool]
+
+
+def _found() -> Listeners:
+    """torch's own, by names that are private; where it has them not, somebody hears each step.
+
+    An `ExecutionTraceObserver` without a profiler is not among them: its trace then has no mark around a step.
+    """
+    try:
+        from torch.autograd import _profiler_enabled
+        from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+        found = Listeners((_global_optimizer_pre_hooks, _global_optimizer_post_hooks), profiler, _profiler_enabled)
+        if isinstance(profiler._is_profiler_enabled, bool) and isinstance(_profiler_enabled(), bool):
+            return found
+    except (ImportError, AttributeError, TypeError):
+        pass
+    return Listeners((), SimpleNamespace(_is_profiler_enabled=True), bool)
+
+
+FOUND = _found()
