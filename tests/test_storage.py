@@ -386,13 +386,13 @@ def test_a_call_that_fails_after_donation_leaves_valid_memory_and_says_so(monkey
     param.grad = torch.ones(64)
     optimizer.step()
     ((launch,),) = next(iter(optimizer._launches.known.values()))
-    compiled = launch.program.update
+    compiled = launch.program.alone
 
     def broken(*arguments):
         compiled(*arguments)
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(launch.program, "update", broken)
+    monkeypatch.setattr(launch.program, "alone", broken)
     with pytest.raises(RuntimeError, match="the device is gone") as caught:
         optimizer.step()
     assert "parameters and state of ['w'] are lost and hold NaN" in caught.value.__notes__[0]

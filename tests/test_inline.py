@@ -1,0 +1,248 @@
+"""Programs that the calling thread runs itself, and small ones on one core: the same numbers, nothing lost, other threads at work."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
+
+import torch_api
+from bridge import flags, programs
+from bridge import inline as inlining
+from bridge.contents import work
+from bridge.inline import inline
+
+CPU = jax.devices("cpu")[0]
+
+
+def takes_functions():
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    return inline(compiled, CPU) is not compiled
+
+
+INLINE = pytest.mark.skipif(not takes_functions(), reason="this jaxlib's client takes no functions with a program that it reads")
+
+
+def slow(x):
+    """Some tenths of a second on a core."""
+    return jax.lax.fori_loop(0, 400, lambda _, x: jnp.tanh(x @ x), x), x[0]
+
+
+def made(function, *arguments, **options):
+    return jax.jit(function, **options).lower(*arguments).compile()
+
+
+def small(make, sizes=((40, 30), (30,)), steps=1):
+    params = random_params(shapes=sizes)
+    optimizer = make(params)
+    for _ in range(steps):
+        set_grads(params, random_grads(params))
+        optimizer.step()
+    return optimizer, params
+
+
+def launches(optimizer):
+    return optimizer._launches.latest
+
+
+# ------------------------------------------------------------------ who runs it
+
+
+@INLINE
+def test_results_are_there_when_the_call_returns():
+    x = jnp.full((200, 200), 0.01)  # not of numpy, whose memory jax may have to copy first, in a thread of its own
+    elsewhere = made(slow, x)
+    here = inline(elsewhere, CPU)
+    results = here(x)
+    assert all(r.is_ready() for r in results)
+    others = elsewhere(x)
+    assert not others[0].is_ready()  # the broken sibling: jax's own way
+    assert all(np.array_equal(a, b) for a, b in zip(results, others, strict=True))
+
+
+@INLINE
+def test_other_threads_run_meanwhile():
+    x = jnp.full((200, 200), 0.01)
+    here, ticks, done = inline(made(slow, x), CPU), [], threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = time.perf_counter()
+    here(x)
+    after = time.perf_counter()
+    done.set()
+    thread.join()
+    assert sum(before < t < after for t in ticks) > 10
+
+
+@INLINE
+def test_a_donated_array_is_replaced_in_place():
+    here = inline(made(lambda x: x + 1, jnp.zeros(1000), donate_argnums=0), CPU)
+    x = jnp.zeros(1000)
+    address = x.unsafe_buffer_pointer()
+    y = here(x)
+    assert x.is_deleted()
+    assert y.unsafe_buffer_pointer() == address
+
+
+@INLINE
+def test_what_it_is_loaded_with_is_never_called(monkeypatch):
+    calls = []
+    monkeypatch.setattr(inlining, "_never", lambda *_: calls.append(1))
+    assert float(inline(made(lambda x: x + 1, 1.0), CPU)(1.0)) == 2.0
+    assert not calls
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match=r"has called what it was only loaded with"):
+        inlining._never()
+
+
+def test_where_it_cannot_be_had_the_program_stays_as_it_is(monkeypatch):
+    compiled = made(lambda x: x + 1, 1.0)
+    gpu = type("Device", (), {"platform": "cuda"})
+    assert inline(compiled, gpu) is compiled
+
+    def takes_none(self, *args, **kwargs):
+        raise TypeError("deserialize_executable(): incompatible function arguments")
+
+    monkeypatch.setattr(inlining._Client, "deserialize_executable", takes_none)
+    assert inline(compiled, CPU) is compiled
+    monkeypatch.undo()
+    monkeypatch.setattr(inlining, "serialize", lambda _: 1 / 0)
+    assert inline(compiled, CPU) is compiled
+
+
+def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
+    found = []
+    for call in (inline, lambda compiled, device: compiled):
+        monkeypatch.setattr(programs, "inline", call)
+        monkeypatch.setattr(programs, "_programs", {})
+        torch.manual_seed(0)
+        optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=20)
+        found.append([p.detach().clone() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    (launch,) = launches(optimizer)
+    assert launch.program.alone is launch.program.update
+
+
+@INLINE
+def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
+    asked = []
+    optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2))
+    (launch,) = launches(optimizer)
+    assert launch.program.alone is not launch.program.update
+    monkeypatch.setattr(programs, "inline", lambda compiled, device: asked.append(1) or compiled)
+    monkeypatch.setattr(programs, "_programs", {})
+    params = random_params(shapes=[(1 << 11, 1 << 10)] * 2 + [(8, n) for n in range(1, 40)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(torch_api.packs.GATHERED, "cpu", 0)
+        several = torch_api.MaskedAdamW(params, lr=1e-2)
+    set_grads(params, random_grads(params))
+    several.step()
+    assert len(launches(several)) > 1
+    assert not asked
+
+
+def test_one_that_calls_python_is_run_as_jax_runs_it():
+    def shout(updates, state, params=None):
+        jax.debug.callback(lambda x: None, updates[0] if isinstance(updates, list) else jax.tree.leaves(updates)[0])
+        return updates, state
+
+    tx = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), shout), optax.sgd(0.1))
+    optimizer, _ = small(lambda ps: torch_api.OptaxOptimizer(ps, tx))
+    (launch,) = launches(optimizer)
+    assert launch.program.calls_back
+    assert launch.program.alone is launch.program.update
+
+
+@INLINE
+def test_a_call_for_more_memory_than_there_is_says_so_and_leaves_valid_tensors():
+    def update(updates, state, params=None):
+        most = jax.tree.leaves(updates)[0].reshape(-1)[0] + jnp.arange(1 << 43, dtype=jnp.float32)
+        return jax.tree.map(lambda u: u + jnp.sort(most)[0], updates), state
+
+    params = {"w": torch.nn.Parameter(torch.zeros(64))}
+    optimizer = torch_api.OptaxOptimizer(params.items(), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    params["w"].grad = torch.ones(64)
+    with pytest.raises(Exception, match=r"(?i)out of memory") as caught:
+        optimizer.step()
+    assert "parameters and state of ['w'] are lost and hold NaN" in "".join(caught.value.__notes__)
+    assert bool(params["w"].isnan().all())
+
+
+# ------------------------------------------------------------------ on one core
+
+
+def divided(optimizer):
+    """How many loops of its programs are divided among cores."""
+    return sum(launch.program.update.as_text().count("outer_dimension_partitions") for launch in launches(optimizer))
+
+
+@pytest.mark.skipif(programs.CORES == 1, reason="needs two cores")
+def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeypatch):
+    shapes = [(300, 300), (300,)]
+    assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) == 0
+    assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(600, 600), (600,)])[0]) > 0
+    monkeypatch.setattr(programs, "on_one_core", lambda options: options)
+    monkeypatch.setattr(programs, "_programs", {})
+    assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the broken sibling
+
+
+@pytest.mark.skipif(programs.CORES == 1, reason="needs two cores")
+def test_so_much_arithmetic_that_a_second_core_is_worth_waking_has_it():
+    def much(updates, state, params=None):
+        def long(u):
+            for n in range(200):
+                u = jnp.sin(u) + n
+            return u
+
+        return jax.tree.map(long, updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), much)
+    assert divided(small(lambda ps: torch_api.OptaxOptimizer(ps, tx), [(300, 300)])[0]) > 0
+
+
+def test_work_counts_what_operations_give_and_knows_no_bound_of_loops():
+    x = jax.ShapeDtypeStruct((10,), np.float32)
+    assert work(jax.make_jaxpr(lambda x: x * 2 + 1)(x).jaxpr) == 20
+    assert work(jax.make_jaxpr(lambda x: jax.jit(lambda y: y * 2)(x) + 1)(x).jaxpr) == 30  # the call gives its result once more
+    assert work(jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x))(x).jaxpr) == float("inf")
+
+
+def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(flags, "_known", lambda option, value: True)
+    assert flags.on_one_core({"a": 1}) == {"a": 1, flags._PASSES_OPTION: flags._LOOPS_DIVIDED}
+    assert flags.on_one_core({flags._PASSES_OPTION: "x"})[flags._PASSES_OPTION] == f"x,{flags._LOOPS_DIVIDED}"
+    monkeypatch.setattr(flags, "_known", lambda option, value: False)
+    assert flags.on_one_core({"a": 1}) == {"a": 1}
+    monkeypatch.setattr(flags, "_known", lambda option, value: True)
+    monkeypatch.setenv("XLA_FLAGS", f"--{flags._PASSES_OPTION}=mine")
+    assert flags.on_one_core({"a": 1}) == {"a": 1}
+
+
+def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest():
+    shapes = [(128, 72)] * 8 + [(128,)] * 8
+    optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)
+    assert len(launches(optimizer)) == 1
+    larger, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(256, 256)] * 8 + [(256,)] * 8)
+    assert len(launches(larger)) == 2 or not larger._launches.latest[0].program.scattered
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "NAdam"])
+def test_numbers_of_small_models_are_torchs(name):
+    extra = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}.get(name, {})
+    shapes = [(128, 72)] * 8 + [(128,)] * 8 + [(784, 20), (20,), ()]
+    params = random_params(shapes=shapes)
+    theirs, starts = clones(params), clones(params)
+    ours, torchs = getattr(torch_api, f"Masked{name}")(params, lr=1e-3, **extra), getattr(torch.optim, name)(theirs, lr=1e-3, **extra)
+    run_pair(ours, params, torchs, theirs, 20)
+    assert max(movement_error(p, q, s) for p, q, s in zip(params, theirs, starts, strict=True)) < 1e-5

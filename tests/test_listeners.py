@@ -1,0 +1,127 @@
+"""torch's wrapper of a step: there where a hook or a profiler hears it, and nowhere else."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from oracles import random_grads, random_params, set_grads
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torch_api import MaskedAdamW, listeners
+
+MARK = "Optimizer.step#{}.step"
+
+
+def optimizer(cls=MaskedAdamW):
+    params = random_params(shapes=[(4, 3), (3,)])
+    made = cls(params, lr=0.1)
+    set_grads(params, random_grads(params))
+    made.step()
+    return made
+
+
+def through_torchs_wrapper(call):
+    """Whether the call goes through the code that torch wraps around each step."""
+    found = []
+
+    def watch(frame, event, _):
+        if event == "call" and "profile_hook_step" in frame.f_code.co_qualname and "torch_api" not in frame.f_code.co_filename:
+            found.append(frame.f_code)
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return bool(found)
+
+
+def test_nobody_hears_a_step_and_it_takes_the_short_way():
+    assert listeners.FOUND.hooks, "torch has not the names that tell"
+    assert not through_torchs_wrapper(optimizer().step)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("everywhere", [True, False], ids=["of all optimizers", "of its own"])
+def test_a_hook_is_heard_until_it_is_removed(before, everywhere):
+    own, calls = optimizer(), []
+    register = {
+        (True, True): register_optimizer_step_pre_hook,
+        (False, True): register_optimizer_step_post_hook,
+        (True, False): own.register_step_pre_hook,
+        (False, False): own.register_step_post_hook,
+    }[before, everywhere]
+    handle = register(lambda *given: calls.append((given[0] is own, len(given[1]), given[2])))
+    try:
+        assert through_torchs_wrapper(lambda: own.step(closure=None))
+    finally:
+        handle.remove()
+    assert calls == [(True, 1, {"closure": None})]
+    assert not through_torchs_wrapper(own.step)
+    assert len(calls) == 1
+
+
+def marks(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return [event.name for event in profile.events() if event.name.startswith("Optimizer.step#")]
+
+
+def test_a_profiler_sees_the_mark_of_each_step():
+    own = optimizer()
+    assert marks(lambda: [own.step() for _ in range(3)]) == [MARK.format("MaskedAdamW")] * 3
+
+
+def test_a_profiler_of_another_thread_is_heard_as_torch_would():
+    own, heard = optimizer(), []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        thread = threading.Thread(target=lambda: heard.append(through_torchs_wrapper(own.step)))
+        thread.start()
+        thread.join()
+    assert heard == [True]
+
+
+def test_the_older_profiler_is_heard():
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        optimizer().step()
+    assert MARK.format("MaskedAdamW") in {event.name for event in profile.function_events}
+
+
+def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch):
+    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+    found = listeners._found()
+    assert not found.hooks
+    monkeypatch.setattr(listeners, "FOUND", found)
+
+    class Other(MaskedAdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    assert through_torchs_wrapper(optimizer(Other).step)
+
+
+def test_a_subclass_with_a_step_of_its_own_is_heard_as_often_as_one_of_torchs():
+    heard = []
+    for base in (torch.optim.AdamW, MaskedAdamW):
+        optimizer(base)  # torch wraps the step of a class when it is first made
+
+        class Louder(base):
+            def step(self, closure=None):
+                return super().step(closure)
+
+        own, calls = optimizer(Louder), []
+        own.register_step_post_hook(lambda opt, *_, calls=calls: calls.append(type(opt).__name__))
+        own.step()
+        heard.append((calls, marks(own.step)))
+    assert heard[0] == heard[1]
+    assert heard[0][0]
+
+
+def test_an_error_comes_through_and_the_next_step_works():
+    own = optimizer()
+    own.param_groups[0]["lr"] = "fast"
+    with pytest.raises((TypeError, ValueError)):
+        own.step()
+    own.param_groups[0]["lr"] = 0.1
+    own.step()
