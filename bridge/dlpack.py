@@ -79,14 +79,37 @@ class Views:
     """
 
     def __init__(self, avals: Sequence[Any]) -> None:
-        self._dtypes = [np.dtype(aval.dtype) for aval in avals]
-        self._shapes = [(math.prod(aval.shape),) for aval in avals]
-        bytes_of = [dtype.itemsize * shape[0] for dtype, shape in zip(self._dtypes, self._shapes, strict=True)]
-        self._at = [(ctypes.c_char * count).from_address for count in bytes_of]
+        dtypes = [np.dtype(aval.dtype) for aval in avals]
+        counts = [math.prod(aval.shape) for aval in avals]
+        bytes_of = [dtype.itemsize * count for dtype, count in zip(dtypes, counts, strict=True)]
+        call: Any = operator.call
+        self.buffers = functools.partial(map, call, [(ctypes.c_char * count).from_address for count in bytes_of])  # of addresses
+        self.over = functools.partial(map, np.ndarray, [(count,) for count in counts], dtypes)  # those
 
     def __call__(self, addresses: Iterable[int]) -> list[np.ndarray[Any, Any]]:
-        call: Any = operator.call
-        return list(map(np.ndarray, self._shapes, self._dtypes, map(call, self._at, addresses)))
+        return list(self.over(self.buffers(addresses)))
+
+
+class Operands:
+    """`operands` of tensors on the CPU whose numbers of elements and dtypes are known: of plain ones in a third of the time.
+
+    The memory of those is only looked at: whoever calls holds the tensors until the program has ended.
+    """
+
+    def __init__(self, elements: Sequence[int], dtypes: Sequence[torch.dtype], order: Sequence[tuple[int, ...] | None]) -> None:
+        self._order = order
+        known = [jax.ShapeDtypeStruct((n,), numpy_dtype(dtype)) for n, dtype in zip(elements, dtypes, strict=True)]
+        self._views = None if any(order) or any(dtype.is_complex for dtype in dtypes) else Views(known)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        if self._views is not None and all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors)):
+            try:
+                addresses = list(map(torch.Tensor.data_ptr, tensors))
+            except RuntimeError:  # one has no memory
+                addresses = [0]
+            if all(addresses):
+                return list(self._views.over(self._views.buffers(addresses)))  # as its call, which would be a frame more
+        return operands(tensors, self._order)
 
 
 def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> list[Any]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, numpy_dtype, operands, with_memory, x64
+from .dlpack import ALIGNMENT, Operands, numpy_dtype, with_memory, x64
 from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
@@ -103,22 +103,34 @@ def everything(dtype: Any) -> np.ndarray[Any, Any]:
     return _Everything((size,), dtype, space)
 
 
-def longer_operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None], longer: Mapping[int, int]) -> list[Any]:
-    """As `operands`, those at some positions with so many elements: theirs, and whatever stands behind them.
+class LongerOperands(Operands):
+    """As `Operands`, those at some positions with so many elements, `longer`: theirs, and whatever stands behind them.
 
     A tensor that begins at a multiple of 64 bytes is read where it lies, to the end of its last 64 bytes: those are in one page of memory.
     """
-    given = operands(tensors, order)
-    for at, length in longer.items():
-        flat, size = given[at], given[at].dtype.itemsize
-        start = flat.__array_interface__["data"][0]
-        is_there = start == tensors[at].data_ptr() and flat.strides == (size,)  # else it is a copy, which nobody else holds, or has gaps
-        if is_there and start % ALIGNMENT == 0 and length - flat.size < ALIGNMENT // size:
-            given[at] = everything(flat.dtype)[(start - BASE) // size :][:length]
-        else:
-            given[at] = np.zeros(length, flat.dtype)
-            given[at][: flat.size] = flat
-    return given
+
+    def __init__(
+        self,
+        elements: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        order: Sequence[tuple[int, ...] | None],
+        longer: Mapping[int, int],
+    ) -> None:
+        super().__init__(elements, dtypes, order)
+        self._longer = longer
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        given = super().__call__(tensors)
+        for at, length in self._longer.items():
+            flat, size = given[at], given[at].dtype.itemsize
+            start = flat.__array_interface__["data"][0]
+            is_there = start == tensors[at].data_ptr() and flat.strides == (size,)  # else a copy, which nobody else holds, or with gaps
+            if is_there and start % ALIGNMENT == 0 and length - flat.size < ALIGNMENT // size:
+                given[at] = everything(flat.dtype)[(start - BASE) // size :][:length]
+            else:
+                given[at] = np.zeros(length, flat.dtype)
+                given[at][: flat.size] = flat
+        return given
 
 
 class Places:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +11,8 @@ from bridge import step, storage, update
 from bridge.at_once import READS
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
-from bridge.dlpack import operands
-from bridge.scattered import AllPlaces, Places, longer_operands
+from bridge.dlpack import Operands
+from bridge.scattered import AllPlaces, LongerOperands, Places
 
 from .packs import Pack
 from .plan import Leaf
@@ -109,9 +108,9 @@ class Launch(step.Launch):
         if scattered:
             self.flat = AllPlaces([block.places for block in scattered])
         elif self.device.type == "cpu":
-            self.flat = (
-                functools.partial(longer_operands, order=order, longer=longer) if longer else functools.partial(operands, order=order)
-            )
+            given = [*(block.leaves[0].shape.numel() for block, _ in singly), *(rows.numel() for rows in self.rows)]
+            dtypes = [*(block.leaves[0].dtype for block, _ in singly), *(rows.dtype for rows in self.rows)]
+            self.flat = LongerOperands(given, dtypes, order, longer) if longer else Operands(given, dtypes, order)
         else:
             self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
