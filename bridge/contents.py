@@ -24,8 +24,8 @@ def operations(jaxpr: Any) -> Iterator[Any]:
 
 
 def calls_back(jaxpr: Any) -> bool:
-    """Whether there is one of jax's callbacks."""
-    return any("callback" in eqn.primitive.name for eqn in operations(jaxpr))
+    """Whether there is one of jax's callbacks, or a print of its own."""
+    return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in operations(jaxpr))
 
 
 def work(jaxpr: Any) -> float:

@@ -73,16 +73,13 @@ class Entry:
         program.__name__ = program.__qualname__ = f"{_NAME}_{str(_source())[:16]}"
         return program
 
-    def get(self, inline: bool = False) -> list[Any] | None:
-        """The compiled programs that were put here, ready to be called; None where there are none that can be read, or not so.
-
-        inline: the thread that calls one is to run it.
-        """
+    def get(self) -> list[tuple[Any, Any]] | None:
+        """The compiled programs that were put here, each as it is written and ready to be called; None where none can be read."""
         try:
             kept = self._cache.get(self._key) if self._cache is not None else None
             if kept is None or hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
                 return None
-            return [loaded(each, self._device, inline) for each in pickle.loads(zlib.decompress(kept[_DIGEST:]))]
+            return [(each, loaded(each, self._device)) for each in pickle.loads(zlib.decompress(kept[_DIGEST:]))]
         except Exception:  # noqa: BLE001 - whatever the file system, pickle or XLA raises: the program is made anew
             return None
 

@@ -25,17 +25,23 @@ def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
     return deserialize_and_load(*kept, backend=client)
 
 
-def inline(compiled: Any, device: Any) -> Any:
-    """A compiled program so that the thread that calls it runs it; as it is where that cannot be had.
+def written(compiled: Any) -> Any:
+    """A compiled program as `loaded` takes it; None where it cannot be written.
 
-    Not for what jax has read from its cache: see `executables.written`. Nor for what does call Python.
+    Not one that jax has read from its cache: see `executables.written`.
     """
-    if device.platform != "cpu":
-        return compiled
     try:
-        return loaded(serialize(compiled), device, True)
-    except Exception:  # noqa: BLE001 - whatever pickle or XLA cannot write, or a client that takes no functions: it runs as jax runs it
-        return compiled
+        return serialize(compiled)
+    except Exception:  # noqa: BLE001 - whatever pickle or XLA cannot write
+        return None
+
+
+def inline(kept: Any, device: Any) -> Any:
+    """A program as `written` gives it, which the thread that calls it runs; None where that cannot be had."""
+    try:
+        return None if kept is None or device.platform != "cpu" else loaded(kept, device, True)
+    except Exception:  # noqa: BLE001 - a client that takes no functions, or what XLA does not read: it runs as jax runs it
+        return None
 
 
 class _Client:

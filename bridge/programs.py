@@ -21,7 +21,7 @@ from .contents import calls_back, contents_of, work
 from .dlpack import x64
 from .flags import of_barriers, of_counting, of_update, on_one_core
 from .fusion import compiled
-from .inline import inline
+from .inline import inline, loaded, written
 from .lanes import CORES
 from .loops import held, stores
 from .passes import bytes_accessed
@@ -47,7 +47,6 @@ class Program:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.update: Any = None  # until it is compiled
         self.measure: Any = None
         self.calls_back = False
         self.packed = any(leaf.count is not None for leaf in plan.leaves)
@@ -56,12 +55,15 @@ class Program:
         self.elements = sum((leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves)
         self._cut: Any = None
         self._own: list[Piece] = []
+        self._written: Any = None  # the update as it is read again
+        self._was_read = False  # by jax, from its cache
         self._entry = executables.Entry(plan)
         kept = self._entry.get()
         if kept is None:
             self._trace()
         else:
-            self._take(kept)
+            self._written = kept[0][0]
+            self._take([each for _, each in kept])
 
     def _trace(self) -> None:
         plan, options, arguments = self.plan, of_update(self.plan.device), abstract(self.plan)
@@ -94,7 +96,7 @@ class Program:
 
     def ready(self) -> None:
         """All pieces are compiled."""
-        if self.update is not None:
+        if "update" in vars(self):
             return
         compiled = [piece.compiled for piece in self._own]
         if self._cut is not None:
@@ -103,19 +105,35 @@ class Program:
         self._take(compiled)
         if not self.calls_back and all(piece.written for piece in self._own):
             self._entry.put(compiled)
+        self._was_read, self._own = any(piece.read for piece in self._own), []
 
     def _take(self, compiled: Sequence[Any]) -> None:
         self.update, self.measure = compiled[0], compiled[1] if len(compiled) > 1 else None
 
     @functools.cached_property
+    def update(self) -> Any:
+        """The compiled update."""
+        return loaded(self._written, self.plan.device)  # as `alone` has left it
+
+    @functools.cached_property
     def alone(self) -> Any:
-        """The update for a step in which it is the only program: the thread that calls it then runs it, where that can be had."""
-        if self.calls_back or self._cut is not None:
+        """The update for a step in which it is the only program: the thread that calls it then runs it, where that can be had.
+
+        It is then all that is kept of it but bytes, from which `update` is read where somebody asks again.
+        """
+        if self.calls_back or self._cut is not None or self._was_read:
             return self.update
-        if not self._own:  # it was found
-            kept = self._entry.get(inline=True)
-            return self.update if kept is None else kept[0]
-        return self.update if self._own[0].read else inline(self.update, self.plan.device)
+        self._written = self._written or written(self.update)
+        found = inline(self._written, self.plan.device)
+        if found is None:
+            return self.update
+        vars(self).pop("update", None)
+        return found
+
+    @property
+    def _either(self) -> Any:
+        """The update in the form that is there."""
+        return vars(self).get("update") or self.alone
 
     @property
     def bytes_accessed(self) -> float:
@@ -123,7 +141,7 @@ class Program:
         `reading` the gradients are counted, once."""
         far = sum(leaf.size * (leaf.count or 1) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
-        update = self._counted() if self._rows else self.update
+        update = self._counted() if self._rows else self._either
         return (bytes_accessed(update) - held(update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
     def _counted(self) -> Any:
@@ -140,7 +158,7 @@ class Program:
     @functools.cached_property
     def stores(self) -> bool:
         """Whether XLA stores something as large as a pack that is to be updated `at_once`, so in more than one loop."""
-        needed = self.update.memory_analysis() if self._rows else None
+        needed = self._either.memory_analysis() if self._rows else None
         return needed is not None and needed.temp_size_in_bytes >= min(self._rows)
 
 

@@ -15,14 +15,16 @@ import torch_api
 from bridge import flags, programs
 from bridge import inline as inlining
 from bridge.contents import work
-from bridge.inline import inline
 
 CPU = jax.devices("cpu")[0]
 
 
+def inline(compiled):
+    return inlining.inline(inlining.written(compiled), CPU)
+
+
 def takes_functions():
-    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    return inline(compiled, CPU) is not compiled
+    return inline(jax.jit(lambda x: x + 1).lower(1.0).compile()) is not None
 
 
 INLINE = pytest.mark.skipif(not takes_functions(), reason="this jaxlib's client takes no functions with a program that it reads")
@@ -57,7 +59,7 @@ def launches(optimizer):
 def test_results_are_there_when_the_call_returns():
     x = jnp.full((200, 200), 0.01)  # not of numpy, whose memory jax may have to copy first, in a thread of its own
     elsewhere = made(slow, x)
-    here = inline(elsewhere, CPU)
+    here = inline(elsewhere)
     results = here(x)
     assert all(r.is_ready() for r in results)
     others = elsewhere(x)
@@ -68,7 +70,7 @@ def test_results_are_there_when_the_call_returns():
 @INLINE
 def test_other_threads_run_meanwhile():
     x = jnp.full((200, 200), 0.01)
-    here, ticks, done = inline(made(slow, x), CPU), [], threading.Event()
+    here, ticks, done = inline(made(slow, x)), [], threading.Event()
 
     def tick():
         while not done.wait(0.001):
@@ -86,7 +88,7 @@ def test_other_threads_run_meanwhile():
 
 @INLINE
 def test_a_donated_array_is_replaced_in_place():
-    here = inline(made(lambda x: x + 1, jnp.zeros(1000), donate_argnums=0), CPU)
+    here = inline(made(lambda x: x + 1, jnp.zeros(1000), donate_argnums=0))
     x = jnp.zeros(1000)
     address = x.unsafe_buffer_pointer()
     y = here(x)
@@ -98,31 +100,31 @@ def test_a_donated_array_is_replaced_in_place():
 def test_what_it_is_loaded_with_is_never_called(monkeypatch):
     calls = []
     monkeypatch.setattr(inlining, "_never", lambda *_: calls.append(1))
-    assert float(inline(made(lambda x: x + 1, 1.0), CPU)(1.0)) == 2.0
+    assert float(inline(made(lambda x: x + 1, 1.0))(1.0)) == 2.0
     assert not calls
     monkeypatch.undo()
     with pytest.raises(AssertionError, match=r"has called what it was only loaded with"):
         inlining._never()
 
 
-def test_where_it_cannot_be_had_the_program_stays_as_it_is(monkeypatch):
-    compiled = made(lambda x: x + 1, 1.0)
-    gpu = type("Device", (), {"platform": "cuda"})
-    assert inline(compiled, gpu) is compiled
+def test_where_it_cannot_be_had_there_is_none(monkeypatch):
+    kept = inlining.written(made(lambda x: x + 1, 1.0))
+    assert kept is not None
+    assert inlining.inline(None, CPU) is None
+    assert inlining.inline(kept, type("Device", (), {"platform": "cuda"})) is None
 
     def takes_none(self, *args, **kwargs):
         raise TypeError("deserialize_executable(): incompatible function arguments")
 
     monkeypatch.setattr(inlining._Client, "deserialize_executable", takes_none)
-    assert inline(compiled, CPU) is compiled
-    monkeypatch.undo()
+    assert inlining.inline(kept, CPU) is None
     monkeypatch.setattr(inlining, "serialize", lambda _: 1 / 0)
-    assert inline(compiled, CPU) is compiled
+    assert inlining.written(made(lambda x: x + 1, 1.0)) is None
 
 
 def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
     found = []
-    for call in (inline, lambda compiled, device: compiled):
+    for call in (inlining.inline, lambda kept, device: None):
         monkeypatch.setattr(programs, "inline", call)
         monkeypatch.setattr(programs, "_programs", {})
         torch.manual_seed(0)
@@ -134,12 +136,29 @@ def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
 
 
 @INLINE
+def test_one_form_of_a_program_is_kept_and_the_other_is_read_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(programs, "_programs", {})
+    optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=2)
+    (launch,) = launches(optimizer)
+    assert "update" not in vars(launch.program)
+    before = launch.program.bytes_accessed
+    assert "update" not in vars(launch.program)
+    again = launch.program.update
+    assert again is launch.program.update is not launch.program.alone
+    assert launch.program.bytes_accessed == before > 0
+    launch.program.alone = again  # in its place, it does the same
+    there = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(params, there, strict=True))
+
+
+@INLINE
 def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
     asked = []
     optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2))
     (launch,) = launches(optimizer)
     assert launch.program.alone is not launch.program.update
-    monkeypatch.setattr(programs, "inline", lambda compiled, device: asked.append(1) or compiled)
+    monkeypatch.setattr(programs, "inline", lambda kept, device: asked.append(1))
     monkeypatch.setattr(programs, "_programs", {})
     params = random_params(shapes=[(1 << 11, 1 << 10)] * 2 + [(8, n) for n in range(1, 40)])
     with pytest.MonkeyPatch.context() as patch:

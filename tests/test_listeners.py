@@ -38,7 +38,7 @@ def through_torchs_wrapper(call):
 
 
 def test_nobody_hears_a_step_and_it_takes_the_short_way():
-    assert listeners.FOUND.hooks, "torch has not the names that tell"
+    assert listeners.FOUND.noted is torch.autograd.profiler, "torch has not the names that tell"
     assert not through_torchs_wrapper(optimizer().step)
 
 
@@ -54,12 +54,31 @@ def test_a_hook_is_heard_until_it_is_removed(before, everywhere):
     }[before, everywhere]
     handle = register(lambda *given: calls.append((given[0] is own, len(given[1]), given[2])))
     try:
-        assert through_torchs_wrapper(lambda: own.step(closure=None))
+        assert through_torchs_wrapper(lambda: own.step(closure=None)) is before
     finally:
         handle.remove()
     assert calls == [(True, 1, {"closure": None})]
     assert not through_torchs_wrapper(own.step)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, MaskedAdamW])
+@pytest.mark.parametrize("everywhere", [True, False], ids=["of all optimizers", "of its own"])
+def test_a_hook_that_comes_during_a_step_is_called_behind_it(cls, everywhere):
+    own, calls, handles = optimizer(cls), [], []
+
+    def closure():
+        if not handles:
+            register = register_optimizer_step_post_hook if everywhere else own.register_step_post_hook
+            handles.append(register(lambda opt, args, kwargs: calls.append((opt is own, args[0] is own, len(args), kwargs))))
+        return torch.tensor(1.0)
+
+    try:
+        own.step(closure)
+        own.step(closure=closure)
+    finally:
+        handles[0].remove()
+    assert calls == [(True, True, 2, {}), (True, True, 1, {"closure": closure})]
 
 
 def marks(run):
@@ -91,7 +110,7 @@ def test_the_older_profiler_is_heard():
 def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch):
     monkeypatch.delattr(torch.autograd, "_profiler_enabled")
     found = listeners._found()
-    assert not found.hooks
+    assert found.noted._is_profiler_enabled
     monkeypatch.setattr(listeners, "FOUND", found)
 
     class Other(MaskedAdamW):

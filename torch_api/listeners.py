@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,9 +10,15 @@ from torch.autograd import profiler
 
 
 class Listeners(NamedTuple):
-    """The hooks of all optimizers; where torch notes, as `_is_profiler_enabled`, a profiler of any thread; and what asks for this one."""
+    """Who is told before each step and after it.
 
-    hooks: Sequence[Mapping[int, Any]]
+    before, after: the hooks of all optimizers.
+    noted: where torch notes, as `_is_profiler_enabled`, that some thread has a profiler.
+    profiled: whether one hears this thread.
+    """
+
+    before: Mapping[int, Callable[..., Any]]
+    after: Mapping[int, Callable[..., Any]]
     noted: Any
     profiled: Callable[[], bool]
 
@@ -20,18 +26,19 @@ class Listeners(NamedTuple):
 def _found() -> Listeners:
     """torch's own, by names that are private; where it has them not, somebody hears each step.
 
-    An `ExecutionTraceObserver` without a profiler is not among them: its trace then has no mark around a step.
+    Not among them are an `ExecutionTraceObserver` and the annotations of a CUDA memory history, without a profiler: their records then have
+    no mark around a step.
     """
     try:
         from torch.autograd import _profiler_enabled
         from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-        found = Listeners((_global_optimizer_pre_hooks, _global_optimizer_post_hooks), profiler, _profiler_enabled)
+        found = Listeners(_global_optimizer_pre_hooks, _global_optimizer_post_hooks, profiler, _profiler_enabled)
         if isinstance(profiler._is_profiler_enabled, bool) and isinstance(_profiler_enabled(), bool):
             return found
     except (ImportError, AttributeError, TypeError):
         pass
-    return Listeners((), SimpleNamespace(_is_profiler_enabled=True), bool)
+    return Listeners({}, {}, SimpleNamespace(_is_profiler_enabled=True), bool)
 
 
 FOUND = _found()

@@ -136,9 +136,8 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _begin(self) -> None:
         """What no copy or pickle carries."""
-        self._extra, self._argument_names = NO_EXTRA, ()
+        self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
-        self._cache, self._loops = Cache(type(self).__name__), True
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -205,10 +204,12 @@ class OptaxOptimizer(GroupedOptimizer):
 
         @functools.wraps(func)
         def step(self: OptaxOptimizer, *args: Any, **kwargs: Any) -> Any:
-            hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or any(found.hooks)
-            if hooked or found.noted._is_profiler_enabled or found.profiled():
+            if self._optimizer_step_pre_hooks or found.before or found.noted._is_profiler_enabled or found.profiled():
                 return heard(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
+            result = func(self, *args, **kwargs)
+            for hook in (*self._optimizer_step_post_hooks.values(), *found.after.values()):
+                hook(self, (self, *args), kwargs)
+            return result
 
         return step
 
