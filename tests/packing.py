@@ -9,7 +9,7 @@ import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
 from bridge import scattered
-from torch_api import packs
+from torch_api import launches, packs
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
 SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
@@ -128,3 +128,14 @@ def read_elsewhere(shift):
         return [memory, order]
 
     return wrong
+
+
+def take_few_for_many(monkeypatch, fewest):
+    """So many equal leaves of middle size are rows that are read where they lie, whatever they have in all."""
+    for module, name, value in (
+        (packs, "FEWEST_LOOPED", fewest),
+        (packs, "FEWEST_LONG", fewest),
+        (packs, "GATHERED_PACK", 1),
+        (launches, "ON_ONE_CORE", 0),
+    ):
+        monkeypatch.setattr(module, name, value)

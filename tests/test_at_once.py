@@ -7,7 +7,7 @@ import optax
 import pytest
 import torch
 from oracles import NumpyAdam, clones, movement_error, random_grads, run_pair, set_grads
-from packing import ODD, apart, near, programs, read_elsewhere, run, same_states, slots, states
+from packing import ODD, apart, near, programs, read_elsewhere, run, same_states, slots, states, take_few_for_many
 
 import bridge
 import torch_api
@@ -34,6 +34,11 @@ MAKE = {
 adamw = MAKE["AdamW"]
 
 pytestmark = pytest.mark.skipif(not scattered.in_place(), reason="XLA copies all rows at each turn of a loop here")
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    take_few_for_many(monkeypatch, 8)
 
 
 def parameters(dtype=torch.float32, shapes=SHAPES):

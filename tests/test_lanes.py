@@ -84,7 +84,7 @@ def test_a_step_that_fails_gives_the_order_back(monkeypatch):
     def broken(*_):
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(step, "wait_for", broken)
+    monkeypatch.setattr(step, "elsewhere", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         steps(params, optimizer, 1)
     assert lanes._calls[0]() == own

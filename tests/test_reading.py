@@ -196,7 +196,8 @@ def test_what_is_read_stays_until_it_is_read_even_if_the_step_fails(monkeypatch)
     ends = []
     end = reading.Reader.end
     monkeypatch.setattr(reading.Reader, "end", lambda self: ends.append(len(self._found)) or end(self))
-    monkeypatch.setattr(launch.program, "update", lambda *_: 1 / 0)
+    for form in ("update", "alone"):  # of several programs, and of one
+        monkeypatch.setattr(launch.program, form, lambda *_: 1 / 0)
     give(params, 9)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()

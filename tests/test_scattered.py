@@ -16,7 +16,7 @@ import optax
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, run_pair, set_grads
-from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run, same_states, slots, some, states
+from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run, same_states, slots, some, states, take_few_for_many
 
 import bridge
 import torch_api
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(not scattered.in_place(), reason="XLA copies all
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(packs, "FEWEST_LOOPED", 4)
+    take_few_for_many(monkeypatch, 4)
     monkeypatch.setattr(launches, "_mostly_live", lambda blocks: False)  # of those `test_at_once.py`
 
 

@@ -25,12 +25,16 @@ GATHERED = {"cpu": 1 << 17, "cuda": 1 << 20}
 # array that is given and given back, and one kernel for equal leaves moves its bytes a tenth faster than one for each.
 SINGLY_ON = frozenset({"cuda"})
 # Bytes of the largest parameter on the CPU that may be read where it lies in a loop over rows: of larger ones a call of
-# `tiles.ELEMENTS` has few arguments. And of the largest of which that takes as long as to gather it.
+# `tiles.ELEMENTS` has few arguments. And of the largest of which that takes as long as to gather it, however many there are.
 LOOPED, SMALL = 1 << 20, 1 << 15
+# Bytes of the largest pack whose gradients are gathered, of rows longer than that: it takes 0.75 to 0.9 times as long, and so much memory.
+GATHERED_PACK = 1 << 23
 # The types of rows in a loop: others XLA's CPU compiler computes in float32, and may convert as a whole what a turn reads a part of.
 IN_LOOPS = frozenset({"float32", "float64"})
-# Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any.
-FEWEST, FEWEST_LARGE, FEWEST_LOOPED = 4, 2, 8
+# Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any. Of those that may be read
+# where they lie, fewer are faster among others in one program: up to so many bytes each, and larger ones.
+FEWEST, FEWEST_LARGE = 4, 2
+FEWEST_LOOPED, LONG, FEWEST_LONG = 40, 1 << 18, 64
 # Packs of rows that may be looped over, for each core: some may have more live rows than others. Fewer packs where each would have fewer
 # rows.
 LOOPS_A_CORE, ROWS = 2, 8
@@ -45,18 +49,21 @@ class Key(NamedTuple):
 
 def is_gathered(leaf: Leaf) -> bool:
     """Whether in a pack its gradient would be gathered."""
-    return leaf.shape.numel() * leaf.dtype.itemsize <= GATHERED.get(leaf.device.type, 0)
+    return _bytes(leaf) <= GATHERED.get(leaf.device.type, 0)
+
+
+def _bytes(leaf: Leaf) -> int:
+    return leaf.shape.numel() * leaf.dtype.itemsize
 
 
 def is_looped(leaf: Leaf) -> bool:
     """Whether in a pack its gradient would be read where it lies, in a loop over rows."""
-    size = leaf.shape.numel()
     return (
         scattered.SUPPORTED
         and leaf.device.type == "cpu"
         and leaf.device.type not in SINGLY_ON
-        and min(SMALL, GATHERED["cpu"]) < size * leaf.dtype.itemsize <= LOOPED
-        and (is_gathered(leaf) or scattered.part(size) is not None)
+        and min(SMALL, GATHERED["cpu"]) < _bytes(leaf) <= LOOPED
+        and (is_gathered(leaf) or scattered.part(leaf.shape.numel()) is not None)
     )
 
 
@@ -90,10 +97,12 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
         else:
             wanted.setdefault(key, []).append(leaf)
     for key, alike in wanted.items():
-        looped = key.looped and len(alike) >= FEWEST_LOOPED and lanes.SEVERAL and scattered.in_place()
-        fewest = FEWEST if is_gathered(alike[0]) else FEWEST_LARGE
-        enough = looped or (len(alike) >= fewest and (is_gathered(alike[0]) or alike[0].device.type in SINGLY_ON))
+        gathered, size = is_gathered(alike[0]), _bytes(alike[0])
+        many = len(alike) >= (FEWEST_LOOPED if size <= LONG else FEWEST_LONG)
+        looped = key.looped and many and lanes.SEVERAL and scattered.in_place()
+        enough = looped or (len(alike) >= (FEWEST if gathered else FEWEST_LARGE) and (gathered or alike[0].device.type in SINGLY_ON))
         several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
+        several = min(several, -(-size * len(alike) // GATHERED_PACK)) if gathered else several
         # Neighbours in several packs: they are often live together. Few packs at a time: what is moved is there twice.
         groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several)]
         groups = groups if enough else [[leaf.local] for leaf in alike if is_padded(leaf)]
@@ -159,7 +168,8 @@ class Pack:
     @property
     def looped(self) -> bool:
         """Whether rows are updated in a loop, each row's gradient read where it lies; where not, `small` ones are gathered."""
-        return self._looped and not self.singly and (not self.small or len(self.memory.rows) >= ROWS)
+        count = len(self.memory.rows)
+        return self._looped and not self.singly and (not self.small or (count >= ROWS and count * self.memory.row_bytes > GATHERED_PACK))
 
     @property
     def small(self) -> bool:
