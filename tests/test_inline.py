@@ -170,13 +170,25 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
     assert not asked
 
 
-def test_one_that_calls_python_is_run_as_jax_runs_it():
-    def shout(updates, state, params=None):
-        jax.debug.callback(lambda x: None, updates[0] if isinstance(updates, list) else jax.tree.leaves(updates)[0])
-        return updates, state
+@pytest.mark.parametrize("seen", ["print", "callback", "in a branch"])
+@pytest.mark.parametrize("together", [False, True], ids=["leaf by leaf", "under a norm"])
+def test_one_that_calls_python_is_run_as_jax_runs_it_and_calls_at_each_step(seen, together, capfd):
+    show = {
+        "print": lambda x: jax.debug.print("seen {}", x),
+        "callback": lambda x: jax.debug.callback(lambda x: print("seen", x), x),
+        "in a branch": lambda x: jax.lax.cond(x > -1e9, lambda: jax.debug.print("seen it"), lambda: None),
+    }[seen]
 
-    tx = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), shout), optax.sgd(0.1))
-    optimizer, _ = small(lambda ps: torch_api.OptaxOptimizer(ps, tx))
+    def update(updates, state, params=None):
+        leaves = jax.tree.leaves(updates)
+        norm = jnp.sqrt(sum(jnp.sum(u * u) for u in leaves)) if together else leaves[0].reshape(-1)[0]
+        show(norm)
+        return jax.tree.map(lambda u: u / (norm + 1) if together else u, updates), state
+
+    tx = optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), update), optax.sgd(0.1))
+    optimizer, _ = small(lambda ps: torch_api.OptaxOptimizer(ps, tx), steps=2)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen") == 2
     (launch,) = launches(optimizer)
     assert launch.program.calls_back
     assert launch.program.alone is launch.program.update
