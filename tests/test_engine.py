@@ -53,14 +53,14 @@ def test_a_signal_in_the_middle_of_a_step_is_handled_when_all_is_in_place(monkey
     def raises(*_):
         raise PreemptedError
 
-    before, wait = signal.signal(number, raises), step.wait_for
+    before, wait = signal.signal(number, raises), step.elsewhere
     params = random_params(shapes=[(20,)] * 6) + [torch.nn.Parameter(torch.zeros(20))]
     optimizers = torch_api.MaskedSGD(params[:6], lr=1.0), torch_api.MaskedSGD(params[6:], lr=1.0, writeback="copy")
     try:
         for optimizer, p in zip(optimizers, (params[0], params[6]), strict=True):
             stepped(optimizer, params)
             start = p.detach().clone()
-            monkeypatch.setattr(step, "wait_for", lambda *args: (os.kill(os.getpid(), number), wait(*args)))
+            monkeypatch.setattr(step, "elsewhere", lambda *args: (os.kill(os.getpid(), number), wait(*args))[1])
             with pytest.raises(PreemptedError):
                 optimizer.step()
             monkeypatch.undo()
@@ -76,14 +76,14 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
     params = random_params(shapes=[(30,)] * 5)
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
-    handler, wait = signal.getsignal(signal.SIGINT), step.wait_for
+    handler, wait = signal.getsignal(signal.SIGINT), step.elsewhere
     start = [p.detach().clone() for p in params]
 
     def broken(*args):
         wait(*args)
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(step, "wait_for", broken)
+    monkeypatch.setattr(step, "elsewhere", broken)
     with pytest.raises(RuntimeError, match="lost the device") as caught:
         optimizer.step()
     assert "The step is not whole" not in "".join(getattr(caught.value, "__notes__", ()))
@@ -99,16 +99,17 @@ def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_the
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
     assert len(optimizer._launches.latest) > 1
-    wait, calls = step.wait_for, []
+    wait, calls = step.elsewhere, []
 
     def broken(*args):
-        wait(*args)
+        found = wait(*args)
         calls.append(args)
         if len(calls) == 1:
             raise RuntimeError("lost the device")
+        return found
 
     start = [p.detach().clone() for p in params]
-    monkeypatch.setattr(step, "wait_for", broken)
+    monkeypatch.setattr(step, "elsewhere", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         optimizer.step()
     monkeypatch.undo()

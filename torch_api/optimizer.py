@@ -202,6 +202,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """torch's, of a step: hooks and a mark for profilers around it, which take as long as a small update, only where somebody hears."""
         heard, found = torch.optim.Optimizer.profile_hook_step(func), listeners.FOUND
 
+        @not_traced
         @functools.wraps(func)
         def step(self: OptaxOptimizer, *args: Any, **kwargs: Any) -> Any:
             if self._optimizer_step_pre_hooks or found.before or found.noted._is_profiler_enabled or found.profiled():
@@ -385,8 +386,6 @@ class OptaxOptimizer(GroupedOptimizer):
         averages = ((p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state)
         with self._exchange.hold(owner, "ema_params", averages):
             yield
-
-    # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with an empty entry for each frozen parameter that still requires grad.
