@@ -83,15 +83,17 @@ class Entry:
         except Exception:  # noqa: BLE001 - whatever the file system, pickle or XLA raises: the program is made anew
             return None
 
-    def put(self, compiled: Sequence[Any]) -> None:
-        """Keep compiled programs, each of them `written` by jax."""
+    def put(self, compiled: Sequence[Any]) -> list[Any]:
+        """Keep compiled programs, each of them `written` by jax; as they were written, or nothing where none is kept."""
         if self._cache is None:
-            return
+            return []
         try:
-            content = zlib.compress(pickle.dumps([serialize(each) for each in compiled]))
+            kept = [serialize(each) for each in compiled]
+            content = zlib.compress(pickle.dumps(kept))
             self._cache.put(self._key, hashlib.sha256(content).digest() + content)
+            return kept
         except Exception:  # noqa: BLE001 - a program that cannot be written, a full disk: the step has all it needs
-            return
+            return []
 
 
 class _Events(threading.local):

@@ -8,9 +8,13 @@ that never calls.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+# What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.6).
+_CANNOT = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError
 
 
 def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
@@ -25,22 +29,22 @@ def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
     return deserialize_and_load(*kept, backend=client)
 
 
-def written(compiled: Any) -> Any:
+def serialized(compiled: Any) -> Any:
     """A compiled program as `loaded` takes it; None where it cannot be written.
 
     Not one that jax has read from its cache: see `executables.written`.
     """
     try:
         return serialize(compiled)
-    except Exception:  # noqa: BLE001 - whatever pickle or XLA cannot write
+    except _CANNOT:
         return None
 
 
 def inline(kept: Any, device: Any) -> Any:
-    """A program as `written` gives it, which the thread that calls it runs; None where that cannot be had."""
+    """A program as `serialized` gives it, which the thread that calls it runs; None where that cannot be had."""
     try:
         return None if kept is None or device.platform != "cpu" else loaded(kept, device, True)
-    except Exception:  # noqa: BLE001 - a client that takes no functions, or what XLA does not read: it runs as jax runs it
+    except _CANNOT:  # it runs as jax runs it
         return None
 
 

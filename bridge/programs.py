@@ -21,7 +21,7 @@ from .contents import calls_back, contents_of, work
 from .dlpack import x64
 from .flags import of_barriers, of_counting, of_update, on_one_core
 from .fusion import compiled
-from .inline import inline, loaded, written
+from .inline import inline, loaded, serialized
 from .lanes import CORES
 from .loops import held, stores
 from .passes import bytes_accessed
@@ -104,7 +104,7 @@ class Program:
             return
         self._take(compiled)
         if not self.calls_back and all(piece.written for piece in self._own):
-            self._entry.put(compiled)
+            self._written = next(iter(self._entry.put(compiled)), None)
         self._was_read, self._own = any(piece.read for piece in self._own), []
 
     def _take(self, compiled: Sequence[Any]) -> None:
@@ -123,7 +123,7 @@ class Program:
         """
         if self.calls_back or self._cut is not None or self._was_read:
             return self.update
-        self._written = self._written or written(self.update)
+        self._written = self._written or serialized(self.update)
         found = inline(self._written, self.plan.device)
         if found is None:
             return self.update

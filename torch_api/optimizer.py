@@ -168,8 +168,7 @@ class OptaxOptimizer(GroupedOptimizer):
             self._place_leaves([leaf for leaf in self._active if leaf.param.requires_grad])
         self._active.sort(key=self.arrangement.sort_key)
         rules = list(map(self.rule_of, self.param_groups))
-        owner, state = type(self).__name__, vars(self)["state"]
-        states = States(owner, self._active, self.arrangement, rules, state, self._options.begin)
+        states = States(type(self).__name__, self._active, self.arrangement, rules, vars(self)["state"], self._options.begin)
         self._launches = Launches(states, self.max_grad_norm, self._cache)
         states.begin_eager(self._hyperparams)
 
@@ -386,6 +385,8 @@ class OptaxOptimizer(GroupedOptimizer):
         averages = ((p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state)
         with self._exchange.hold(owner, "ema_params", averages):
             yield
+
+    # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with an empty entry for each frozen parameter that still requires grad.

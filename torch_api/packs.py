@@ -168,8 +168,7 @@ class Pack:
     @property
     def looped(self) -> bool:
         """Whether rows are updated in a loop, each row's gradient read where it lies; where not, `small` ones are gathered."""
-        count = len(self.memory.rows)
-        return self._looped and not self.singly and (not self.small or (count >= ROWS and count * self.memory.row_bytes > GATHERED_PACK))
+        return self._looped and not self.singly and (not self.small or len(self.memory.rows) * self.memory.row_bytes > GATHERED_PACK)
 
     @property
     def small(self) -> bool:
