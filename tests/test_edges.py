@@ -83,6 +83,21 @@ def test_hooks_run_once_when_hyper_params_are_given():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_a_subclass_steps_once_when_hyper_params_are_given():
+    class Counting(torch_api.MultiOptimizer):
+        steps = 0
+
+        def step(self, closure=None, **extra):
+            self.steps += 1
+            return super().step(closure, **extra)
+
+    params = drawn({"a": (2,)})
+    optimizer = Counting(params.items(), ("a", bridge.Momentum(learning_rate=0.1)))
+    go(optimizer, params, hyper_params=[{"learning_rate": 0.2}])
+    assert optimizer.steps == 1
+    assert params["a"][0].item() == pytest.approx(0.8)
+
+
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), np.float32(0.1), jnp.float32(0.1)], ids=["torch", "numpy", "jax"])
 def test_an_lr_in_a_tensor_is_the_lr_of_the_group(lr):
     params = drawn({"w": (2,)})

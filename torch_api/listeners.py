@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch.autograd import profiler
+from torch.optim import Optimizer
 
 
 class Listeners(NamedTuple):
@@ -33,9 +34,9 @@ def _found() -> Listeners:
         from torch.autograd import _profiler_enabled
         from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-        found = Listeners(_global_optimizer_pre_hooks, _global_optimizer_post_hooks, profiler, _profiler_enabled)
-        if isinstance(profiler._is_profiler_enabled, bool) and isinstance(_profiler_enabled(), bool):
-            return found
+        known = Optimizer.__annotations__.keys() >= {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+        if known and isinstance(profiler._is_profiler_enabled, bool) and isinstance(_profiler_enabled(), bool):
+            return Listeners(_global_optimizer_pre_hooks, _global_optimizer_post_hooks, profiler, _profiler_enabled)
     except (ImportError, AttributeError, TypeError):
         pass
     return Listeners({}, {}, SimpleNamespace(_is_profiler_enabled=True), bool)

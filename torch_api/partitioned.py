@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -181,10 +182,9 @@ class MultiOptimizer(PartitionedOptimizer):
     def _step_with(self, hyper_params: Sequence[Any], closure: Any, extra_args: dict[str, Any]) -> Any:
         """`step(closure, hyper_params=[...])`: numbers for this step only, for each pair None, a dict, or a definition's `hyper_params`."""
         before: list[tuple[dict[str, Any], str, Any]] = []
-        step = type(self).step
         try:
             self._override(hyper_params, before)
-            return getattr(step, "__wrapped__", step)(self, closure, **extra_args)  # torch has run the hooks already
+            return inspect.unwrap(OptaxOptimizer.step)(self, closure, **extra_args)  # within the hooks already
         finally:
             for group, key, value in reversed(before):
                 group[key] = value

@@ -344,29 +344,7 @@ def _elsewhere(leaf: Leaf) -> bool:
     return leaf.spec is None or now != (leaf.address, leaf.strides, leaf.shape, leaf.dtype)
 
 
-_as_torch: Any = torch.optim.Optimizer.profile_hook_step(lambda optimizer, function, *arguments: function(*arguments))
-
-
-def _hooked(optimizer: torch.optim.Optimizer, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A call within the hooks of an optimizer's step, and under its name in a profile, as torch's own wrapper does it.
-
-    Where nobody listens it is the call alone: an entry of a profile costs 100 us beside a program that fills the caches.
-    """
-    try:
-        heard: Any = _profiled() or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(_global_hooks)
-    except AttributeError:
-        heard = True
-    return _as_torch(optimizer, function, *arguments) if heard else function(*arguments)
-
-
-def _listeners() -> tuple[Callable[[], bool], Sequence[Any]]:
-    """Whether a profile is taken, and the hooks of all optimizers; where a torch has not these private names, always."""
-    try:
-        from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
-        return torch.autograd._profiler_enabled, (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)  # pyright: ignore
-    except (ImportError, AttributeError):
-        return lambda: True, ()
-
-
-_profiled, _global_hooks = _listeners()
+@OptaxOptimizer.profile_hook_step
+def _hooked(_: OptaxOptimizer, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call within the hooks of an optimizer's step, and under its name in a profile."""
+    return function(*arguments)
