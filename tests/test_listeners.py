@@ -107,8 +107,10 @@ def test_the_older_profiler_is_heard():
     assert MARK.format("MaskedAdamW") in {event.name for event in profile.function_events}
 
 
-def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch):
-    monkeypatch.delattr(torch.autograd, "_profiler_enabled")
+@pytest.mark.parametrize("missing", ["_profiler_enabled", "_optimizer_step_pre_hooks"])
+def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch, missing):
+    monkeypatch.delattr(torch.autograd, missing, raising=False)
+    monkeypatch.delitem(torch.optim.Optimizer.__annotations__, missing, raising=False)
     found = listeners._found()
     assert found.noted._is_profiler_enabled
     monkeypatch.setattr(listeners, "FOUND", found)
