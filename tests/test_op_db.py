@@ -5,9 +5,12 @@ Each operator of it with samples in float32, a few of them spread over the list.
 
 import functools
 import os
+import random
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +26,7 @@ from bridge.dlpack import x64
 from bridge.residuals import IN_TORCH
 
 SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
+TOGETHER = 8  # samples of a program, at most
 PARTS = 24
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [
@@ -66,6 +70,13 @@ VALUES = "as_strided_scatter", "masked.amax", "masked.amin", "masked.norm", "mas
 LEFT_OUT = "sparse.", "jiterator"  # not of dense tensors on a CPU
 
 
+def seeded(seed=1234):
+    """As torch does before each sample, but for the CPU: for each device that is not there it would keep the whole stack as text."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 @functools.cache
 def database():
     with warnings.catch_warnings():
@@ -73,6 +84,8 @@ def database():
         from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
     common_utils.extract_test_fn = lambda: None  # it looks through the whole stack, a fifth of a second for each operator: here in vain
+    if not torch.cuda.is_available():
+        common_utils.set_rng_seed = seeded
     named = {(f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name): op for op in op_db}
     return {name: op for name, op in named.items() if torch.float32 in op.supported_dtypes("cpu") and not name.startswith(LEFT_OUT)}
 
@@ -98,50 +111,71 @@ def assert_close(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * largest)
 
 
-def compared(name, op, sample):
-    """True if both gave the same; False where torch itself refuses, or there is nothing to compare."""
+class Case(NamedTuple):
+    """A sample in eager torch: its tensors, the operator as a function of them, the results, and the gradients of some of them."""
+
+    function: Callable
+    given: list
+    out: list
+    at: list
+    weights: list
+    slopes: tuple
+
+
+def eager(name, op, sample):
+    """The sample in eager torch; None where torch itself refuses, or there is nothing to compare."""
     function, given = function_of(op, sample)
     try:
         out = [x for x in pytree.tree_leaves(function(*given)) if isinstance(x, torch.Tensor)]
     except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
-        return False
+        return None
     if not given or not out:
-        return False
+        return None
     at = [i for i, x in enumerate(out) if x.requires_grad and x.is_floating_point() and name not in VALUES]
     weights = [torch.linspace(1, 2, out[i].numel()).reshape(out[i].shape) for i in at]
     try:
         slopes = torch.autograd.grad([out[i] for i in at], given, weights, allow_unused=True) if at else ()
     except (RuntimeError, NotImplementedError):
         at, weights, slopes = [], [], ()
-    pure, by = bridge.module_function(Applies(function)), [bridge.to_jax(w) for w in weights]
+    return Case(function, given, out, at, weights, slopes)
 
-    def traced(arrays):
+
+def traced(case, arrays):
+    """The results of a case and their gradients in a program that is being traced."""
+    pure, by = bridge.module_function(Applies(case.function)), [bridge.to_jax(w) for w in case.weights]
+
+    def total(arrays):
         found = [x for x in jax.tree.leaves(pure({}, *arrays, rng=jax.random.key(0))) if isinstance(x, jax.Array | np.ndarray)]
-        return sum((found[i] * w).sum() for i, w in zip(at, by, strict=True)), found
+        return sum((found[i] * w).sum() for i, w in zip(case.at, by, strict=True)), found
 
-    arrays = [bridge.to_jax(x.detach()) for x in given]
-    program = jitted(jax.value_and_grad(traced, has_aux=True) if at else lambda arrays: (traced(arrays), ()))
-    (_, found), grads = program(arrays)
-    assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in out]
-    assert [IN_TORCH[str(x.dtype)] for x in found] == [x.dtype for x in out]
+    if not case.at:
+        return total(arrays)[1], ()
+    (_, found), grads = jax.value_and_grad(total, has_aux=True)(arrays)
+    return found, grads
+
+
+def compare(name, sample, case, found, grads):
+    assert [tuple(x.shape) for x in found] == [tuple(x.shape) for x in case.out]
+    assert [IN_TORCH[str(x.dtype)] for x in found] == [x.dtype for x in case.out]
     if name in DRAWN.split() or sample.kwargs.get("dropout_p"):
-        return True
-    for ours, theirs in zip(found, out, strict=True):
+        return
+    for ours, theirs in zip(found, case.out, strict=True):
         assert_close(ours, theirs.detach().resolve_conj().resolve_neg())
-    for ours, theirs, x in zip(grads, slopes, given, strict=bool(at)):
+    for ours, theirs, x in zip(grads, case.slopes, case.given, strict=bool(case.at)):
         theirs = torch.zeros(()) if theirs is None else theirs.to_dense() if theirs.is_sparse else theirs
         assert_close(ours, torch.zeros_like(x) + theirs)  # a sum: some are torch's zeros without memory
-    return True
 
 
 def outcome(name, op):
     """What came of the samples of an operator: compared, skipped, refused, refused for its values, or the first difference."""
     torch.manual_seed(0)
     samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
-    counts, wrong = Counter(), None
-    for sample in samples[:: max(1, len(samples) // SAMPLES)]:
+    counts, wrong = Counter(), []
+
+    def attempt(call, *arguments):
+        """What a call gives, or None and what its error means counted."""
         try:
-            counts["compared" if compared(name, op.op, sample) else "skipped"] += 1
+            return call(*arguments)
         except NotImplementedError as error:
             counts["refused" if "has no implementation in jax" in str(error) else "other"] += 1
         except jax.errors.ConcretizationTypeError as error:
@@ -149,8 +183,26 @@ def outcome(name, op):
                 raise
             counts["by value"] += 1
         except Exception as error:  # noqa: BLE001 - of any operator, to name all that differ
-            wrong = wrong or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return counts, wrong
+            wrong.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        return None
+
+    cases = []
+    for sample in samples[:: max(1, len(samples) // SAMPLES)]:
+        case = attempt(eager, name, op.op, sample)
+        if case is None:
+            counts["skipped"] += 1
+        else:
+            cases.append((sample, case))
+    # A program for all of them: XLA takes longer to begin one than to compile most operators.
+    for some in (cases[i : i + TOGETHER] for i in range(0, len(cases), TOGETHER)):
+        arrays = [[bridge.to_jax(x.detach()) for x in case.given] for _, case in some]
+        program = jitted(lambda arrays, some=some: [attempt(traced, case, each) for (_, case), each in zip(some, arrays, strict=True)])
+        for (sample, case), of in zip(some, attempt(program, arrays) or [], strict=False):
+            if of is not None:
+                done = len(wrong)
+                attempt(compare, name, sample, case, *of)
+                counts["compared"] += len(wrong) == done
+    return counts, wrong[0] if wrong else None
 
 
 @pytest.mark.usefixtures("standard_promotion")
