@@ -59,7 +59,7 @@ class Settings:
     def shapes(self, title: str) -> list[Shape]:
         """The shapes of a set; with `quick` a few of them, an eighth as long in each dimension."""
         shapes = SETS[title]()
-        return [tuple(max(1, n // 8) for n in shape) for shape in shapes[-6:]] if self.quick else shapes
+        return [tuple(max(1, n // 8) for n in shape) for shape in shapes[-5:]] if self.quick else shapes
 
     def count(self, normal: int, quick: int) -> int:
         return quick if self.quick else normal

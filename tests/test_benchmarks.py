@@ -20,8 +20,9 @@ MINUTES = pytest.mark.skipif("MASKBRIDGE_BENCH" not in os.environ, reason="make 
 
 
 def run(name, *arguments):
-    """What a script prints, with jax's own promotion, as a user runs it."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    """What a script prints, with jax's own promotion, as a user runs it; LLVM optimizes nothing, as no figure is looked at."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard", "XLA_FLAGS": flags}
     command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
