@@ -13,7 +13,8 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = ["examples", "distributed", "benchmarks", "packs", "precision", "optim_db", "train_step", "zoo", "transforms", "tiles", "optimizer"]
+LONG = "examples op_db pieces scattered benchmarks joint_packs executables packs loops precision zoo distributed step recurrent train_step"
+LONG += " optim_db at_once joint distributions tiles optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "as_torch autograd_function bad_input beginning calm contents dlpack docs gpu known_values lr_scale masks one_type openmp"
 QUICK += " packs_storage presets project protocol report resize rules sight split state_scalars step storage torch_losses_more torch_names"
@@ -26,7 +27,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    rank = {f"test_{name}": i for i, name in enumerate(LONG)}
+    rank = {f"test_{name}": i for i, name in enumerate(LONG.split())}
     for item in items:
         if item.path.stem not in CHECKED:
             item.add_marker("slow")
