@@ -162,7 +162,9 @@ class Program:
         return needed is not None and needed.temp_size_in_bytes >= min(self._rows)
 
 
-_PROGRAMS_KEPT = 512  # beyond these, one lives as long as an optimizer uses it
+# Beyond these, one lives as long as an optimizer uses it. Each takes 40 to 160 of the 65530 mappings of memory that Linux lets a
+# process have, and XLA's compiler ends a process that is out of them.
+_PROGRAMS_KEPT = 128
 _programs: dict[Plan, Program] = {}
 _programs_lock = threading.Lock()
 
@@ -196,7 +198,7 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
         for plan, program in found.items():  # the last to go
             _programs.pop(plan, None)
             _programs[plan] = program
-        while len(_programs) > _PROGRAMS_KEPT:
+        while len(_programs) > max(_PROGRAMS_KEPT, len(found)):
             del _programs[next(iter(_programs))]
     return [found[plan] for plan in plans]
 

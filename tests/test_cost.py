@@ -1,5 +1,8 @@
 """What a step of any transformation costs: compilations, bytes, frames, state."""
 
+import gc
+import weakref
+
 import numpy as np
 import optax
 import optax.contrib
@@ -9,6 +12,7 @@ from oracles import FUSES, project_frames
 
 import bridge
 import torch_api
+from bridge import programs
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -22,7 +26,7 @@ def parameters(shapes=((8, 6), (6,), (8, 6), (3, 8)), seed=0):
 def give(params, names=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for name, p in params.items():
-        g = torch.randn(p.shape, generator=generator)
+        g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         p.grad = g if names is None or name in names else None
 
 
@@ -85,6 +89,44 @@ def test_two_optimizers_over_one_transformation_share_its_programs():
         before = bridge.compilations()
         optimizer.step()
     assert bridge.compilations() == before
+
+
+def test_programs_that_nobody_uses_are_kept_to_a_number(monkeypatch):
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 2)
+    rules = [optax.sgd(rate) for rate in (0.1, 0.2, 0.3, 0.4)]
+
+    def compiled(params, optimizer):
+        give(params)
+        before = bridge.compilations()
+        optimizer.step()
+        return bridge.compilations() - before
+
+    made = [(params := parameters(), torch_api.OptaxOptimizer(params.items(), rule)) for rule in rules]
+    assert [compiled(*each) for each in made] == [1, 1, 1, 1]
+    assert len(programs._programs) == 2
+    assert compiled(*made[0]) == 0  # its optimizer has the program still
+    again = [(params := parameters(), torch_api.OptaxOptimizer(params.items(), rule)) for rule in rules[::-1]]
+    assert [compiled(*each) for each in again] == [0, 0, 1, 1]
+    kept = [weakref.ref(program) for program in programs._programs.values()]
+    del made, again
+    programs._programs.clear()
+    gc.collect()
+    assert [program() for program in kept] == [None, None]
+
+
+def test_the_programs_of_a_step_are_kept_together(monkeypatch):
+    monkeypatch.setattr(programs, "_programs", {})
+    for rule in (optax.sgd(0.1), optax.adam(0.1)):
+        params = parameters()
+        optimizer = torch_api.OptaxOptimizer(params.items(), rule)
+        give(params)
+        optimizer.step()
+    plans = list(programs._programs)
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 1)
+    assert len(plans) == 2
+    assert programs.programs(plans) == programs.programs(plans)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
