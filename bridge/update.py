@@ -92,7 +92,7 @@ class Plan:
     `width`: of the vector of hyperparams. `measured`: the norm and the finite check are over more than these leaves, and
     come from calls of `Program.measure`. `ahead`: those of large gradients come from `bridge.reading`. `shared` has the state that
     belongs to no leaf, for each unit of the rows in ascending order. `scaled`: the gradients are those of a scaled loss, and the update
-    is skipped where one is not finite.
+    is skipped where one is not finite; `checked`: which the count of infinities that is given says of all of them.
     """
 
     leaves: tuple[Leaf, ...]
@@ -103,8 +103,14 @@ class Plan:
     shared: tuple[tuple[Signature, ...], ...] = ()
     extra: Extra = NO_EXTRA
     scaled: bool = False
+    checked: bool = False
     measured: bool = False
     ahead: bool = False
+
+    @property
+    def decisive(self) -> bool:
+        """Whether something must be found of all gradients before the first element is updated."""
+        return self.clip or (self.scaled and not self.checked)
 
     def far(self, leaf: Leaf) -> bool:
         """Whether the gradient of a leaf is measured before the program, where it lies."""
@@ -185,7 +191,7 @@ def update(
     leaf_masks, leaf_lives = _flags(plan, masks, live)
     old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
     own = _distributed(plan, states, vectors)
-    if (plan.clip or plan.scaled) and not plan.measured:
+    if plan.decisive and not plan.measured:
         measure = found_here(plan, grads, leaf_masks, leaf_lives, scaling, measure)
     scale, skip, skipped = consequences(plan.clip, hyperparams[ONES], scaling, measure)
     results: list[Any] = [None] * len(plan.leaves)

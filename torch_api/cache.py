@@ -39,6 +39,7 @@ class Situation(NamedTuple):
     leaves: Sequence[tuple[Sequence[str], update.Leaf]]
     clip: bool
     scaled: bool
+    checked: bool
     extra: Extra
 
 
@@ -100,6 +101,8 @@ def _cause(before: Situation, now: Situation) -> str:
         causes.append(f"max_grad_norm is {'set' if now.clip else 'None'} now")
     if before.scaled != now.scaled:
         causes.append(f"the gradients are {'' if now.scaled else 'no longer '}those of a scaled loss")
+    elif before.checked != now.checked:
+        causes.append(f"{'GradScaler' if now.checked else 'the program itself'} looks whether gradients are finite now")
     if before.extra != now.extra:
         causes.append("the further arguments of step are others, or have other shapes or types")
     old, new = ({name: leaf for names, leaf in at.leaves for name in names} for at in (before, now))

@@ -21,6 +21,7 @@ class GroupedOptimizer(Keeper, ABC):
     _leaves: list[Leaf]
     _selectors: dict[str, Any]  # those that have an answer for parameters added later
     _constructed: bool
+    _unscales = False  # whether `step` does what a scaled loss asks for
 
     @abstractmethod
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
@@ -116,6 +117,19 @@ class GroupedOptimizer(Keeper, ABC):
             leaf.decide(is_trained)
             leaf.decay, leaf.lr_scale = decay, scale.value
         check_leaves(leaves, self.rule_of, self.param_groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `step` unscales and skips: torch's name for it.
+
+        GradScaler asks, looks at all gradients itself, and then calls `step`, which need not look again.
+        """
+        vars(self)["_looked"] = True
+        return self._unscales
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._unscales = value
 
     def _follow_fused(self) -> None:
         """As torch's optimizers: GradScaler leaves unscaling and skipping to one with fused=True, without asking the device."""

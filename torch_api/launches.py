@@ -67,12 +67,15 @@ class Launches:
         """The launches of the set of live leaves that was seen last."""
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
-    def build(self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray) -> list[list[Launch]]:
+    def build(
+        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool = False
+    ) -> list[list[Launch]]:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
 
-        `scaled`: the gradients are those of a scaled loss.
+        `scaled`: the gradients are those of a scaled loss; `checked`: somebody else has seen whether all are finite.
         """
-        values = self._rows.cut(hyperparams)
+        values, key = self._rows.cut(hyperparams), (live, extra, scaled, checked)
+        checked = checked and self._max_grad_norm is None  # a norm finds it too, and so there is one program for both
         on_device: dict[torch.device, list[tuple[Leaf, int]]] = {}
         for position, i in enumerate(live):
             on_device.setdefault(self._active[i].device, []).append((self._active[i], position))
@@ -80,21 +83,22 @@ class Launches:
             units = [unit for part in on_device.values() for unit in self.states.units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
         loops = not scaled and not self._are_few and (self._max_grad_norm is None or is_worth(self._readable))
-        divided = [list(self._divided(self._blocks(part, values, loops), scaled)) for part in on_device.values()]
+        apart = self._max_grad_norm is None and (checked or not scaled)
+        divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
         early = {}
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
             early = self.states.begun_early([leaf for part in on_device.values() for leaf, _ in part], values)
         before = self._cache.info.compilations
         with uncollected():
-            found = self._programs([tile for part in divided for tile in part], divided, extra, scaled)
+            found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
         if not self._stores and any(program.stores for program in found):
             self._stores = True
-            return self.build(live, extra, scaled, hyperparams)
+            return self.build(live, extra, scaled, hyperparams, checked)
         programs = iter(found)
         self._rows.looked_at.clear()
         blocks = [block for part in divided for tile in part for block in tile]
         described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
-        situation = Situation(described, self._max_grad_norm is not None, scaled, extra)
+        situation = Situation(described, self._max_grad_norm is not None, scaled, checked, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
         if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
             storage.return_freed()
@@ -109,7 +113,7 @@ class Launches:
             self._read_ahead(part)
         if len(self.known) == _KEPT:
             del self.known[next(iter(self.known))]
-        self.known[live, extra, scaled] = launches
+        self.known[key] = launches
         return launches
 
     def whole(
@@ -123,7 +127,7 @@ class Launches:
         leaves = [self._active[i] for i in live]
         blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
         with uncollected():
-            program = compiled(blocks, self._plan(blocks, extra, False, False, ahead=False))
+            program = compiled(blocks, self._plan(blocks, extra, False, False, False, ahead=False))
         self._rows.looked_at.clear()
         storage.return_freed()
         with uncollected():
@@ -190,9 +194,9 @@ class Launches:
         spec = leaf.spec._replace(shape=(width,))
         return update.Leaf(row, spec, state, True, False, count, pack.singly, pack.looped, length=length)
 
-    def _divided(self, blocks: list[Block], scaled: bool) -> Iterator[list[Block]]:
-        """The blocks of each program."""
-        on_cpu, apart = blocks[0].leaves[0].device.type == "cpu", not scaled and self._max_grad_norm is None
+    def _divided(self, blocks: list[Block], apart: bool) -> Iterator[list[Block]]:
+        """The blocks of each program; `apart`: none need wait for what another has found of its gradients."""
+        on_cpu = blocks[0].leaves[0].device.type == "cpu"
         if not on_cpu and apart:
             alone = [block for block in blocks if block.described.row.unit is None]
             rows = [len(block.rows) for block in alone]
@@ -215,16 +219,16 @@ class Launches:
             yield [blocks[position] for position in positions]
 
     def _programs(
-        self, divided: Sequence[Sequence[Block]], on_device: Sequence[Sequence[Any]], extra: Extra, scaled: bool
+        self, divided: Sequence[Sequence[Block]], on_device: Sequence[Sequence[Any]], extra: Extra, scaled: bool, checked: bool
     ) -> list[step.Program]:
         several = [len(part) > 1 for part in on_device for _ in part]
         plans: dict[Any, update.Plan] = {}
         keys = []
         for tile, is_part in zip(divided, several, strict=True):
             kinds = tuple(id(block.described) for block in tile)  # equal ones are one object
-            keys.append((kinds, tile[0].leaves[0].device, extra, scaled, is_part))
+            keys.append((kinds, tile[0].leaves[0].device, extra, scaled, checked, is_part))
             if keys[-1] not in self._programs_of or _units(tile):
-                plans[keys[-1]] = self._plan(tile, extra, scaled, is_part)
+                plans[keys[-1]] = self._plan(tile, extra, scaled, checked, is_part)
         try:
             self._programs_of |= zip(plans, self._cache.programs(list(plans.values())), strict=True)
         except TypeError as error:
@@ -242,16 +246,16 @@ class Launches:
         plan, far = launches[0].program.plan, [each for launch in launches for each in launch.far]
         launches[0].reader = Reader(far, plan.clip, plan.scaled, plan.device) if far else None
 
-    def _plan(self, tile: Sequence[Block], extra: Extra, scaled: bool, is_part: bool, ahead: bool = True) -> update.Plan:
+    def _plan(self, tile: Sequence[Block], extra: Extra, scaled: bool, checked: bool, is_part: bool, ahead: bool = True) -> update.Plan:
         leaves = [leaf for block in tile for leaf in block.leaves]
         shared = tuple(
             self.states.shared_signature(unit, [leaf for leaf in leaves if self.states.unit(leaf) == unit]) for unit in _units(tile)
         )
         skeleton = self._rows.skeleton if any(leaf.spec.path is not None for leaf in leaves) else ()
         clip, described = self._max_grad_norm is not None, tuple(block.described for block in tile)
-        device, decisive = device_of(leaves[0].param), clip or scaled
-        ahead = ahead and decisive and device.platform == "cpu" and is_worth(self._readable)
-        return update.Plan(described, clip, device, self._rows.width, skeleton, shared, extra, scaled, is_part and decisive, ahead)
+        plan = update.Plan(described, clip, device_of(leaves[0].param), self._rows.width, skeleton, shared, extra, scaled, checked)
+        ahead = ahead and plan.decisive and plan.device.platform == "cpu" and is_worth(self._readable)
+        return replace(plan, measured=is_part and plan.decisive, ahead=ahead)
 
     def follow(self, launches: Sequence[Launch]) -> None:
         """Look at the new places after results came to lie elsewhere."""

@@ -257,10 +257,10 @@ class OptaxOptimizer(GroupedOptimizer):
         hyperparams = self._hyperparams()
         given = vars(self)  # GradScaler sets and deletes `grad_scale` and `found_inf`
         scaled = "found_inf" in given or given.get("grad_scale") is not None
-        on_device = self._launches.known.get((live, extra, scaled))
+        on_device = self._launches.known.get(key := (live, extra, scaled, scaled and given.pop("_looked", False)))
         self._cache.hits += on_device is not None
         if on_device is None:
-            on_device = self._launches.build(live, extra, scaled, hyperparams)
+            on_device = self._launches.build(live, extra, scaled, hyperparams, key[-1])
             self._sight.forget(self._launches.began)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
