@@ -82,8 +82,8 @@ class Launches:
         if len(on_device) > 1:
             units = [unit for part in on_device.values() for unit in self.states.units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
-        loops = not scaled and not self._are_few and (self._max_grad_norm is None or is_worth(self._readable))
         apart = self._max_grad_norm is None and (checked or not scaled)
+        loops = not self._are_few and (apart or is_worth(self._readable))
         divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
         early = {}
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
@@ -93,7 +93,7 @@ class Launches:
             found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
         if not self._stores and any(program.stores for program in found):
             self._stores = True
-            return self.build(live, extra, scaled, hyperparams, checked)
+            return self.build(live, extra, scaled, hyperparams, key[-1])
         programs = iter(found)
         self._rows.looked_at.clear()
         blocks = [block for part in divided for tile in part for block in tile]

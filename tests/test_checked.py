@@ -1,0 +1,175 @@
+"""Gradients that `torch.amp.GradScaler` has looked at before the step: the program takes its word, and reads them once."""
+
+import re
+
+import pytest
+import torch
+from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, set_grads
+from packing import programs, states, take_few_for_many
+
+import bridge
+import torch_api
+from bridge import reading, scattered
+from torch_api import launches
+
+SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101), (7,), (3, 5)]
+
+
+def parameters(shapes=SHAPES):
+    return [torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in shapes]
+
+
+def adamw(params, **options):
+    return torch_api.MaskedAdamW(params, lr=0.01, weight_decay=0.1, fused=True, **options)
+
+
+def scaler(kind=torch.amp.GradScaler):
+    made = kind("cpu", init_scale=64.0, growth_interval=1000)
+    made.scale(torch.zeros(()))  # which makes its tensors
+    return made
+
+
+def scaled_step(optimizer, params, grads, by):
+    set_grads(params, [g * by.get_scale() for g in grads])
+    by.step(optimizer)
+    by.update()
+
+
+def by_hand(optimizer, params, grads):
+    """As somebody does who tells of no check."""
+    set_grads(params, [g * 8 for g in grads])
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+def decisive(optimizer):
+    return {program.plan.decisive for program in programs(optimizer)}
+
+
+LIE = {  # how rows that are read where they lie are updated
+    "at once": lambda patch: None,
+    "in turn": lambda patch: patch.setattr(launches, "_mostly_live", lambda blocks: False),
+}
+
+
+@pytest.mark.skipif(not scattered.in_place(), reason="XLA copies all rows at each turn of a loop here")
+@pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
+@pytest.mark.parametrize("way", LIE.values(), ids=LIE)
+def test_rows_are_read_where_they_lie_and_move_as_torchs(way, bound, monkeypatch):
+    take_few_for_many(monkeypatch, 8)
+    way(monkeypatch)
+    monkeypatch.setattr(reading, "_LEAST", 1)
+    params, ours_by, theirs_by = parameters(), scaler(), scaler()
+    start, others = clones(params), clones(params)
+    ours, theirs = adamw(params, max_grad_norm=bound), torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)
+    for step in range(21):
+        grads = random_grads(params)
+        if step == 11:
+            grads[4][3, 5] = torch.nan
+        before = [x.clone() for x in (*params, *(states(ours, params) if step else []))]
+        scaled_step(ours, params, grads, ours_by)
+        set_grads(others, [g * theirs_by.get_scale() for g in grads])
+        if bound is not None:
+            theirs_by.unscale_(theirs)
+            torch.nn.utils.clip_grad_norm_(others, bound)
+        theirs_by.step(theirs)
+        theirs_by.update()
+        after = [*params, *(states(ours, params) if step else [])]
+        assert all(map(torch.equal, before, after)) is (step == 11)
+    assert ours.skipped_steps == 1
+    assert any(program.scattered for program in programs(ours))
+    assert max(movement_error(p, q, s) for p, q, s in zip(params, others, start, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_numbers_are_the_papers(broken):
+    params, by = parameters([(20, 30), (7,)]), scaler()
+    start = clones(params)
+    ours, papers = adamw(params), [NumpyAdam(lr=0.01, weight_decay=0.1, decoupled=True) for _ in params]
+    expected = [p.detach().double().numpy() for p in params]
+    for step in range(20):
+        grads = random_grads(params)
+        scaled_step(ours, params, [g * 1.01 for g in grads] if broken and step == 3 else grads, by)
+        expected = [paper.step(p, g.double().numpy()) for paper, p, g in zip(papers, expected, grads, strict=True)]
+    wrong = max(movement_error(p, torch.from_numpy(e), s) for p, e, s in zip(params, expected, start, strict=True))
+    assert (wrong < 1e-5) is not broken
+
+
+@FUSES
+def test_no_byte_is_read_for_it():
+    """28 bytes a parameter, as without a scaled loss; 4 more where the program must look itself."""
+    counts = []
+    for step in (None, scaled_step, by_hand):
+        params = parameters([(256, 256), (300, 200)])
+        optimizer, size = adamw(params), sum(p.numel() for p in params)
+        grads = random_grads(params)
+        if step is None:
+            set_grads(params, grads)
+            optimizer.step()
+        else:
+            step(optimizer, params, grads, *([scaler()] if step is scaled_step else []))
+        counts.append(optimizer.bytes_accessed() / size)
+    plain, told, itself = counts
+    assert 28 <= plain < 28.1
+    assert 28 <= told < 28.1
+    assert 32 <= itself < 36.2  # the compiler also counts the branch that reads them again
+
+
+def test_its_word_is_taken_as_by_torchs_fused_optimizers():
+    class Blind(torch.amp.GradScaler):
+        """It looks at nothing, and has found nothing."""
+
+        def _check_inf_per_device(self, optimizer):
+            found = {torch.device("cpu"): torch.tensor(0.0)}
+            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+            return found
+
+    for make in (adamw, lambda params: torch.optim.AdamW(params, lr=0.01, fused=True)):
+        params = parameters([(4, 5), (7,)])
+        grads, optimizer = random_grads(params), make(params)
+        grads[1][2] = torch.nan
+        scaled_step(optimizer, params, grads, scaler(Blind))
+        assert [bool(p.isfinite().all()) for p in params] == [True, False]
+
+
+@pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
+def test_who_looks_may_change_and_is_a_program_more_only_where_that_is_all(bound):
+    params, by = parameters([(20, 30), (7,)]), scaler()
+    optimizer = adamw(params, max_grad_norm=bound)
+    scaled_step(optimizer, params, random_grads(params), by)
+    assert decisive(optimizer) == {bound is not None}
+    compiled = bridge.compilations()
+    scaled_step(optimizer, params, random_grads(params), by)
+    assert bridge.compilations() == compiled
+    if bound is None:
+        cause = re.escape("compiled a program more: the program itself looks whether gradients are finite now") + "$"
+        with pytest.warns(torch_api.CompilationWarning, match=cause):
+            by_hand(optimizer, params, random_grads(params))
+    else:
+        by_hand(optimizer, params, random_grads(params))
+        assert bridge.compilations() == compiled
+    assert decisive(optimizer) == {True}  # what GradScaler asked before holds for one step
+    bad = random_grads(params)
+    bad[0][0] = torch.inf
+    before = clones(params)
+    by_hand(optimizer, params, bad)
+    assert all(map(torch.equal, params, before))
+    assert optimizer.skipped_steps == 1
+    compiled = bridge.compilations()
+    scaled_step(optimizer, params, random_grads(params), by)
+    assert bridge.compilations() == compiled
+
+
+def test_gradients_unscaled_before_are_not_looked_at_again():
+    params, by = parameters([(20, 30), (7,)]), scaler()
+    optimizer, before = adamw(params), clones(params)
+    set_grads(params, [g * 64 for g in random_grads(params)])
+    params[1].grad[3] = -torch.inf
+    by.unscale_(optimizer)
+    by.step(optimizer)
+    by.update()
+    assert decisive(optimizer) == {False}
+    assert optimizer.skipped_steps == 1
+    assert by.get_scale() == 32.0
+    assert all(map(torch.equal, params, before))
