@@ -161,6 +161,23 @@ def test_who_looks_may_change_and_is_a_program_more_only_where_that_is_all(bound
     assert bridge.compilations() == compiled
 
 
+def test_what_was_asked_holds_for_no_later_step():
+    params, by = parameters([(20, 30), (7,)]), scaler()
+    optimizer = adamw(params)
+    params[0].grad = torch.ones(20, 30).to_sparse()
+    params[1].grad = torch.ones(7)
+    with pytest.raises((ValueError, RuntimeError)):
+        by.step(optimizer)
+    for held in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(held, None)
+    by_hand(optimizer, params, random_grads(params))
+    assert decisive(optimizer) == {True}
+    host = torch_api.MaskedAdamW(params, lr=0.01)  # GradScaler unscales and skips by itself
+    scaled_step(host, params, random_grads(params), scaler())
+    by_hand(host, params, random_grads(params))
+    assert decisive(host) == {True}
+
+
 def test_gradients_unscaled_before_are_not_looked_at_again():
     params, by = parameters([(20, 30), (7,)]), scaler()
     optimizer, before = adamw(params), clones(params)

@@ -26,7 +26,7 @@ def parameters(shapes=((8, 6), (6,), (8, 6), (3, 8)), seed=0):
 def give(params, names=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for name, p in params.items():
-        g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        g = torch.randn(p.shape, generator=generator)
         p.grad = g if names is None or name in names else None
 
 

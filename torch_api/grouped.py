@@ -124,7 +124,7 @@ class GroupedOptimizer(Keeper, ABC):
 
         GradScaler asks, looks at all gradients itself, and then calls `step`, which need not look again.
         """
-        vars(self)["_looked"] = True
+        vars(self)["_looked"] = self._unscales
         return self._unscales
 
     @_step_supports_amp_scaling.setter

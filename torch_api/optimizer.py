@@ -235,7 +235,7 @@ class OptaxOptimizer(GroupedOptimizer):
             return self._step_with(extra_args.pop("hyper_params"), closure, extra_args)
         if self._exchange.inside:
             self._exchange.refuse(f"{type(self).__name__}.step")
-        loss = None
+        loss, given, looked = None, vars(self), vars(self).pop("_looked", False)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -255,12 +255,12 @@ class OptaxOptimizer(GroupedOptimizer):
             return loss
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
-        given = vars(self)  # GradScaler sets and deletes `grad_scale` and `found_inf`
-        scaled = "found_inf" in given or given.get("grad_scale") is not None
-        on_device = self._launches.known.get(key := (live, extra, scaled, scaled and given.pop("_looked", False)))
+        scaled = "found_inf" in given or given.get("grad_scale") is not None  # GradScaler sets and deletes them
+        checked = scaled and looked
+        on_device = self._launches.known.get((live, extra, scaled, checked))
         self._cache.hits += on_device is not None
         if on_device is None:
-            on_device = self._launches.build(live, extra, scaled, hyperparams, key[-1])
+            on_device = self._launches.build(live, extra, scaled, hyperparams, checked)
             self._sight.forget(self._launches.began)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
