@@ -152,7 +152,8 @@ class _Cut:
         for eqn in jaxpr.eqns:
             if not eqn.outvars and not eqn.effects:  # a call of which nothing was left
                 continue
-            depends = all(isinstance(v, Literal) or v in small for v in eqn.invars)
+            # A number in all elements of a leaf of few is none: the cut would depend on whether that was traced, or a larger one before it.
+            depends = all(isinstance(v, Literal) or v in small for v in eqn.invars) and not spreads(eqn, kind.size)
             if depends and all(v.aval.size <= _FEW for v in eqn.outvars) and not eqn.effects:
                 numbers.add(eqn)
                 small.update(eqn.outvars)

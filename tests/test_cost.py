@@ -12,7 +12,7 @@ from oracles import FUSES, project_frames
 
 import bridge
 import torch_api
-from bridge import programs
+from bridge import programs, split, update
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -143,6 +143,29 @@ def test_a_frozen_leaf_costs_no_byte(make):
         counts.append(optimizer.bytes_accessed())
         assert not optimizer.state.get(params.get("body.frozen"))
     assert counts[0] == counts[1]
+
+
+def test_a_program_is_the_same_whatever_was_compiled_before(monkeypatch):
+    caches = (split, "_families"), (update, "_of_any_size"), (programs, "_programs")
+    for cache in caches:
+        monkeypatch.setattr(*cache, {})
+    transforms = {"a": (optax.adamw, {"lr": 1e-3}), "b": optax.sgd(0.1)}
+
+    def bytes_of(sizes):
+        params = {f"{label}{size}": torch.nn.Parameter(torch.ones(size)) for label in transforms for size in sizes}
+        optimizer = torch_api.PartitionedOptimizer(params.items(), transforms, {name: name[0] for name in params})
+        give(params)
+        optimizer.step()
+        return optimizer.bytes_accessed()
+
+    few = 6, 24, 48  # no more elements than an array may have that is a number of the rule
+    alone = bytes_of(few)
+    for cache in caches:
+        getattr(*cache).clear()
+    bytes_of((300, 200, 100, 50))  # of which the same rules are kept
+    assert split._families
+    programs._programs.clear()
+    assert bytes_of(few) == alone
 
 
 def test_a_mask_allocates_no_state_for_what_it_freezes():
