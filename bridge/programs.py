@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -162,10 +163,11 @@ class Program:
         return needed is not None and needed.temp_size_in_bytes >= min(self._rows)
 
 
-# Beyond these, one lives as long as an optimizer uses it. Each takes 40 to 160 of the 65530 mappings of memory that Linux lets a
-# process have, and XLA's compiler ends a process that is out of them.
+# All that live, for whoever has the same plan; those asked for last, which live whether an optimizer uses them or not. Each takes 40 to
+# 160 of the 65530 mappings of memory that Linux lets a process have, and XLA's compiler ends a process that is out of them.
+_programs: WeakValueDictionary[Plan, Program] = WeakValueDictionary()
+_recent: dict[Plan, Program] = {}
 _PROGRAMS_KEPT = 128
-_programs: dict[Plan, Program] = {}
 _programs_lock = threading.Lock()
 
 
@@ -176,7 +178,8 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
     """
     global _compilations
     with _programs_lock:
-        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in _programs), key=lambda plan: -len(set(plan.leaves)))
+        found = {plan: program for plan in plans if (program := _programs.get(plan)) is not None}
+        missing = sorted(dict.fromkeys(plan for plan in plans if plan not in found), key=lambda plan: -len(set(plan.leaves)))
         new: dict[Plan, Program] = {}
         compiling: dict[Piece, Any] = {}
         try:
@@ -194,12 +197,13 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
         for program in new.values():
             program.ready()
         _compilations += len(new)
-        found = {plan: new.get(plan) or _programs[plan] for plan in plans}
+        _programs.update(new)
+        found |= new
         for plan, program in found.items():  # the last to go
-            _programs.pop(plan, None)
-            _programs[plan] = program
-        while len(_programs) > max(_PROGRAMS_KEPT, len(found)):
-            del _programs[next(iter(_programs))]
+            _recent.pop(plan, None)
+            _recent[plan] = program
+        while len(_recent) > max(_PROGRAMS_KEPT, len(found)):
+            del _recent[next(iter(_recent))]
     return [found[plan] for plan in plans]
 
 

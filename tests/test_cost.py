@@ -91,42 +91,60 @@ def test_two_optimizers_over_one_transformation_share_its_programs():
     assert bridge.compilations() == before
 
 
-def test_programs_that_nobody_uses_are_kept_to_a_number(monkeypatch):
-    monkeypatch.setattr(programs, "_programs", {})
+@pytest.fixture
+def few_kept(monkeypatch):
+    """No program is known, and two are kept that nobody uses."""
+    monkeypatch.setattr(programs, "_programs", weakref.WeakValueDictionary())
+    monkeypatch.setattr(programs, "_recent", {})
     monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 2)
+
+
+@pytest.mark.usefixtures("few_kept")
+def test_programs_that_nobody_uses_are_kept_to_a_number():
     rules = [optax.sgd(rate) for rate in (0.1, 0.2, 0.3, 0.4)]
 
-    def compiled(params, optimizer):
-        give(params)
-        before = bridge.compilations()
-        optimizer.step()
-        return bridge.compilations() - before
-
-    made = [(params := parameters(), torch_api.OptaxOptimizer(params.items(), rule)) for rule in rules]
-    assert [compiled(*each) for each in made] == [1, 1, 1, 1]
-    assert len(programs._programs) == 2
-    assert compiled(*made[0]) == 0  # its optimizer has the program still
-    again = [(params := parameters(), torch_api.OptaxOptimizer(params.items(), rule)) for rule in rules[::-1]]
-    assert [compiled(*each) for each in again] == [0, 0, 1, 1]
-    kept = [weakref.ref(program) for program in programs._programs.values()]
-    del made, again
-    programs._programs.clear()
-    gc.collect()
-    assert [program() for program in kept] == [None, None]
-
-
-def test_the_programs_of_a_step_are_kept_together(monkeypatch):
-    monkeypatch.setattr(programs, "_programs", {})
-    for rule in (optax.sgd(0.1), optax.adam(0.1)):
+    def compiled(rule):
+        """A new optimizer with it, and how many programs its first step compiles."""
         params = parameters()
         optimizer = torch_api.OptaxOptimizer(params.items(), rule)
         give(params)
+        before = bridge.compilations()
+        optimizer.step()
+        return optimizer, bridge.compilations() - before
+
+    made, counts = zip(*map(compiled, rules), strict=True)
+    assert counts == (1, 1, 1, 1)
+    assert len(programs._recent) == 2
+    assert [compiled(rule)[1] for rule in rules] == [0, 0, 0, 0]  # what an optimizer has need not be kept to be found
+    assert len(programs._recent) == 2
+    del made
+    gc.collect()
+    assert len(programs._programs) == 2
+    assert [compiled(rule)[1] for rule in rules[::-1]] == [0, 0, 1, 1]
+    kept = [weakref.ref(program) for program in programs._recent.values()]
+    programs._recent.clear()
+    gc.collect()
+    assert [program() for program in kept] == [None, None]
+    assert not programs._programs
+
+
+@pytest.mark.usefixtures("few_kept")
+def test_the_programs_of_a_step_are_kept_together(monkeypatch):
+    params = parameters()
+    optimizers = [torch_api.OptaxOptimizer(params.items(), rule) for rule in (optax.sgd(0.1), optax.adam(0.1))]
+    for optimizer in optimizers:
+        give(params)
         optimizer.step()
     plans = list(programs._programs)
-    monkeypatch.setattr(programs, "_programs", {})
-    monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 1)
     assert len(plans) == 2
-    assert programs.programs(plans) == programs.programs(plans)
+    monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 1)
+    monkeypatch.setattr(programs, "_programs", weakref.WeakValueDictionary())
+    before = bridge.compilations()
+    programs.programs(plans)
+    assert bridge.compilations() == before + 2
+    gc.collect()
+    programs.programs(plans)
+    assert bridge.compilations() == before + 2
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

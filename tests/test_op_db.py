@@ -83,7 +83,9 @@ def database():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
-    common_utils.extract_test_fn = lambda: None  # it looks through the whole stack, a fifth of a second for each operator: here in vain
+        from torch.testing._internal.opinfo import core
+    for module in (common_utils, core):  # it looks through the whole stack, a fifth of a second for each operator: here in vain
+        module.extract_test_fn = lambda: None
     if not torch.cuda.is_available():
         common_utils.set_rng_seed = seeded
     named = {(f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name): op for op in op_db}

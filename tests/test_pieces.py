@@ -259,7 +259,7 @@ def test_nothing_is_kept_of_a_program_that_nobody_uses():
     mine = [weakref.ref(piece) for piece in program(optimizer).update.pieces]
     assert {id(ref()) for ref in mine} & {id(piece) for piece in pieces._tiles.values()}
     del optimizer
-    programs._programs.clear()
+    programs._recent.clear()
     gc.collect()
     assert [ref() for ref in mine] == [None] * 7
 

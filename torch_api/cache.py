@@ -111,7 +111,7 @@ def _cause(before: Situation, now: Situation) -> str:
         causes.append(f"{what} of {_listed(sorted(name for name, other in changed if other == what))}")
     causes += [f"{_listed(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
     causes += [f"{_listed(sorted(old.keys() - new.keys()))} do not, frozen or without gradient"] if old.keys() - new.keys() else []
-    return "; ".join(causes) or "its programs were given up for those of other optimizers"
+    return "; ".join(causes) or "nothing that a program is known to depend on has changed"
 
 
 def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
