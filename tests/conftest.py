@@ -20,6 +20,11 @@ QUICK = "as_torch autograd_function bad_input beginning calm contents dlpack doc
 QUICK += " packs_storage presets project protocol report resize rules sight split state_scalars step storage torch_losses_more torch_names"
 QUICK += " torch_order torch_scatter tree trees widths"
 CHECKED = {f"test_{name}" for name in QUICK.split()}
+# Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
+# time was LLVM's. Numbers are compared with those of others from the code that users run in zoo, optim_db, optimizer, precision and more.
+HASTY = "analysis at_once borrowed checked checkpoint closure cost doctor edges ema engine held joint_packs loop operands optax_optimizer"
+HASTY += " optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
+EASY = {f"test_{name}" for name in HASTY.split()}
 
 
 def pytest_configure(config):
@@ -60,6 +65,22 @@ def hasty_code(monkeypatch):
 
     asked = train.of_training
     monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | {flags._EFFORT_OPTION: 0})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hasty_updates(request):
+    """In the files named for it LLVM optimizes nothing of updates, and none of their programs serves another file."""
+    if request.path.stem not in EASY:
+        yield
+        return
+    from bridge import flags, pieces, programs, reading
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (programs, reading):
+            patch.setattr(module, "of_update", lambda device: flags.of_update(device) | flags.of_counting(device))
+        for module, name in ((programs, "_programs"), (programs, "_recent"), (pieces, "_tiles")):
+            patch.setattr(module, name, type(getattr(module, name))())
+        yield
 
 
 def pytest_terminal_summary(terminalreporter):

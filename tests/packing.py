@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -93,6 +94,26 @@ def apart(make, params):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packs, "LOOPED", 0)
         return by_themselves(make, params)
+
+
+class Several(NamedTuple):
+    """Optimizers that step one after the other."""
+
+    optimizers: list
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @property
+    def state(self):
+        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+
+
+def one_by_one(make, params):
+    """As `apart`, with an optimizer for each copy: which of them have a gradient is then no program of its own."""
+    pairs = [apart(make, [p]) for p in params]
+    return Several([optimizer for optimizer, _ in pairs]), [copy for _, (copy,) in pairs]
 
 
 def programs(optimizer):
