@@ -14,7 +14,7 @@ import torch_api
 
 
 class Transformer(torch.nn.Module):
-    """Four blocks over 64 characters: small enough that the step is a visible part of the loop."""
+    """Blocks over 64 characters: small enough that the step is a visible part of the loop."""
 
     def __init__(self, vocabulary: int = 128, width: int = 256, depth: int = 4) -> None:
         super().__init__()
@@ -43,25 +43,25 @@ class Residual(torch.nn.Module):
         return F.relu(self.body(x) + self.beside(x))
 
 
-def convolutional() -> torch.nn.Module:
-    """Eight residual blocks with BatchNorm: 62 leaves, most of them small."""
+def convolutional(depth: int = 8) -> torch.nn.Module:
+    """Up to eight residual blocks with BatchNorm: with all of them 62 leaves, most of them small."""
     widths = [(32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
-    blocks = [Residual(*width) for width in widths]
+    blocks = [Residual(*width) for width in widths[:depth]]
     start = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3, padding=1, bias=False), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
-    return torch.nn.Sequential(start, *blocks, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(256, 10))
+    return torch.nn.Sequential(start, *blocks, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(widths[depth - 1][1], 10))
 
 
 def transformer_loss(settings: Settings) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     tokens = torch.randint(0, 128, (settings.count(8, 2), settings.count(65, 9)), device=settings.device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
-    model = Transformer(width=settings.count(256, 32))
+    model = Transformer(width=settings.count(256, 32), depth=settings.count(4, 1))
     return model, lambda model: F.cross_entropy(model(inputs).flatten(0, 1), targets)
 
 
 def convolutional_loss(settings: Settings) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
     images = torch.randn(settings.count(16, 2), 3, settings.count(32, 16), settings.count(32, 16), device=settings.device)
     labels = torch.randint(0, 10, (len(images),), device=settings.device)
-    return convolutional(), lambda model: F.cross_entropy(model(images), labels)
+    return convolutional(settings.count(8, 2)), lambda model: F.cross_entropy(model(images), labels)
 
 
 LOOPS = {"transformer of 4 blocks, 8 x 64 tokens": transformer_loss, "convolutions with BatchNorm, 16 images of 32x32": convolutional_loss}
