@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from oracles import jitted
 
 from bridge import torch_recurrent as recurrent
 from bridge.dlpack import x64
@@ -50,7 +51,7 @@ def derivatives(function, given, direction):
     """Values, tangents, the gradient, its tangents, and the gradients of a batch, in one program."""
     gradient = jax.grad(weighed(function), argnums=(0, 1, 2, 3))
 
-    @jax.jit
+    @jitted
     def every(given, direction):
         both = jax.tree.map(lambda a, b: jnp.stack([a, b]), given, direction)
         return jax.jvp(function, given, direction), jax.jvp(gradient, given, direction), jax.vmap(gradient)(*both)
