@@ -77,7 +77,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
             sums = _times(count, rest, _times(turns, turn, jnp.zeros(PART, memory.dtype)))
             return jnp.sum(sums.astype(np.float64))
 
-        return found_by(sum_of, clip, scaling)
+        return found_by(sum_of, clip, scaling, device.platform)
 
     program.__name__ = program.__qualname__ = _NAME
     array = functools.partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))

@@ -366,7 +366,7 @@ def found_here(plan: Plan, grads: Sequence[Any], masks: Sequence[Any], lives: Se
     near = [not plan.far(leaf) for leaf in plan.leaves]
     grads = [g if leaf.length is None else _cut_off(g, leaf.length) for leaf, g in zip(plan.leaves, grads, strict=True)]
     grads, masks, lives = (list(compress(x, near)) for x in (grads, masks, lives))
-    return found_in(plan.clip, grads, masks, lives, scaling, before)
+    return found_in(plan.clip, grads, masks, lives, scaling, before, plan.device.platform)
 
 
 def _cut_off(row: Any, length: int) -> Any:

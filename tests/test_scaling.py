@@ -9,7 +9,7 @@ from oracles import FUSES, clones, movement_error, random_params, set_grads
 
 import bridge
 import torch_api
-from bridge import gradients
+from bridge import gradients, programs
 from bridge.dlpack import x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -47,7 +47,16 @@ def snapshot(optimizer, params):
     return [p.detach().clone() for p in params], [{k: t.clone() for k, t in optimizer.state[p].items()} for p in params]
 
 
+@pytest.fixture(params=[True, False], ids=["chosen", "both"])
+def choosing(request, monkeypatch):
+    """As a program on a CPU looks at gradients, and as one on a GPU does."""
+    if not request.param:
+        monkeypatch.setattr(gradients, "CHOOSING", set())
+        monkeypatch.setattr(programs, "_programs", {})
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_on_the_device_as_on_the_host(make):
     params = random_params()
@@ -152,6 +161,7 @@ def test_its_own_check_looks_at_what_is_trained_only():
     assert all(map(torch.equal, params, before))
 
 
+@pytest.mark.usefixtures("choosing")
 def test_the_norm_is_that_of_the_unscaled_gradients():
     params, other = random_params(), None
     other = clones(params)
@@ -198,20 +208,28 @@ def test_only_a_sum_that_is_not_finite_has_the_gradients_read_again(clip):
     size, counts = 65536, jax.ShapeDtypeStruct((1,), np.float32)
     grads = [jax.ShapeDtypeStruct((size,), np.float32)] * 3
     skipped, before = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((2,), np.float64)
-    measure = lambda g, scaling, before: gradients.found_in(clip, g, [None] * 3, [None] * 3, scaling, before)  # noqa: E731
-    with x64():
-        jaxpr = jax.make_jaxpr(measure)(grads, [counts, counts, skipped], before).jaxpr
+
+    def program(platform):
+        measure = lambda g, scaling, before: gradients.found_in(clip, g, [None] * 3, [None] * 3, scaling, before, platform)  # noqa: E731
+        with x64():
+            return jax.make_jaxpr(measure)(grads, [counts, counts, skipped], before).jaxpr
+
+    jaxpr = program("cpu")
     (choice,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     one_by_one, at_once = (branch.jaxpr for branch in choice.params["branches"])
     assert sums(jaxpr.eqns, size) == 3
     assert sums(one_by_one.eqns, size) == (6 if clip else 3)
     assert all(v.aval.size < size for eqn in at_once.eqns for v in (*eqn.invars, *eqn.outvars))
+    without = program("gpu").eqns  # where the host would wait for the choice
+    assert not any(eqn.primitive.name == "cond" for eqn in without)
+    assert sums(without, size) == (6 if clip else 3)
 
 
 def sums(eqns, size):
     return sum(eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == size for eqn in eqns)
 
 
+@pytest.mark.usefixtures("choosing")
 def test_a_norm_whose_scaled_squares_overflow_is_that_of_the_unscaled_gradients():
     params = [torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(3, 2))]
     ours = torch_api.MaskedSGD(params, lr=1.0, fused=True, max_grad_norm=1.0)
@@ -224,6 +242,7 @@ def test_a_norm_whose_scaled_squares_overflow_is_that_of_the_unscaled_gradients(
         assert torch.allclose(p, 1 - torch.full_like(p, 26**-0.5), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e38}], ids=["plain", "clip"])
 @pytest.mark.parametrize("values", [[3e38, 3e38], [torch.inf, -torch.inf], [torch.nan, 1.0]], ids=["overflows", "cancels", "nan"])
 def test_only_what_is_not_finite_skips_not_a_sum_that_overflows(values, options):
