@@ -8,6 +8,7 @@ import pickle
 import jax
 import numpy as np
 import pytest
+import safetensors.torch as safetensors
 import torch
 from oracles import clones, random_grads, same
 from packing import near, no_packs, packed, parameters, run, slots, some, states
@@ -37,13 +38,17 @@ def test_each_parameter_and_state_tensor_has_a_storage_of_its_own_bytes():
     assert saved_bytes(torch.zeros(16)) < saved_bytes(torch.zeros(16 * 13))  # sizes would tell
 
 
-def test_safetensors_saves_them(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+def test_safetensors_saves_them_and_of_one_its_bytes(tmp_path):
     params = parameters()
     run([(packed(torch_api.MaskedAdam(params)), params)], 1)
     safetensors.save_file({str(i): p.detach() for i, p in enumerate(params)}, tmp_path / "x")
     loaded = safetensors.load_file(tmp_path / "x")
     assert same([loaded[str(i)] for i in range(len(params))], params)
+    sizes = []
+    for name, tensor in {"ours": params[0].detach(), "alone": params[0].detach().clone(), "larger": torch.zeros(13, *params[0].shape)}.items():
+        safetensors.save_file({"w": tensor}, tmp_path / name)
+        sizes.append((tmp_path / name).stat().st_size)
+    assert sizes[0] == sizes[1] < sizes[2]  # the third would tell
 
 
 def test_addresses_of_parameters_and_state_stay():
