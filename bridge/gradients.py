@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .problem import real, times
 
 # Platforms whose programs choose between two ways by themselves. On a GPU the host would wait for what is chosen by, in `step()`
-# (openxla/xla, backends/gpu/runtime/conditional_thunk.cc); there two sums of one array are one reading of it anyway.
+# (openxla/xla, backends/gpu/runtime/conditional_thunk.cc): there both sums are taken, which no device has timed yet.
 CHOOSING = {"cpu"}
 
 

@@ -13,11 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import packing
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, run_pair, set_grads
-from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run, same_states, slots, some, states, take_few_for_many
+from packing import (
+    ODD,
+    apart,
+    misaligned,
+    near,
+    one_by_one,
+    programs,
+    read_elsewhere,
+    run,
+    same_states,
+    slots,
+    some,
+    states,
+    take_few_for_many,
+)
 
 import bridge
 import torch_api
@@ -58,7 +71,7 @@ def compared(make, steps=8, dtype=torch.float32, grads=some, tolerance=1e-6):
     """The movement of looped rows beside that of leaves by themselves."""
     ours = parameters(dtype)
     optimizer = make(ours)
-    other, theirs = packing.one_by_one(make, ours)
+    other, theirs = one_by_one(make, ours)
     start = [p.detach().clone() for p in ours]
     run([(optimizer, ours), (other, theirs)], steps, grads)
     moved = [i for i, (p, s) in enumerate(zip(theirs, start, strict=True)) if not torch.equal(p, s)]
