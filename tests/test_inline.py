@@ -176,6 +176,16 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
     assert not asked
 
 
+@INLINE
+def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small():
+    many = programs._LOOPS_A_CORE * programs.CORES
+    for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
+        optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(size + 16 * n,) for n in range(count)], steps=2)
+        (launch,) = launches(optimizer)
+        assert len(launch.program.plan.leaves) == count
+        assert (launch.program.alone is not launch.program.update) == by_caller
+
+
 @pytest.mark.parametrize("seen", ["print", "callback", "in a branch"])
 @pytest.mark.parametrize("together", [False, True], ids=["leaf by leaf", "under a norm"])
 def test_one_that_calls_python_is_run_as_jax_runs_it_and_calls_at_each_step(seen, together, capfd):
@@ -231,6 +241,22 @@ def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeyp
     monkeypatch.setattr(programs, "on_one_core", lambda options: options)
     monkeypatch.setattr(programs, "_programs", {})
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the broken sibling
+
+
+@pytest.mark.skipif(programs.CORES == 1, reason="needs two cores")
+def test_many_short_loops_run_on_one_core_each(monkeypatch):
+    many, short = programs._LOOPS_A_CORE * programs.CORES, 1 << 14
+
+    def loops(count, largest=0):
+        shapes = [(short + 16 * n,) for n in range(count)] + [(largest,)] * (largest > 0)
+        return divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0])
+
+    assert loops(many) == 0
+    assert loops(many - 1) > 0
+    assert loops(many, largest=many * short * programs.CORES) > 0
+    monkeypatch.setattr(programs, "_SHORT_LOOP", short // 2)
+    monkeypatch.setattr(programs, "_programs", {})
+    assert loops(many) > 0  # the broken sibling
 
 
 @pytest.mark.skipif(programs.CORES == 1, reason="needs two cores")
