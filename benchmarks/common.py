@@ -263,7 +263,8 @@ def compare(
     """
     gc.collect()
     grads, table = gradients(shapes, settings.device, dtype), {}
-    alone, builds = Timing(), settings.count(BUILDS, 1)
+    alone, builds, asked = Timing(), settings.count(BUILDS, 1), rounds or settings.rounds
+    each_time = max(-(-asked // builds), min(asked, WARM_UP))  # fewer would be warmed up less
     for name in [name for name in makers if name != baseline] or makers:
         pair = list(dict.fromkeys([name] if baseline is None else [baseline, name]))
         timing, steps = Timing(), {}
@@ -271,9 +272,9 @@ def compare(
             if max(timing.first.values(), default=0.0) < LONG:
                 steps.clear()
                 gc.collect()
-                steps |= {each: makers[each](parameters(shapes, grads, settings.device)) for each in pair[:: 1 - nth % 2 * 2]}
+                steps |= {each: makers[each](parameters(shapes, grads, settings.device)) for each in (pair if nth % 2 == 0 else pair[::-1])}
             seconds = 0.0 if settings.quick else 2.0 / builds
-            timing.add(interleaved(steps, -(-(rounds or settings.rounds) // builds), title, settings.device, seconds=seconds))
+            timing.add(interleaved(steps, each_time, title, settings.device, seconds=seconds))
         table |= rows(timing, baseline)
         if baseline is not None:
             alone.add(Timing({baseline: timing.ms[baseline]}, {baseline: timing.first[baseline]}))

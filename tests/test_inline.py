@@ -177,8 +177,9 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
 
 
 @INLINE
-def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small():
-    many = programs._LOOPS_A_CORE * programs.CORES
+def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small(monkeypatch):
+    many = 32
+    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / programs.CORES)
     for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
         optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(size + 16 * n,) for n in range(count)], steps=2)
         (launch,) = launches(optimizer)
@@ -245,7 +246,8 @@ def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeyp
 
 @pytest.mark.skipif(programs.CORES == 1, reason="needs two cores")
 def test_many_short_loops_run_on_one_core_each(monkeypatch):
-    many, short = programs._LOOPS_A_CORE * programs.CORES, 1 << 14
+    many, short = 32, 1 << 14
+    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / programs.CORES)
 
     def loops(count, largest=0):
         shapes = [(short + 16 * n,) for n in range(count)] + [(largest,)] * (largest > 0)
