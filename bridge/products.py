@@ -2,7 +2,9 @@
 
 The gradient of a weight is a product over the first dimension of both sides, of which XLA stores the left one transposed,
 the larger one or not. The gradient of parts of a tensor is a concatenation, and XLA's loop over a transposed
-concatenation asks at each element which part it is in. All results are the same, up to the order of sums.
+concatenation asks at each element which part it is in. A product of bfloat16 takes half the time where the processor multiplies that
+type: if its result is float32, which is then rounded, and no side is transposed on the way; else both sides are converted to float32
+first. All results are the same, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -20,6 +23,7 @@ from .stored import together
 _BODIES = ("jaxpr", "call_jaxpr")
 _CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
 _LOOPS = frozenset({"scan"})
+_HALF = jnp.dtype("bfloat16")
 
 
 def arranged(jaxpr: Any) -> Any:
@@ -52,13 +56,18 @@ def _own(jaxpr: Any) -> Any:
         if not isinstance(v, Literal):
             uses[v] = uses.get(v, 0) + 1
     joined = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1}
-    return replaced(jaxpr, [_arranged(eqn, joined) for eqn in jaxpr.eqns])
+    transposed = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
+    return replaced(jaxpr, [_arranged(eqn, joined, transposed) for eqn in jaxpr.eqns])
 
 
-def _arranged(eqn: Any, joined: Any) -> Any:
-    name, params = eqn.primitive.name, eqn.params
+def _arranged(eqn: Any, joined: Any, transposed: Any) -> Any:
+    name, rounds = eqn.primitive.name, eqn.primitive.name == "dot_general" and _rounds(eqn)
+    eqn = _as_before(eqn, transposed) if rounds else eqn
+    params = eqn.params
     if name == "dot_general" and _across(eqn):
         return _instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
+    if rounds:
+        return _instead(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params["precision"], _HALF))
     if name == "transpose" and eqn.invars[0] in joined:
         parts, order = joined[eqn.invars[0]], params["permutation"]
         return _instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
@@ -100,6 +109,34 @@ def _across(eqn: Any) -> bool:
     return math.prod(sides[0].shape[i] for i in contracting[0]) > 1
 
 
+def _rounds(eqn: Any) -> bool:
+    """Whether a product is of bfloat16 in bfloat16."""
+    if eqn.params.get("out_sharding") is not None or any(isinstance(v, Literal) for v in eqn.invars):
+        return False
+    return all(v.aval.dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
+
+
+def _as_before(eqn: Any, transposed: Any) -> Any:
+    """A product, without batches, that reads its sides as they were before they were transposed, where its result is the same."""
+    over, batch = eqn.params["dimension_numbers"]
+    sides = [*zip(eqn.invars, map(tuple, over), strict=True)]
+    for at, (v, own) in enumerate(sides):
+        if v in transposed and not batch[at]:
+            order = transposed[v].params["permutation"]
+            free = [order[i] for i in range(len(order)) if i not in own]
+            if free == sorted(free):
+                sides[at] = transposed[v].invars[0], tuple(order[i] for i in own)
+    invars, over = zip(*sides, strict=True)
+    return eqn.replace(invars=list(invars), params=eqn.params | {"dimension_numbers": (over, batch)})
+
+
+def _product(left: Any, right: Any, dims: Any, precision: Any, dtype: Any) -> Any:
+    """The product in a type (None: that of its sides), of bfloat16 by sums in float32."""
+    is_half = left.dtype == right.dtype == _HALF == (dtype or _HALF)
+    out = lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32 if is_half else dtype)
+    return out.astype(_HALF) if is_half else out
+
+
 def _turned(left: Any, right: Any, params: Any) -> Any:
     """The product with the smaller side transposed, and then its result."""
     (over, over_right), (batch, _) = params["dimension_numbers"]
@@ -109,11 +146,13 @@ def _turned(left: Any, right: Any, params: Any) -> Any:
     pairs = sorted(zip(over_right, over, strict=True)) if not swapped else sorted(zip(over, over_right, strict=True))
     small, large = (right, left) if swapped else (left, right)
     lot, rows = tuple(range(len(batch))), small.ndim - lead
-    small = together(lax.transpose(small, (*lot, *range(lead, small.ndim), *(mine for _, mine in pairs))))
+    small = lax.transpose(small, (*lot, *range(lead, small.ndim), *(mine for _, mine in pairs)))
+    # As one dimension: a transposition of layouts alone is none to the library.
+    small = together(small.reshape(-1)).reshape(small.shape) if small.dtype == _HALF else together(small)
     dims = (tuple(range(len(lot) + rows, small.ndim)), tuple(its for its, _ in pairs)), (lot, lot)
     precision = params["precision"]
     precision = precision[::-1] if swapped and isinstance(precision, tuple) else precision
-    out = together(lax.dot_general(small, large, dims, precision=precision, preferred_element_type=params["preferred_element_type"]))
+    out = together(_product(small, large, dims, precision, params["preferred_element_type"]))
     free = range(len(lot), out.ndim)
     return lax.transpose(out, (*lot, *free[rows:], *free[:rows])) if swapped else out
 

@@ -56,6 +56,56 @@ def test_a_product_over_the_first_dimensions_turns_its_smaller_side(case):
     assert turned == min(a.size, b.size) or turned + result >= max(a.size, b.size)
 
 
+HALVES = [((40, 300), (300, 9), ((1,), (0,)), ((), ())), ((3, 40, 300), (3, 50, 300), ((2,), (2,)), ((0,), (0,))), *ACROSS]
+
+
+@pytest.mark.parametrize("case", HALVES, ids=str)
+def test_a_product_of_bfloat16_is_summed_in_float32_and_rounds_once(case):
+    left, right, over, batch = case
+    random = np.random.default_rng(0)
+    a, b = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in (left, right))
+    product = lambda a, b: lax.dot_general(a, b, (over, batch))  # noqa: E731
+    (ours,), jaxpr = with_arranged(product, a, b)
+    assert ours.dtype == jnp.bfloat16
+    assert [eqn.outvars[0].aval.dtype for eqn in equations(jaxpr, "dot_general")] == [jnp.float32]
+    assert [eqn.outvars[0].aval.dtype for eqn in equations(jax.make_jaxpr(product)(a, b).jaxpr, "dot_general")] == [jnp.bfloat16]
+    with x64():
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (a, b)]
+        exact, most = np.asarray(product(*wide)), np.asarray(product(*map(abs, wide)))
+    bound = abs(exact) * 2.0**-8 + most * 2.0**-20  # half a unit in the last place; sums of some hundred numbers in float32
+    assert (abs(np.asarray(ours, np.float64) - exact) <= bound).all()
+    twice = 2 * (ours / 3 + (ours / 6).astype(jnp.bfloat16))  # which rounds several times
+    assert (abs(np.asarray(twice, np.float64) - exact) > bound).any()
+
+
+TRANSPOSED = [
+    # What reads what, which sides were transposed before: each is read as it was, or as it is where the result would be in another order.
+    (lambda a, w: a @ w.T, (40, 300), (9, 300), (True, True)),
+    (lambda a, w: a.T @ w.T, (300, 40), (9, 300), (True, True)),
+    (lambda a, w: jnp.matmul(jnp.transpose(a, (1, 0, 2)), w.T), (3, 5, 300), (9, 300), (False, True)),
+    (lambda a, w: lax.dot_general(jnp.transpose(a, (0, 2, 1)), w, (((1,), (0,)), ((), ()))), (3, 5, 300), (300, 9), (True, True)),
+    (lambda a, w: jnp.matmul(a, jnp.swapaxes(w, 1, 2)), (3, 40, 300), (3, 9, 300), (True, False)),  # a batch
+]
+
+
+@pytest.mark.parametrize("case", TRANSPOSED, ids=range(len(TRANSPOSED)))
+def test_a_product_of_bfloat16_reads_its_sides_as_they_were_before_they_were_transposed(case):
+    f, *shapes, as_given = case
+    random = np.random.default_rng(0)
+    a, w = (jnp.asarray(random.integers(-8, 8, size=shape), jnp.bfloat16) for shape in shapes)
+    (ours,), jaxpr = with_arranged(f, a, w)
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(f(a, w), np.float32))  # sums of integers, rounded once
+    call = next(eqn for eqn in jaxpr.eqns if any(equations(body, "dot_general") for _, body in products.bodies(eqn)))
+    assert [v in jaxpr.invars for v in call.invars] == list(as_given)
+
+
+@pytest.mark.parametrize("dtypes", [("float16", None), ("float32", None), ("bfloat16", "float32")])
+def test_products_of_other_types_stay(dtypes):
+    dtype, sums = dtypes
+    closed = jax.make_jaxpr(lambda a, b: jnp.matmul(a, b, preferred_element_type=sums))(jnp.ones((4, 6), dtype), jnp.ones((6, 5), dtype))
+    assert products.arranged(closed.jaxpr) is closed.jaxpr
+
+
 def test_what_is_not_across_stays():
     a, b = jnp.ones((4, 6)), jnp.ones((6, 5))
     for f in (lambda a, b: a @ b, lambda a, b: jnp.concatenate([a, b.T[:4]]), lambda a, b: a.T[:5] @ jnp.ones(4), lambda a, b: b.T):
@@ -117,6 +167,19 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_product_of_a_train_step_in_bfloat16_is_asked_for_in_it(broken, monkeypatch):
+    if broken:
+        monkeypatch.setattr(products, "_rounds", lambda eqn: False)
+    model = Net().to(torch.bfloat16)
+    train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3))
+    train_step(torch.randn(64, 256).bfloat16())
+    (program,) = train_step._programs.values()
+    made = [eqn.outvars[0].aval.dtype for eqn in equations(program.jaxpr, "dot_general")]
+    assert len(made) == 3 + 3 + 2  # forward; of weights; of inputs, but for the batch
+    assert (jnp.bfloat16 in made) == broken
 
 
 def copies_of_donated():
