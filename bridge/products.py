@@ -65,12 +65,12 @@ def _arranged(eqn: Any, joined: Any, transposed: Any) -> Any:
     eqn = _as_before(eqn, transposed) if rounds else eqn
     params = eqn.params
     if name == "dot_general" and _across(eqn):
-        return _instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
+        return instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
     if rounds:
-        return _instead(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params["precision"], _HALF))
+        return instead(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params["precision"], _HALF))
     if name == "transpose" and eqn.invars[0] in joined:
         parts, order = joined[eqn.invars[0]], params["permutation"]
-        return _instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
+        return instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
     return eqn
 
 
@@ -90,7 +90,7 @@ def bodies(eqn: Any, names: frozenset[str] = _CALLS) -> list[tuple[str, Any]]:
     return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
 
 
-def _instead(eqn: Any, invars: Any, function: Any) -> Any:
+def instead(eqn: Any, invars: Any, function: Any) -> Any:
     """A call of another function in the place of an operation."""
     like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
     (call,) = jax.make_jaxpr(jax.jit(function))(*like).jaxpr.eqns

@@ -28,6 +28,7 @@ from .contents import calls_back, contents_of
 from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
 from .fusion import compiled
+from .half_sums import summed_in_float32
 from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
@@ -263,7 +264,8 @@ class Program:
             # An argument that is not used would be dropped, and what replaces it (a buffer that is only written) lie elsewhere.
             jitted = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
             traced = jitted(function).trace(donated, arguments)
-            better = stored_for_products(arranged(traced.jaxpr.jaxpr)) if self.plan.device.platform == "cpu" else traced.jaxpr.jaxpr
+            better = summed_in_float32(traced.jaxpr.jaxpr)
+            better = stored_for_products(arranged(better)) if self.plan.device.platform == "cpu" else better
             if better is not traced.jaxpr.jaxpr:
                 traced = jitted(_as(better, traced)).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)

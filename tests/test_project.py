@@ -62,6 +62,7 @@ ORDER = {
         "traced",
         "stored",
         "products",
+        "half_sums",
         "readers",
         "attention",
         "torch_calls",
