@@ -9,20 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from .products import instead, replaced, throughout
+from .products import instead, is_plain, replaced, throughout
 
 
 def summed_in_float32(jaxpr: Any) -> Any:
-    """The program with such sums; itself where there is none."""
+    """The program with such sums, in the functions that it calls and in its scans too; itself where there is none."""
     return throughout(jaxpr, lambda own: replaced(own, list(map(_wide, own.eqns))))
 
 
 def _wide(eqn: Any) -> Any:
-    if eqn.primitive.name != "reduce_sum" or isinstance(eqn.invars[0], Literal) or eqn.params.get("out_sharding") is not None:
+    if eqn.primitive.name != "reduce_sum" or not is_plain(eqn) or eqn.invars[0].aval.dtype not in (jnp.bfloat16, jnp.float16):
         return eqn
     dtype, axes = eqn.invars[0].aval.dtype, tuple(eqn.params["axes"])
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return eqn
     return instead(eqn, eqn.invars, lambda x: jnp.sum(x, axes, jnp.float32).astype(dtype))

@@ -61,15 +61,17 @@ def _own(jaxpr: Any) -> Any:
 
 
 def _arranged(eqn: Any, joined: Any, transposed: Any) -> Any:
-    name, rounds = eqn.primitive.name, eqn.primitive.name == "dot_general" and _rounds(eqn)
-    eqn = _as_before(eqn, transposed) if rounds else eqn
-    params = eqn.params
-    if name == "dot_general" and _across(eqn):
-        return instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
-    if rounds:
-        return instead(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params["precision"], _HALF))
+    name = eqn.primitive.name
+    if name == "dot_general" and is_plain(eqn):
+        rounds = all(v.aval.dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
+        eqn = _as_before(eqn, transposed) if rounds else eqn
+        params = eqn.params | {"preferred_element_type": eqn.outvars[0].aval.dtype}
+        if _across(eqn):
+            return instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
+        if rounds:
+            return instead(eqn, eqn.invars, lambda a, b: _product(a, b, params["dimension_numbers"], params))
     if name == "transpose" and eqn.invars[0] in joined:
-        parts, order = joined[eqn.invars[0]], params["permutation"]
+        parts, order = joined[eqn.invars[0]], eqn.params["permutation"]
         return instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
     return eqn
 
@@ -90,6 +92,11 @@ def bodies(eqn: Any, names: frozenset[str] = _CALLS) -> list[tuple[str, Any]]:
     return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
 
 
+def is_plain(eqn: Any) -> bool:
+    """Whether another operation may stand for this one: it reads no literal and says nothing of how its result is shared out."""
+    return eqn.params.get("out_sharding") is None and not any(isinstance(v, Literal) for v in eqn.invars)
+
+
 def instead(eqn: Any, invars: Any, function: Any) -> Any:
     """A call of another function in the place of an operation."""
     like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
@@ -100,20 +107,11 @@ def instead(eqn: Any, invars: Any, function: Any) -> Any:
 def _across(eqn: Any) -> bool:
     """Whether a product sums over the first dimensions of both of its sides, of which none is a vector."""
     (contracting, batch), sides = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
-    if eqn.params.get("out_sharding") is not None or any(isinstance(v, Literal) for v in eqn.invars):
-        return False
     for over, kept, side in zip(contracting, batch, sides, strict=True):
         lead = len(kept) + len(over)
         if tuple(kept) != tuple(range(len(kept))) or set(over) != set(range(len(kept), lead)) or math.prod(side.shape[lead:]) < 2:
             return False
     return math.prod(sides[0].shape[i] for i in contracting[0]) > 1
-
-
-def _rounds(eqn: Any) -> bool:
-    """Whether a product is of bfloat16 in bfloat16."""
-    if eqn.params.get("out_sharding") is not None or any(isinstance(v, Literal) for v in eqn.invars):
-        return False
-    return all(v.aval.dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
 
 
 def _as_before(eqn: Any, transposed: Any) -> Any:
@@ -130,11 +128,13 @@ def _as_before(eqn: Any, transposed: Any) -> Any:
     return eqn.replace(invars=list(invars), params=eqn.params | {"dimension_numbers": (over, batch)})
 
 
-def _product(left: Any, right: Any, dims: Any, precision: Any, dtype: Any) -> Any:
-    """The product in a type (None: that of its sides), of bfloat16 by sums in float32."""
-    is_half = left.dtype == right.dtype == _HALF == (dtype or _HALF)
-    out = lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32 if is_half else dtype)
-    return out.astype(_HALF) if is_half else out
+def _product(left: Any, right: Any, dims: Any, params: Any) -> Any:
+    """The product in the type that is asked for, of bfloat16 by sums in float32."""
+    dtype = params["preferred_element_type"]
+    rounds = left.dtype == right.dtype == dtype == _HALF
+    return lax.dot_general(
+        left, right, dims, precision=params["precision"], preferred_element_type=jnp.float32 if rounds else dtype
+    ).astype(dtype)
 
 
 def _turned(left: Any, right: Any, params: Any) -> Any:
@@ -152,7 +152,7 @@ def _turned(left: Any, right: Any, params: Any) -> Any:
     dims = (tuple(range(len(lot) + rows, small.ndim)), tuple(its for its, _ in pairs)), (lot, lot)
     precision = params["precision"]
     precision = precision[::-1] if swapped and isinstance(precision, tuple) else precision
-    out = together(_product(small, large, dims, precision, params["preferred_element_type"]))
+    out = together(_product(small, large, dims, params | {"precision": precision}))
     free = range(len(lot), out.ndim)
     return lax.transpose(out, (*lot, *free[rows:], *free[:rows])) if swapped else out
 

@@ -41,14 +41,14 @@ def test_the_gradient_of_a_broadcast_counts_its_readers(shapes, dtype):
     assert (ours.dtype, ours.shape) == (x.dtype, x.shape)
     wanted = torch.Size(shapes[1]).numel() / max(1, torch.Size(shapes[0]).numel())
     assert (ours.astype(jnp.float32) == jnp.asarray(wanted, dtype).astype(jnp.float32)).all()
-    assert set(summed_types(jaxpr)) <= {jnp.dtype("float32")}
+    assert set(summed_types(jaxpr)) == {jnp.dtype("float32")}
     assert jnp.dtype(dtype) in summed_types(jax.make_jaxpr(jax.jit(f))(x).jaxpr)
 
 
 def test_a_sum_in_the_type_itself_is_another_number():
     """Else nothing of this would be needed."""
     f, x = gradient_of_broadcast((), (10, 30, 16))
-    assert float(jax.jit(f)(x.astype(jnp.bfloat16))) < 1000 < 4800
+    assert float(jax.jit(f)(x.astype(jnp.bfloat16))) < 1000  # of 4800
 
 
 def test_sums_of_wide_types_stay():
