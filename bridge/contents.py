@@ -6,6 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jax.extend.core import Literal
+
+from .whole import body_of, fuses
+
 SMALL = 2**16  # elements of the smallest of the three sides of a product
 _LOOPS = frozenset({"scan", "while"})
 _REDUCTIONS = "reduce", "scatter", "select_and"
@@ -34,6 +38,24 @@ def work(jaxpr: Any) -> float:
     if any(eqn.primitive.name in _LOOPS for eqn in found):
         return math.inf
     return sum(max((v.aval.size for v in eqn.outvars), default=0) for eqn in found)
+
+
+def between(jaxpr: Any) -> float:
+    """How many elements may be stored between the loops of a program: those of all arrays that operations other than elementwise ones
+    read or give, in a function as often as it is called; no bound where there is a loop or a branch."""
+    counted: dict[int, float] = {}
+
+    def of(program: Any) -> float:
+        if id(program) not in counted:
+            others = [eqn for eqn in program.eqns if not fuses(eqn)]
+            called = [body for eqn in others if (body := body_of(eqn)) is not None]
+            alone = [eqn for eqn in others if body_of(eqn) is None]
+            stored = {v: v.aval.size for eqn in alone for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
+            bound = math.inf if any(map(_within, alone)) else sum(stored.values())
+            counted[id(program)] = bound + sum(of(getattr(body, "jaxpr", body)) for body in called)
+        return counted[id(program)]
+
+    return of(jaxpr)
 
 
 def convolves_in_groups(jaxpr: Any) -> bool:

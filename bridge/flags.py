@@ -100,6 +100,15 @@ def on_one_core(options: dict[str, Any]) -> dict[str, Any]:
     return options | _unless_set(_PASSES_OPTION, left_out)
 
 
+def in_any_order(options: dict[str, Any]) -> dict[str, Any]:
+    """Compiler options of an update that stores next to nothing between its loops, whose order XLA may choose.
+
+    Its own begins with all that is computed of numbers, and ends with loops of some length for each core. That which needs the least memory
+    ends with small packs and their numbers, and one core waits for the other: ResNet-50 takes 0.98 to 0.99 times as long in XLA's.
+    """
+    return {option: value for option, value in options.items() if option not in dict(_ORDERS)}
+
+
 def _unless_set(option: str, value: Any) -> dict[str, Any]:
     """A compiler option that this jaxlib takes, unless the user has set it in XLA_FLAGS."""
     return {} if option in os.environ.get("XLA_FLAGS", "") or not _known(option, value) else {option: value}

@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from . import executables, reading
-from .contents import calls_back, contents_of, work
+from .contents import between, calls_back, contents_of, work
 from .dlpack import x64
-from .flags import of_barriers, of_counting, of_update, on_one_core
+from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_core
 from .fusion import compiled
 from .inline import inline, loaded, serialized
 from .lanes import CORES
 from .loops import held, stores
 from .passes import bytes_accessed
 from .pieces import Piece, cut
+from .tiles import FEW
 from .update import Plan, abstract, by_type, measured, stepped
 from .whole import unread
 
@@ -39,6 +40,8 @@ _OPERATIONS = 40 * ON_ONE_CORE
 # all, each runs on one core, several at a time, and none waits for its other half: MobileNet-v2 took 0.95 times as long, DenseNet-121
 # 0.99; ResNet-50, whose loops are longer, would take 1.02.
 _LOOPS_A_CORE, _SHORT_LOOP = 16, 1 << 17
+# Elements that may be stored between loops in whatever order: a fraction of the 32 MiB from which the C library gives memory back.
+_LITTLE = 1 << 20
 
 _compilations = 0
 
@@ -88,6 +91,8 @@ class Program:
             are_few = self.elements <= ON_ONE_CORE and work(traced.jaxpr.jaxpr) <= _OPERATIONS
             if plan.device.platform == "cpu" and (are_few or self._are_short):
                 options = on_one_core(options)
+            elif len(plan.leaves) > FEW and between(traced.jaxpr.jaxpr) <= _LITTLE:
+                options = in_any_order(options)
             self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
             if self._cut is None:
                 self._own.append(Piece(traced.lower(), options))

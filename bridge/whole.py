@@ -29,6 +29,7 @@ ELEMENTWISE = frozenset({
 # fmt: on
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+_JOINS = frozenset({"concatenate", "stack"})  # of a single operand they give it another shape
 _KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 _PLAIN = ELEMENTWISE | _RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -207,6 +208,12 @@ def keeps_elements(eqn: Any) -> bool:
 def spreads(eqn: Any, size: int) -> bool:
     """Whether one number becomes all elements of a leaf."""
     return eqn.primitive.name == "broadcast_in_dim" and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (1, size)
+
+
+def fuses(eqn: Any) -> bool:
+    """Whether elements by themselves are computed, or repeated, and no more: XLA does that in the loops that read them."""
+    name = eqn.primitive.name
+    return name in ELEMENTWISE or name in _RESHAPING or (name in _JOINS and len(eqn.invars) == 1)
 
 
 def reduces(eqn: Any, size: int) -> bool:

@@ -15,7 +15,7 @@ from jax import lax
 
 import torch_api
 from bridge import flags
-from bridge.contents import contents_of, operations, stores_in_loops, stores_in_reductions
+from bridge.contents import between, contents_of, operations, stores_in_loops, stores_in_reductions
 
 barrier = lax.optimization_barrier
 scanned = lambda step: lambda x: lax.scan(lambda c, y: (step(c, y), c), x[0], x)[1]  # noqa: E731
@@ -42,6 +42,21 @@ OUTSIDE = {
     "checkpoint": jax.grad(lambda x: kept(x[0], x[1])),
     "no barrier": jax.grad(lambda x: scanned(lambda c, y: jnp.sin(c * y))(x).sum()),
 }
+
+
+def test_what_may_be_stored_between_loops_is_what_other_than_elementwise_operations_read_and_give():
+    def count(f):
+        return between(jax.make_jaxpr(f)(jnp.ones(10)).jaxpr)
+
+    scaled = jax.jit(lambda x: x * x.sum())
+    assert count(lambda x: jnp.broadcast_to(lax.sqrt(x).reshape(2, 5, 1) * 2, (2, 5, 3))) == 0
+    assert count(lambda x: jnp.stack([x]) * 2) == 0
+    assert count(lambda x: jnp.concatenate([x, x])) == 30
+    assert count(lambda x: x * x.sum()) == 11
+    assert count(lambda x: x.sum() + lax.square(x).sum() + x.max()) == 23  # what two of them read, once
+    assert count(lambda x: scaled(x) + scaled(x + 1)) == 22
+    assert count(lambda x: lax.fori_loop(0, 3, lambda _, x: x + 1, x)) == np.inf
+    assert count(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)) == np.inf
 
 
 @pytest.mark.parametrize("name", IN_LOOPS)

@@ -345,6 +345,28 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
     assert needed["XLA's"] > 7 * largest  # the broken sibling
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
+    order, piece, count = dict(flags._first_known(flags._ORDERS)), programs.Piece, 18
+
+    def ordered(optimizer_class, count, **arguments):
+        asked = []
+        monkeypatch.setattr(programs, "Piece", lambda lowered, options: asked.append(options) or piece(lowered, options))
+        monkeypatch.setattr(programs, "_programs", {})
+        params = random_params(shapes=[(60_000 + i,) for i in range(count)])
+        stepped(optimizer_class(params, lr=1e-3, **arguments), params)
+        assert asked
+        return all(order.items() <= options.items() for options in asked)
+
+    assert order
+    assert not ordered(torch_api.MaskedAdamW, count)
+    assert not ordered(torch_api.MaskedRAdam, count, max_grad_norm=1.0)
+    assert ordered(torch_api.MaskedAdamW, count - 2)
+    assert ordered(torch_api.MaskedLamb, count)
+    monkeypatch.setattr(programs, "between", lambda jaxpr: 0)
+    assert not ordered(torch_api.MaskedLamb, count)  # the broken sibling
+
+
 def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_not_set(monkeypatch):
     cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
     (newer, least), (older, off), (width, bits) = *flags._ORDERS, flags._WIDTH
