@@ -35,7 +35,7 @@ PEERS = {"TorchOpt": "torchopt", "pytorch_optimizer": "pytorch_optimizer", "Heav
 # Rounds that are not counted: the first compiles, the second may still allocate, and RAdam leaves out most of its work in the first five.
 WARM_UP = 6
 # How often the candidates of a pair are made, and the seconds of a first step beyond which they are made once: torch.compile builds them.
-BUILDS, LONG = 4, 5.0
+BUILDS, LONG = 8, 5.0
 BLOCK = 1 << 22  # elements
 FLOAT = 4  # bytes of a float32
 

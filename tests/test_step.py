@@ -363,6 +363,9 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
     assert not ordered(torch_api.MaskedRAdam, count, max_grad_norm=1.0)
     assert ordered(torch_api.MaskedAdamW, count - 2)
     assert ordered(torch_api.MaskedLamb, count)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "_LONG_LOOP", 50_000)
+        assert ordered(torch_api.MaskedAdamW, count)
     monkeypatch.setattr(programs, "between", lambda jaxpr: 0)
     assert not ordered(torch_api.MaskedLamb, count)  # the broken sibling
 
