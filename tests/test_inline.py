@@ -246,7 +246,7 @@ def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeyp
 
 @pytest.mark.skipif(programs.CORES == 1, reason="needs two cores")
 def test_many_short_loops_run_on_one_core_each(monkeypatch):
-    many, short = 32, 1 << 14
+    many, short = 32, 1 << 16
     monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / programs.CORES)
 
     def loops(count, largest=0):
