@@ -47,12 +47,11 @@ def between(jaxpr: Any) -> float:
 
     def of(program: Any) -> float:
         if id(program) not in counted:
-            others = [eqn for eqn in program.eqns if not fuses(eqn)]
-            called = [body for eqn in others if (body := body_of(eqn)) is not None]
-            alone = [eqn for eqn in others if body_of(eqn) is None]
-            stored = {v: v.aval.size for eqn in alone for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
-            bound = math.inf if any(map(_within, alone)) else sum(stored.values())
-            counted[id(program)] = bound + sum(of(getattr(body, "jaxpr", body)) for body in called)
+            others = [(eqn, body_of(eqn)) for eqn in program.eqns if not fuses(eqn)]
+            alone = [eqn for eqn, body in others if body is None]
+            stored = {v for eqn in alone for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
+            own = math.inf if any(map(_within, alone)) else sum(v.aval.size for v in stored)
+            counted[id(program)] = own + sum(of(getattr(body, "jaxpr", body)) for _, body in others if body is not None)
         return counted[id(program)]
 
     return of(jaxpr)

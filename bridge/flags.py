@@ -103,8 +103,8 @@ def on_one_core(options: dict[str, Any]) -> dict[str, Any]:
 def in_any_order(options: dict[str, Any]) -> dict[str, Any]:
     """Compiler options of an update of some loops that stores next to nothing between them, whose order XLA may choose.
 
-    Its own begins with all that is computed of numbers, and ends with loops of some length for each core. That which needs the least memory
-    ends with small packs and their numbers, and one core waits for the other: ResNet-50 takes 0.98 to 1.0 times as long in XLA's.
+    Its own begins with all that is computed of numbers and with small packs; that which needs the least memory ends with those. ResNet-50
+    takes 0.98 to 1.0 times as long in XLA's.
     """
     return {option: value for option, value in options.items() if option not in dict(_ORDERS)}
 

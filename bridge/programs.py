@@ -27,6 +27,7 @@ from .lanes import CORES
 from .loops import held, stores
 from .passes import bytes_accessed
 from .pieces import Piece, cut
+from .scattered import in_place
 from .tiles import FEW
 from .update import Plan, abstract, by_type, measured, stepped
 from .whole import unread
@@ -42,7 +43,8 @@ _OPERATIONS = 40 * ON_ONE_CORE
 _LOOPS_A_CORE, _SHORT_LOOP = 16, 1 << 17
 # Elements of a loop beside which the order of all that is small makes no difference (GPT-2 small: 0.99 to 1.01 times as long in XLA's).
 _LONG_LOOP = 1 << 20
-# Elements that may be stored between loops in whatever order: a fraction of the 32 MiB from which the C library gives memory back.
+# Elements that may be stored between loops in whatever order: a fraction of the 32 MiB from which the C library gives memory back. Where
+# XLA does not write several results from one loop, which is asked once (0.14 s), it stores an array of each loop more, of all at once.
 _LITTLE = 1 << 20
 
 _compilations = 0
@@ -94,7 +96,7 @@ class Program:
             are_few = self.elements <= ON_ONE_CORE and work(traced.jaxpr.jaxpr) <= _OPERATIONS
             if plan.device.platform == "cpu" and (are_few or self._are_short):
                 options = on_one_core(options)
-            elif self._are_mixed and between(traced.jaxpr.jaxpr) <= _LITTLE:
+            elif self._are_mixed and between(traced.jaxpr.jaxpr) <= _LITTLE and in_place():
                 options = in_any_order(options)
             self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
             if self._cut is None:

@@ -211,7 +211,7 @@ def spreads(eqn: Any, size: int) -> bool:
 
 
 def fuses(eqn: Any) -> bool:
-    """Whether elements by themselves are computed, or repeated, and no more: XLA does that in the loops that read them."""
+    """Whether each element of the result is computed from one of each operand, or is one of them: XLA does that in whatever reads it."""
     name = eqn.primitive.name
     return name in ELEMENTWISE or name in _RESHAPING or (name in _JOINS and len(eqn.invars) == 1)
 

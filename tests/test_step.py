@@ -347,27 +347,38 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
-    order, piece, count = dict(flags._first_known(flags._ORDERS)), programs.Piece, 18
+    order, piece, count, one = dict(flags._first_known(flags._ORDERS)), programs.Piece, 18, 4 * 60_000
 
-    def ordered(optimizer_class, count, **arguments):
+    def compiled(optimizer_class, count, **arguments):
+        """Whether all is asked for in the order of least memory, and the bytes that XLA stores in between."""
         asked = []
         monkeypatch.setattr(programs, "Piece", lambda lowered, options: asked.append(options) or piece(lowered, options))
         monkeypatch.setattr(programs, "_programs", {})
         params = random_params(shapes=[(60_000 + i,) for i in range(count)])
-        stepped(optimizer_class(params, lr=1e-3, **arguments), params)
+        optimizer = optimizer_class(params, lr=1e-3, **arguments)
+        stepped(optimizer, params)
         assert asked
-        return all(order.items() <= options.items() for options in asked)
+        needed = (launch.program.update.memory_analysis().temp_size_in_bytes for launch in optimizer._launches.latest)
+        return all(order.items() <= options.items() for options in asked), sum(needed)
 
     assert order
-    assert not ordered(torch_api.MaskedAdamW, count)
-    assert not ordered(torch_api.MaskedRAdam, count, max_grad_norm=1.0)
-    assert ordered(torch_api.MaskedAdamW, count - 2)
-    assert ordered(torch_api.MaskedLamb, count)
+    for found in (compiled(torch_api.MaskedAdamW, count), compiled(torch_api.MaskedRAdam, count, max_grad_norm=1.0)):
+        assert found[0] is not programs.in_place()  # where XLA stores an array of each loop, the order of least memory stays
+        assert found[1] < 4 * one
+    assert compiled(torch_api.MaskedAdamW, count - 2)[0]
+    in_order, needed = compiled(torch_api.MaskedLamb, count)
+    assert in_order
     with monkeypatch.context() as patch:
         patch.setattr(programs, "_LONG_LOOP", 50_000)
-        assert ordered(torch_api.MaskedAdamW, count)
+        assert compiled(torch_api.MaskedAdamW, count)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "in_place", lambda: False)
+        assert compiled(torch_api.MaskedAdamW, count)[0]
     monkeypatch.setattr(programs, "between", lambda jaxpr: 0)
-    assert not ordered(torch_api.MaskedLamb, count)  # the broken sibling
+    monkeypatch.setattr(programs, "in_place", lambda: True)
+    in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the broken sibling
+    assert not in_xlas
+    assert more > 2 * needed
 
 
 def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_not_set(monkeypatch):
