@@ -218,22 +218,29 @@ REQUESTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def requests():
-    """XLA_FLAGS and the answer after the import in a process of each of `REQUESTS`, forked where torch and jax are imported but idle."""
-    code = f"""
-import json, os, jax, optax, torch
-for name, (before, environment, *_) in {REQUESTS!r}.items():
+def forked(codes):
+    """What each code prints, in a process of its own, forked where torch and jax are idle. codes: name to (environment, code)."""
+    server = f"""
+import io, json, os, contextlib, jax, optax, torch
+for name, (environment, code) in {codes!r}.items():
     child = os.fork()
     if not child:
         os.environ.update(environment)
-        exec(before)
-        import bridge
-        print(json.dumps([name, [os.environ.get("XLA_FLAGS", ""), bridge.fusion.requested()]]), flush=True)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code)
+        print(json.dumps([name, printed.getvalue()]), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name
 """
-    return dict(map(json.loads, run(code).splitlines()))
+    return dict(map(json.loads, run(server).splitlines()))
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """XLA_FLAGS and the answer after the import in a process of each of `REQUESTS`."""
+    asked = "import bridge, json, os; print(json.dumps([os.environ.get('XLA_FLAGS', ''), bridge.fusion.requested()]))"
+    codes = {name: (environment, f"{before}\n{asked}") for name, (before, environment, *_) in REQUESTS.items()}
+    return {name: json.loads(printed) for name, printed in forked(codes).items()}
 
 
 @pytest.mark.slow
@@ -255,8 +262,8 @@ for _ in range(20):
     o.step()
 print(p.double().sum().item(), o.bytes_accessed() / p.numel() > 35)
 """
-    runs = {switch: run(code, **({"MASKBRIDGE_XLA_FLAGS": switch} if switch else {})).split() for switch in ("", "1", "0")}
-    runs["late"] = run(f"import jax; jax.devices(){code}").split()
+    codes = {switch: ({"MASKBRIDGE_XLA_FLAGS": switch} if switch else {}, code) for switch in ("", "1", "0")}
+    runs = {name: printed.split() for name, printed in forked(codes | {"late": ({}, f"jax.devices(){code}")}).items()}
     assert {switch: found[1] for switch, found in runs.items()} == {"": "False", "1": "False", "late": "False", "0": "True"}
     for found in runs.values():
         assert float(found[0]) == pytest.approx(float(runs["0"][0]), rel=1e-6)
