@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 FILES = sorted(FOLDER.glob("*.py"))
 
-# Half a minute and more each: `make test-bench` runs them, `make test` does not.
+# A minute and more each: `make test-bench` runs them, `make test` does not.
 MINUTES = pytest.mark.skipif("MASKBRIDGE_BENCH" not in os.environ, reason="make test-bench runs it")
 
 
@@ -135,13 +135,7 @@ def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     """The sections that are tables of one step, in one process: they share programs."""
-    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "middle", "tail", "types")
-
-
-@pytest.fixture(scope="module")
-def slower_tables(tmp_path_factory):
-    """Whole loops, in processes of their own too, and nine optimizers with their measures."""
-    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "loop", "unfused")
+    return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "middle", "tail", "loop", "unfused", "types")
 
 
 @pytest.mark.slow
@@ -161,20 +155,13 @@ def test_tables_have_all_candidates(tables):
 
 
 @pytest.mark.slow
-def test_tails(tables):
+def test_tails_and_loops(tables):
     found, _ = tables
-    for table in found["tail"]["tables"]:
+    for table in (*found["tail"]["tables"], *found["loop"]["tables"]):
         check_rows(table["rows"], {"maskbridge", table["baseline"]})
     assert len(found["tail"]["tables"]) == 5
-
-
-@pytest.mark.slow
-@MINUTES
-def test_loops(slower_tables):
-    found, _ = slower_tables
     assert len(found["loop"]["tables"]) == 2
     for table in found["loop"]["tables"]:
-        check_rows(table["rows"], {"maskbridge", table["baseline"]})
         assert table["apart"].keys() == {"maskbridge", "torch fused"}
         assert all(min(runs["median ms"]) > 0 for runs in table["apart"].values())
 
@@ -191,9 +178,8 @@ def test_pipelines(tmp_path):
 
 
 @pytest.mark.slow
-@MINUTES
-def test_what_torch_has_no_kernel_for(slower_tables):
-    found, printed = slower_tables
+def test_what_torch_has_no_kernel_for(tables):
+    found, printed = tables
     names = [table["title"].split(",")[0] for table in found["unfused"]["tables"]]
     assert names == ["NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax", "Lion", "LAMB", "Adafactor", "Muon"]
     for table in found["unfused"]["tables"]:
