@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -95,7 +96,14 @@ IN_PLACE = "in jax-owned memory"
 _SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
 
 
-def place(tensor: torch.Tensor, writeback: str = "inplace", *, alone: bool = False, back: tuple[Memory, int] | None = None) -> Placement:
+def place(
+    tensor: torch.Tensor,
+    writeback: str = "inplace",
+    *,
+    alone: bool = False,
+    back: tuple[Memory, int] | None = None,
+    ahead: Ahead | None = None,
+) -> Placement:
     """Move a parameter's bytes into jax-owned memory that it then looks into, where it owns its storage alone.
 
     The tensor keeps shape, strides, dtype, device, values and identity; its `data_ptr` changes once. A tensor that is
@@ -107,16 +115,21 @@ def place(tensor: torch.Tensor, writeback: str = "inplace", *, alone: bool = Fal
       writeback: "inplace", or "copy" to leave every tensor where it is.
       alone: whether a tensor that lies in a pack must have a memory of its own.
       back: the row of a pack that is the tensor's; it returns there if it fits and no tensor looks into that row.
+      ahead: where the tensor's copy may have been begun.
     """
     order = dense_order(tensor)
     dims = None if order is None or order == tuple(range(tensor.ndim)) else order
     known, row = located(tensor)
     if known is not None and (row is None or not alone or writeback == "copy"):
         return Placement(known, dims, IN_PLACE, row) if writeback == "inplace" else Placement(None, dims, "asked for")
-    why = "asked for" if writeback == "copy" else cannot_own(tensor)
+    copy = None if ahead is None else ahead.take(tensor)
+    why = "asked for" if writeback == "copy" else cannot_own(tensor) if copy is None else ""
     if why:
         return Placement(None, dims, why)
-    memory, row = back if back is not None and not alone and fits(tensor, *back) else (own(tensor, like=tensor), None)
+    if copy is None and back is not None and not alone and fits(tensor, *back):
+        memory, row = back
+    else:
+        memory, row = own(tensor, like=tensor) if copy is None else register(copy), None
     window = memory.tensor(tensor.device, like=tensor, row=row)
     tensor.data = window if row is None else window.copy_(tensor.detach())
     if row is not None:
@@ -170,8 +183,42 @@ def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
     a step on ResNet-50 shapes where flat buffers take 31).
     A 0-d tensor that is not `like` a parameter stays 0-d.
     """
+    return register(_copy(tensor, like).block_until_ready())
+
+
+def _copy(tensor: torch.Tensor, like: torch.Tensor | None) -> jax.Array:
+    """What `own` holds, still being written."""
     (flat,) = operands([tensor], [None if like is None else dense_order(like)])
-    return register(_fresh(flat.reshape(()) if like is None and not tensor.ndim else flat, device_of(tensor)))
+    return _fresh(flat.reshape(()) if like is None and not tensor.ndim else flat, device_of(tensor))
+
+
+class Ahead:
+    """Copies of parameters, begun before each parameter is to move into its own: XLA makes a copy in one thread, several in several.
+
+    `most`: bytes of copies that are there before one of them is taken. The values must not change until then.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._coming: deque[torch.Tensor] = deque()
+        self._begun: dict[int, jax.Array] = {}
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Begin the copy of a parameter that owns its storage alone: now, or when others have been taken."""
+        self._coming.append(tensor)
+        self._go_on()
+
+    def take(self, tensor: torch.Tensor) -> jax.Array | None:
+        """The copy, written; None where it was not begun."""
+        copy = self._begun.pop(id(tensor), None)
+        self._go_on()
+        return None if copy is None else copy.block_until_ready()
+
+    def _go_on(self) -> None:
+        while self._coming and sum(copy.nbytes for copy in self._begun.values()) + self._coming[0].nbytes <= self._most:
+            tensor = self._coming.popleft()
+            if located(tensor)[0] is None and not cannot_own(tensor):  # a tensor that reads it for the copy counts as a holder from then on
+                self._begun[id(tensor)] = _copy(tensor, tensor)
 
 
 def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:
@@ -190,10 +237,13 @@ def filled(kinds: Sequence[tuple[tuple[int, ...], Any, Any]], device: Any) -> li
         (tuple(shape), np.dtype(dtype), np.asarray(value, dtype).tobytes()) for shape, dtype, value in kinds
     ]  # -0.0 is another than 0.0
     values = dict(zip(keys, (value for *_, value in kinds), strict=True))
+    # The largest first: XLA writes each in one thread, and the last one has the others wait.
+    in_turn = sorted(range(len(keys)), key=lambda i: -math.prod(keys[i][0]) * keys[i][1].itemsize)
     with x64(), jax.transfer_guard("allow"), jax.default_device(device):
         copied = {key: jax.device_put(x, device) for key in values if (x := _copied(key, values[key], device)) is not None}
-        copies = iter(jax.device_put([copied[key] for key in keys if key in copied], device, may_alias=False))
-        return [next(copies) if key in copied else jnp.full(key[0], values[key], key[1]) for key in keys]
+        copies = iter(jax.device_put([copied[keys[i]] for i in in_turn if keys[i] in copied], device, may_alias=False))
+        made = {i: next(copies) if keys[i] in copied else jnp.full(keys[i][0], values[keys[i]], keys[i][1]) for i in in_turn}
+    return [made[i] for i in range(len(keys))]
 
 
 def _copied(key: tuple[tuple[int, ...], Any, bytes], value: Any, device: Any) -> np.ndarray | None:
@@ -223,16 +273,16 @@ def _zeros(size: int) -> np.ndarray:
 
 def constant(values: np.ndarray, device: Any) -> Any:
     """An argument that stays the same from call to call: on a device that has memory of its own, there."""
-    return values if device.platform == "cpu" else _fresh(values, device)
+    return values if device.platform == "cpu" else _fresh(values, device).block_until_ready()
 
 
 def _fresh(values: Any, device: Any) -> jax.Array:
-    """A copy of an array that only jax holds; ready, because torch may write into it.
+    """A copy of an array that only jax holds. To be waited for, because torch may write into it.
 
     jnp.array would compile a program for each shape, which takes the new pages in one thread; here XLA copies in several.
     """
     with x64(), jax.transfer_guard("allow"):
-        return jax.device_put(jax.device_put(values, device), device, may_alias=False).block_until_ready()
+        return jax.device_put(jax.device_put(values, device), device, may_alias=False)
 
 
 def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:

@@ -80,11 +80,13 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     else two updates would want to have the one buffer.
     """
     keys: dict[storage.Memory, set[Key | None]] = {}
-    found = []
+    found, ahead = [], storage.Ahead(2 * max(map(_bytes, leaves), default=0))
     for leaf in leaves:
         leaf.look()
         memory, row = storage.located(leaf.local)
         key = key_of(leaf) if writeback == "inplace" else None
+        if key is None and writeback == "inplace" and leaf.layout is None and leaf.slot is None:
+            ahead.begin(leaf.local)  # while others are looked at, of which one may be refused: none has moved then
         if row is not None and memory is not None:
             keys.setdefault(memory, set()).add(key)
         found.append((leaf, key, memory, row))
@@ -93,7 +95,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
         at_home = memory is not None and (row is None or (key is not None and len(keys[memory]) == 1))
         goes_back = leaf.memory is not None and leaf.slot is not None and storage.fits(leaf.local, leaf.memory, leaf.slot)
         if key is None or at_home or goes_back or storage.cannot_own(leaf.local):
-            leaf.place(writeback, alone=row is not None and not at_home)
+            leaf.place(writeback, alone=row is not None and not at_home, ahead=ahead)
         else:
             wanted.setdefault(key, []).append(leaf)
     for key, alike in wanted.items():

@@ -62,11 +62,14 @@ class Leaf:
         elif not value or self.rule == "mask=None":
             self.trained, self.rule = bool(value), rule
 
-    def place(self, writeback: str, alone: bool = False) -> None:
-        """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed."""
+    def place(self, writeback: str, alone: bool = False, ahead: storage.Ahead | None = None) -> None:
+        """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed.
+
+        `ahead`: where its copy may have been begun.
+        """
         self.look()
         back = None if self.memory is None or self.slot is None else (self.memory, self.slot)
-        placement = storage.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back)
+        placement = storage.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back, ahead=ahead)
         self.memory, self.order, why, self.slot = placement
         self.why = why if self.layout is None else shards.WHY_COPY
         self.address = self.local.data_ptr()
