@@ -28,6 +28,8 @@ from .states import States
 _name = attrgetter("name")
 # Sets of live leaves whose launches are at hand; those of an older one are put together again from their programs.
 _KEPT = 64
+# Bytes that compiling a step takes for a while: 170 MiB for GPT-2 small.
+_COMPILING = 256 << 20
 
 
 class Launches:
@@ -85,14 +87,14 @@ class Launches:
         apart = self._max_grad_norm is None and (checked or not scaled)
         loops = not self._are_few and (apart or is_worth(self._readable))
         divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
-        early = {}
-        if getattr(jax.config, "jax_compilation_cache_dir", None):  # else what compiling needs would lie beside it, at the peak of memory
-            early = self.states.begun_early([leaf for part in on_device.values() for leaf, _ in part], values)
+        leaves = [leaf for part in on_device.values() for leaf, _ in part]
+        early = self._begun_early(leaves, values)
         before = self._cache.info.compilations
         with uncollected():
             found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
         if not self._stores and any(program.stores for program in found):
             self._stores = True
+            early.clear()
             return self.build(live, extra, scaled, hyperparams, key[-1])
         programs = iter(found)
         self._rows.looked_at.clear()
@@ -102,6 +104,10 @@ class Launches:
         self._cache.note(situation, self._cache.info.compilations - before)
         if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
             storage.return_freed()
+        early |= self.states.begun_early([leaf for leaf in leaves if leaf not in early], values)
+        for device, part in zip(on_device, divided, strict=True):
+            if device.type == "cpu" and len(part) > 1:
+                lanes.ready(len(hyperparams), device_of(part[0][0].leaves[0].param))  # while state is written
         with uncollected():
             given = [self.states.give([leaf for leaf, _ in part], values, early) for part in on_device.values()]
         self.began = any(given)
@@ -115,6 +121,12 @@ class Launches:
             del self.known[next(iter(self.known))]
         self.known[key] = launches
         return launches
+
+    def _begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
+        """State that is written while programs are read, or compiled, which has room in what is held back: the peak of memory stays."""
+        if getattr(jax.config, "jax_compilation_cache_dir", None):  # most likely they are read
+            return self.states.begun_early(leaves, values)
+        return self.states.begun_early([leaf for leaf in leaves if leaf.device.type == "cpu"], values, held_back=_COMPILING)
 
     def whole(
         self, live: Sequence[int], extra: Extra, hyperparams: np.ndarray, compiled: Callable[[Sequence[Block], update.Plan], Any]

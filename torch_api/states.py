@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -137,9 +140,15 @@ class States:
         taken |= {memory for shared in self.shared.values() for memory in shared.memories}
         return taken | {memory for pack in self.packs.values() for memory in pack.state}
 
-    def begun_early(self, leaves: Iterable[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
-        """What the state of leaves by themselves begins with, still being written: numbers, and buffers that only jax holds."""
+    def begun_early(self, leaves: Iterable[Leaf], values: Sequence[Sequence[float]], held_back: int = 0) -> dict[Leaf, list[Any]]:
+        """What the state of leaves by themselves begins with, still being written: numbers, and buffers that only jax holds.
+
+        `held_back`: bytes of state that are not begun, that of the smallest leaves.
+        """
         new = [leaf for leaf in leaves if leaf.state is None and leaf.slot is None and self.unit(leaf) is None]
+        if held_back:
+            new.sort(key=self._state_bytes)
+            new = new[bisect(list(accumulate(map(self._state_bytes, new))), held_back) + 1 :]
         begun: dict[Leaf, list[Any]] = {}
         places: dict[Any, list[tuple[list[Any], int, Any]]] = {}
         for leaf in new:
@@ -158,6 +167,9 @@ class States:
             for (column, i, _), array in zip(on_device, storage.filled([kind for *_, kind in on_device], device), strict=True):
                 column[i] = array
         return begun
+
+    def _state_bytes(self, leaf: Leaf) -> int:
+        return sum(math.prod(buffer_shape(field, leaf.spec)) * jnp.dtype(field.dtype).itemsize for field in self.fields(leaf))
 
     def give(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Any] | None = None) -> bool:
         """Give state to those of the leaves that have none; whether there were such. `values`: of the rows; `early`: of `begun_early`."""
