@@ -148,11 +148,12 @@ def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
 def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
     """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself.
 
-    Written so that each side is one multiply-add: in other forms a pack and a parameter alone, or a run and its resumption,
-    were seen to round otherwise.
+    Written so that it is one multiply-add, from either end: in other forms a pack and a parameter alone, or a run and its
+    resumption, were seen to round otherwise.
     """
     weight = caster(start)(weight)
-    return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
+    from_start = weight < 0.5
+    return jnp.where(from_start, start, end) + (end - start) * jnp.where(from_start, weight, weight - 1)
 
 
 def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
