@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
@@ -33,25 +33,34 @@ def calls_back(jaxpr: Any) -> bool:
 
 
 def work(jaxpr: Any) -> float:
-    """How many elements all operations give; no bound where there is a loop."""
-    found = list(operations(jaxpr))
-    if any(eqn.primitive.name in _LOOPS for eqn in found):
-        return math.inf
-    return sum(max((v.aval.size for v in eqn.outvars), default=0) for eqn in found)
+    """How many elements all operations give, in a function as often as it is called; no bound where there is a loop."""
+
+    def own(program: Any) -> float:
+        looped = any(eqn.primitive.name in _LOOPS for eqn in program.eqns)
+        return math.inf if looped else sum(max((v.aval.size for v in eqn.outvars), default=0) for eqn in program.eqns)
+
+    return _summed(jaxpr, own, _within)
 
 
 def between(jaxpr: Any) -> float:
     """How many elements may be stored between the loops of a program: those of all arrays that operations other than elementwise ones
     read or give, in a function as often as it is called; no bound where there is a loop or a branch."""
+
+    def own(program: Any) -> float:
+        alone = [eqn for eqn in program.eqns if body_of(eqn) is None and not fuses(eqn)]
+        stored = {v for eqn in alone for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
+        return math.inf if any(map(_within, alone)) else sum(v.aval.size for v in stored)
+
+    return _summed(jaxpr, own, lambda eqn: [] if body_of(eqn) is None else [getattr(body_of(eqn), "jaxpr", body_of(eqn))])
+
+
+def _summed(jaxpr: Any, own: Callable[[Any], float], within: Callable[[Any], list[Any]]) -> float:
+    """What is `own` to a program and to the programs `within` its operations, of each as often as it is there."""
     counted: dict[int, float] = {}
 
     def of(program: Any) -> float:
         if id(program) not in counted:
-            others = [(eqn, body_of(eqn)) for eqn in program.eqns if not fuses(eqn)]
-            alone = [eqn for eqn, body in others if body is None]
-            stored = {v for eqn in alone for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
-            own = math.inf if any(map(_within, alone)) else sum(v.aval.size for v in stored)
-            counted[id(program)] = own + sum(of(getattr(body, "jaxpr", body)) for _, body in others if body is not None)
+            counted[id(program)] = own(program) + sum(of(body) for eqn in program.eqns for body in within(eqn))
         return counted[id(program)]
 
     return of(jaxpr)

@@ -82,7 +82,9 @@ class Program:
             self._take([each for _, each in kept])
 
     def _trace(self) -> None:
-        plan, options, arguments = self.plan, of_update(self.plan.device), abstract(self.plan)
+        plan, arguments = self.plan, abstract(self.plan)
+        ask = _threads().submit  # the compiler, while the update is traced
+        known, may_be_ordered = ask(of_update, plan.device), ask(in_place) if self._are_mixed and plan.device.platform == "cpu" else None
         with x64(), jax.disable_jit(False):
             update = self._entry.named(functools.partial(stepped, plan))
             jitted = functools.partial(jax.jit, update, donate_argnums=(0, 1))
@@ -92,11 +94,11 @@ class Program:
                 traced = jitted(keep_unused=True).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
             kept = of_barriers(contents_of(traced.jaxpr.jaxpr)) if by_type(plan) or stores(traced.jaxpr.jaxpr) else {}
-            options |= kept
+            options = known.result() | kept
             are_few = self.elements <= ON_ONE_CORE and work(traced.jaxpr.jaxpr) <= _OPERATIONS
             if plan.device.platform == "cpu" and (are_few or self._are_short):
                 options = on_one_core(options)
-            elif self._are_mixed and between(traced.jaxpr.jaxpr) <= _LITTLE and in_place():
+            elif may_be_ordered is not None and between(traced.jaxpr.jaxpr) <= _LITTLE and may_be_ordered.result():
                 options = in_any_order(options)
             self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
             if self._cut is None:

@@ -124,8 +124,8 @@ def _cuts(kinds: Sequence[Alike], common: Any, apart: bool) -> list[_Cut]:
 
 
 def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """The function, traced once and copied into the program from then on, if that is called for more than once."""
-    return jax.jit(function, inline=True) if times > 1 else function
+    """The function, traced and lowered once, and called from then on, if that is asked for more than once: XLA writes out each call."""
+    return jax.jit(function) if times > 1 else function
 
 
 class _Cut:

@@ -195,8 +195,14 @@ def numbers_of(jaxpr: Any) -> Callable[[Any], Any]:
 
 def unread(jaxpr: Any, count: int) -> set[Any]:
     """Those of the first inputs, so many, that no result needs."""
-    needed = [*jaxpr.outvars, *(v for eqn in slice_of(jaxpr.eqns, jaxpr.outvars) for v in eqn.invars)]
-    return set(jaxpr.invars[:count]).difference(v for v in needed if not isinstance(v, Literal))
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for eqn in slice_of(jaxpr.eqns, jaxpr.outvars):
+        body = body_of(eqn)
+        within = getattr(body, "jaxpr", body)
+        idle = set() if body is None else unread(within, len(within.invars))
+        read = eqn.invars if body is None else [v for v, own in zip(eqn.invars, within.invars, strict=True) if own not in idle]
+        needed |= {v for v in read if not isinstance(v, Literal)}
+    return set(jaxpr.invars[:count]) - needed
 
 
 def keeps_elements(eqn: Any) -> bool:
