@@ -153,7 +153,7 @@ def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
     """
     weight = caster(start)(weight)
     from_start = weight < 0.5
-    return jnp.where(from_start, start, end) + (end - start) * jnp.where(from_start, weight, weight - 1)
+    return jnp.where(from_start, start, end) + (end - start) * jnp.where(from_start, weight, -(1 - weight))
 
 
 def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
@@ -13,6 +15,7 @@ from oracles import FUSES, project_frames
 import bridge
 import torch_api
 from bridge import programs, split, update
+from bridge.whole import unread
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -245,3 +248,40 @@ def test_the_trust_ratio_is_that_of_the_parameter_in_its_own_shape_and_order():
                 p.grad = torch.from_numpy(np.random.default_rng(step).normal(size=(6, 4)).astype(np.float32))
                 optimizer.step()
         torch.testing.assert_close(turned.contiguous(), plain, rtol=1e-6, atol=1e-6)
+
+
+def forgetful():
+    """State of which only a constant is written, whatever it was: beside a moment that is read."""
+
+    def update(updates, state, params=None):
+        moments, _ = state
+        moments = jax.tree.map(lambda m, g: 0.5 * m + g, moments, updates)
+        return jax.tree.map(lambda m: -0.1 * m, moments), (moments, jax.tree.map(lambda g: jnp.full_like(g, 0.25), updates))
+
+    return optax.GradientTransformation(lambda params: (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params)), update)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_state_that_is_written_unread_stays_where_it_is(count):
+    """Of equal leaves, whose update is a function that the program calls, too."""
+    params = [torch.nn.Parameter(torch.ones(300, 400)) for _ in range(count)]
+    optimizer = torch_api.OptaxOptimizer(params, forgetful())
+    places = []
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        tensors = [t for p in params for t in (p, *optimizer.state[p].values())]
+        places.append([t.data_ptr() for t in tensors])
+    assert places == places[:1] * 3
+    assert sum(bool((t == 0.25).all()) for t in tensors) == count
+    assert all(torch.allclose(p.detach(), torch.tensor(1 - 0.1 * (1 + 1.5 + 1.75))) for p in params)
+
+
+def test_what_a_program_does_not_read_is_seen_through_its_calls():
+    called = jax.jit(lambda x, y, z: (x + 1, jax.jit(lambda y, z: jnp.zeros_like(y))(y, z)))
+    jaxpr = jax.make_jaxpr(lambda x, y, z, u: (called(x, y, z), u))(*[jnp.ones(3)] * 4).jaxpr
+    assert [v in unread(jaxpr, 4) for v in jaxpr.invars] == [False, True, True, False]
+    assert [v in unread(jaxpr, 2) for v in jaxpr.invars] == [False, True, False, False]
+    read = jax.make_jaxpr(lambda x, y: jax.jit(lambda x, y: x + y)(x, y))(*[jnp.ones(3)] * 2).jaxpr
+    assert not unread(read, 2)

@@ -13,8 +13,9 @@ import torch
 from oracles import random_params
 
 import torch_api
-from bridge import step, storage, tiles
+from bridge import programs, step, storage, tiles
 from bridge.pieces import Piece
+from torch_api import launches
 
 
 def stepped(optimizer, params, count=1):
@@ -219,32 +220,49 @@ def test_state_whose_data_was_replaced_counts_at_a_new_live_set():
     assert torch.allclose(params[0].detach(), before - 51)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_state_is_begun_while_programs_are_made_only_where_they_are_read_from_a_cache(cached, monkeypatch, tmp_path):
+# Two parameters have 480,000 bytes of Adam's state each, two 160,000: what is held back is that of the small ones, then of one more.
+@pytest.mark.parametrize(
+    ("cached", "held_back", "begun"),
+    [
+        (True, 1 << 40, [[300, 300, 100, 100], []]),
+        (False, 1 << 40, [[], [300, 300, 100, 100]]),
+        (False, 319_999, [[300, 300], [100, 100]]),
+        (False, 320_100, [[300], [300, 100, 100]]),
+        (False, 0, [[300, 300, 100, 100], []]),
+    ],
+)
+def test_state_is_begun_while_programs_are_made_as_far_as_that_leaves_room_for_compiling(cached, held_back, begun, monkeypatch, tmp_path):
     order = []
 
     def noted(name, function):
         def call(*arguments, **options):
-            order.append(name)
+            order.append(name(*arguments))
             return function(*arguments, **options)
 
         return call
 
-    monkeypatch.setattr(storage, "filled", noted("zeros", storage.filled))
-    monkeypatch.setattr(Piece, "compile", noted("program", Piece.compile))
+    monkeypatch.setattr(launches, "_COMPILING", held_back)
+    monkeypatch.setattr(
+        storage, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), storage.filled)
+    )
+    monkeypatch.setattr(Piece, "compile", noted(lambda _: "program", Piece.compile))
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(programs, "_recent", {})
     before = getattr(jax.config, "jax_compilation_cache_dir", None)
-    params = [torch.nn.Parameter(torch.randn(300 + cached, 200)) for _ in range(2)]  # a program of its own
+    params = [torch.nn.Parameter(torch.randn(n, 200, dtype=torch.float64).float()) for n in (300, 300, 100, 100)]
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
     ours, theirs = torch_api.MaskedAdamW(params, lr=0.1), torch.optim.AdamW(copies, lr=0.1)
+    order.clear()
     jax.config.update("jax_compilation_cache_dir", str(tmp_path) if cached else None)
     try:
-        for p, copy in zip(params, copies, strict=True):
-            p.grad = torch.randn_like(p)
-            copy.grad = p.grad.clone()
-        ours.step()
+        for _ in range(2):
+            for p, copy in zip(params, copies, strict=True):
+                p.grad = torch.randn_like(p)
+                copy.grad = p.grad.clone()
+            ours.step()
+            theirs.step()
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
-    theirs.step()
-    assert order == (["zeros", "program"] if cached else ["program", "zeros"])  # all of a device at once
+    assert list(dict.fromkeys(map(str, order))) == [str(each) for each in (begun[0], "program", begun[1]) if each]
     for p, copy in zip(params, copies, strict=True):
         torch.testing.assert_close(p, copy)

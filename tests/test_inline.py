@@ -279,7 +279,10 @@ def test_work_counts_what_operations_give_and_knows_no_bound_of_loops():
     x = jax.ShapeDtypeStruct((10,), np.float32)
     assert work(jax.make_jaxpr(lambda x: x * 2 + 1)(x).jaxpr) == 20
     assert work(jax.make_jaxpr(lambda x: jax.jit(lambda y: y * 2)(x) + 1)(x).jaxpr) == 30  # the call gives its result once more
+    twice = jax.jit(lambda y: y * 2)
+    assert work(jax.make_jaxpr(lambda x: twice(twice(x)))(x).jaxpr) == 40  # one function, done as often as it is called
     assert work(jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x))(x).jaxpr) == float("inf")
+    assert work(jax.make_jaxpr(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x)))(x).jaxpr) == float("inf")
 
 
 def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypatch):

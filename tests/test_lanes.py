@@ -121,6 +121,18 @@ def test_what_the_others_wait_for_is_compiled_once_for_each_length():
         assert compiled is not lanes._ordered(6, device)
 
 
+@needs_calls
+def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(monkeypatch):
+    lanes._ordered.cache_clear()
+    monkeypatch.setattr(packs, "LOOPED", 0)
+    params, optimizer = built()
+    found, run = [], step.run
+    monkeypatch.setattr(step, "run", lambda *given: (found.append(lanes._ordered.cache_info().misses), run(*given))[1])
+    steps(params, optimizer, 2)
+    assert found == [1, 1]
+    assert lanes._ordered.cache_info().misses == 1
+
+
 def test_what_was_asked_for_on_their_device_comes_first_whatever_the_default_device_is():
     code = """
         import jax, numpy as np

@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracles import NumpyAdam, NumpySGD, movement_error
 
-from bridge import rules
+from bridge import leafwise, rules
 from bridge.dlpack import x64
 
 STEPS = 25
@@ -160,3 +160,34 @@ def test_rules_compose_with_optax():
     tx = optax.chain(optax.clip_by_global_norm(1.0), rules.adam(0.1))
     updates, _ = tx.update({"w": jnp.full(4, 100.0)}, tx.init(params), params)
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-6)
+
+
+def both_sides(start, end, weight):
+    """`torch.lerp` as it is defined: two formulas, of which one is taken."""
+    return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
+
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 3.5, 1e30, -1e-30, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-3, 0.1, 0.4999999, 0.5, 0.9, 0.999, 1.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_lerp_gives_the_bits_of_both_its_formulas(dtype, weight):
+    rng = np.random.default_rng(0)
+    pairs = np.array([*itertools.product(SPECIAL, SPECIAL), *rng.normal(size=(400, 2))], dtype)
+    with x64(), jax.numpy_dtype_promotion("standard"):
+        ours, plain, other = (
+            np.asarray(jax.jit(f)(*map(jnp.asarray, pairs.T), dtype(weight)))
+            for f in (leafwise.lerp, both_sides, lambda start, end, weight: start * (1 - weight) + end * weight)
+        )
+    assert same_bits(ours, plain)
+    torchs = torch.lerp(*map(torch.tensor, pairs.T), weight).numpy()
+    np.testing.assert_allclose(ours, torchs, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
+    if weight in (0.1, 0.9):
+        assert not same_bits(other, plain)
+
+
+def same_bits(a, b):
+    return np.array_equal(np.where(np.isnan(a), 0, a).tobytes(), np.where(np.isnan(b), 0, b).tobytes()) and np.array_equal(
+        np.isnan(a), np.isnan(b)
+    )

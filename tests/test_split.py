@@ -169,6 +169,16 @@ def test_arithmetic_that_evaluations_repeat_is_done_once():
     assert program.count(" pow ") == 1
 
 
+def test_the_update_of_equal_leaves_is_in_the_program_once_and_called():
+    def lines(count, function):
+        arrays, scalars, common = inputs(count)
+        return str(jax.jit(function).lower(arrays, scalars, common).as_text()).count("stablehlo.subtract")
+
+    ours, plain = (lambda *given: alone(adamlike, *given)), lambda a, s, c: [adamlike(x, y, c) for x, y in zip(a, s, strict=True)]
+    assert lines(2, ours) == lines(12, ours)
+    assert lines(12, plain) == 6 * lines(2, plain)
+
+
 def by_size(at):
     """A transformation that does another thing with a leaf of more elements than that."""
 

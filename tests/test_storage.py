@@ -455,3 +455,86 @@ def test_buffers_asked_for_together_are_apart():
         np.testing.assert_array_equal(np.asarray(x), np.full(n, value))
         np.testing.assert_array_equal(np.signbit(np.asarray(x)), np.signbit(value))
     assert storage.filled([], jax.devices("cpu")[0]) == []
+
+
+def counted_copies(monkeypatch, most=None):
+    """The bytes of copies that were there whenever one was begun, the parameters of which one was, and those of which it was taken."""
+    there, seen, copied, taken = {}, [], [], []
+    copy, take, made = storage._copy, storage.Ahead.take, storage.Ahead.__init__
+
+    def copying(tensor, like):
+        array = copy(tensor, like)
+        there[id(tensor)] = array.nbytes
+        seen.append(sum(there.values()))
+        copied.append(tensor)
+        return array
+
+    def taking(self, tensor):
+        there.pop(id(tensor), None)
+        array = take(self, tensor)
+        if array is not None:
+            taken.append(tensor)
+        return array
+
+    monkeypatch.setattr(storage, "_copy", copying)
+    monkeypatch.setattr(storage.Ahead, "take", taking)
+    if most is not None:
+        monkeypatch.setattr(storage.Ahead, "__init__", lambda self, _: made(self, most))
+    return seen, copied, taken
+
+
+@pytest.mark.parametrize("most", [None, 10**9])
+def test_parameters_are_copied_ahead_of_each_other_within_twice_the_largest(most, monkeypatch):
+    seen, copied, taken = counted_copies(monkeypatch, most)
+    shapes = [(700, 300), (100, 700), (5,), (300, 400), (200, 300), (300, 700), (7, 3)]
+    params = [own(torch.randn(shape)) for shape in shapes]
+    before = [p.detach().clone() for p in params]
+    torch_api.MaskedSGD(params, lr=1.0)
+    assert all(torch.equal(p.detach(), x) for p, x in zip(params, before, strict=True))
+    assert len({storage.memory_of(p) for p in params} - {None}) == len(params)
+    assert len(copied) == len({id(p) for p in copied}) == len(params)
+    assert len(taken) == len(params)
+    within = max(seen) <= 2 * 4 * 700 * 300
+    assert within is (most is None)  # copied all at once they are more, which is seen
+    assert max(seen) > 4 * 700 * 300
+
+
+def test_where_one_parameter_is_refused_none_has_moved(monkeypatch):
+    _, copied, taken = counted_copies(monkeypatch)
+    params = [own(torch.randn(400, 300)), own(torch.randn(300, 300)), own(torch.randn(20))]
+    addresses = [p.data_ptr() for p in params]
+
+    def refused(*_, **__):
+        raise ValueError("no such leaf")
+
+    monkeypatch.setattr("torch_api.rows.Rows.pack_key", lambda self, leaf, **_: refused() if leaf.param is params[2] else None)
+    with pytest.raises(ValueError, match="no such leaf"):
+        torch_api.MaskedSGD(params, lr=1.0)
+    assert copied  # copies were under way
+    assert not taken
+    assert [p.data_ptr() for p in params] == addresses
+
+
+def test_what_shares_its_storage_or_has_its_place_is_not_copied_ahead(monkeypatch):
+    whole = torch.randn(400, 300)
+    params = [own(torch.randn(300, 300)), torch.nn.Parameter(whole[:200]), own(torch.randn(300, 200))]
+    torch_api.MaskedSGD(params[:1], lr=1.0)  # in jax's memory from then on
+    address, (_, copied, taken) = params[0].data_ptr(), counted_copies(monkeypatch)
+    torch_api.MaskedSGD(params, lr=1.0)
+    assert [p is params[2] for p in copied] == [p is params[2] for p in taken] == [True]
+    assert params[0].data_ptr() == address
+    assert params[1].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_a_parameter_that_goes_back_to_its_row_is_not_copied_ahead(monkeypatch):
+    params = [own(torch.randn(20)) for _ in range(40)]
+    optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=0.5)
+    memory, row = storage.located(params[3])
+    assert row is not None
+    params[3].data = torch.ones(20)
+    _, copied, _ = counted_copies(monkeypatch)
+    params[3].grad = torch.ones(20)
+    optimizer.step()
+    assert storage.located(params[3]) == (memory, row)
+    assert not copied
+    assert torch.equal(params[3].detach(), torch.zeros(20))

@@ -98,6 +98,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
             leaf.place(writeback, alone=row is not None and not at_home, ahead=ahead)
         else:
             wanted.setdefault(key, []).append(leaf)
+    lie: list[tuple[Leaf, bool]] = []
     for key, alike in wanted.items():
         gathered, size = is_gathered(alike[0]), _bytes(alike[0])
         many = len(alike) >= (FEWEST_LOOPED if size <= LONG else FEWEST_LONG)
@@ -111,8 +112,12 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
         at_once = max(2, len(groups) // 8)
         for start in range(0, len(groups), at_once):
             storage.pack(groups[start : start + at_once])
-        for leaf in alike:
-            leaf.place(writeback, alone=not enough and not is_padded(leaf))
+        lie += [(leaf, not enough and not is_padded(leaf)) for leaf in alike]
+    for leaf, alone in lie:
+        if alone:
+            ahead.begin(leaf.local)
+    for leaf, alone in lie:
+        leaf.place(writeback, alone=alone, ahead=ahead)
 
 
 def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
