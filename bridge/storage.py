@@ -199,7 +199,7 @@ class Ahead:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._most, self._bytes = most, 0
         self._coming: deque[torch.Tensor] = deque()
         self._begun: dict[int, jax.Array] = {}
 
@@ -211,14 +211,16 @@ class Ahead:
     def take(self, tensor: torch.Tensor) -> jax.Array | None:
         """The copy, written; None where it was not begun."""
         copy = self._begun.pop(id(tensor), None)
+        self._bytes -= 0 if copy is None else copy.nbytes
         self._go_on()
         return None if copy is None else copy.block_until_ready()
 
     def _go_on(self) -> None:
-        while self._coming and sum(copy.nbytes for copy in self._begun.values()) + self._coming[0].nbytes <= self._most:
+        while self._coming and self._bytes + self._coming[0].nbytes <= self._most:
             tensor = self._coming.popleft()
             if located(tensor)[0] is None and not cannot_own(tensor):  # a tensor that reads it for the copy counts as a holder from then on
                 self._begun[id(tensor)] = _copy(tensor, tensor)
+                self._bytes += tensor.nbytes
 
 
 def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:

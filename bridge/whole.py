@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -195,14 +196,19 @@ def numbers_of(jaxpr: Any) -> Callable[[Any], Any]:
 
 def unread(jaxpr: Any, count: int) -> set[Any]:
     """Those of the first inputs, so many, that no result needs."""
-    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    for eqn in slice_of(jaxpr.eqns, jaxpr.outvars):
-        body = body_of(eqn)
-        within = getattr(body, "jaxpr", body)
-        idle = set() if body is None else unread(within, len(within.invars))
-        read = eqn.invars if body is None else [v for v, own in zip(eqn.invars, within.invars, strict=True) if own not in idle]
-        needed |= {v for v in read if not isinstance(v, Literal)}
-    return set(jaxpr.invars[:count]) - needed
+    found: dict[int, list[bool]] = {}  # of a function that is called, for each of its inputs
+
+    def reads(program: Any) -> list[bool]:
+        if id(program) not in found:
+            needed = {v for v in program.outvars if not isinstance(v, Literal)}
+            for eqn in slice_of(program.eqns, program.outvars):
+                body = body_of(eqn)
+                read = eqn.invars if body is None else compress(eqn.invars, reads(getattr(body, "jaxpr", body)))
+                needed |= {v for v in read if not isinstance(v, Literal)}
+            found[id(program)] = [v in needed for v in program.invars]
+        return found[id(program)]
+
+    return {v for v, needed in zip(jaxpr.invars[:count], reads(jaxpr)[:count], strict=True) if not needed}
 
 
 def keeps_elements(eqn: Any) -> bool:
