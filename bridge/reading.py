@@ -1,13 +1,14 @@
 """What must be known of large gradients before an update, read where they lie at the speed of memory.
 
-A core that reads one place after the other waits for memory; from four places at once it gets up to half as many bytes again, which the
-library that XLA's CPU compiler hands sums to does not do. So each core has a program that loops over parts of gradients, four at
+A core that reads one place after the other waits for memory; from eight places at once it gets up to half as many bytes again, which the
+library that XLA's CPU compiler hands sums to does not do. So each core has a program that loops over parts of gradients, eight at
 a turn. The same few programs read all gradients, whichever they are: where they begin is given as numbers, as in `bridge.scattered`.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +25,10 @@ from .gradients import found_by
 from .pieces import Piece
 from .scattered import BASE, SUPPORTED, dense, everything
 
-# Elements of one place that a turn reads, and places: 33 GB/s where one place gave 28, eight 31 to 32, parts of 32768 elements 28, a
-# plain sum 26 (one gradient of 400 MB, 2 cores of an AMD EPYC).
-PART, _PLACES = 1 << 13, 4
+# Elements of one place that a turn reads, and places. 49 gradients of 600 MB on 2 cores of an AMD EPYC, by turns, medians of six processes,
+# three while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27, parts of half as many elements
+# 38 to 45. A loop in C gets 48 to 50 and 32. Before that one place gave 28 where four gave 33, and a plain sum 26.
+PART, _PLACES = 1 << 13, 8
 _LEAST = 1 << 20  # elements of all, and of each core: for fewer the calls cost more than they spare
 _DTYPES = {"float32", "float64"}
 # jaxlib 0.6.0 reads this program from jax's persistent cache as one that finds 0 in whatever it reads: 0.6.2 does not, nor any later one
@@ -50,7 +52,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
     """The program of one core: from (memory, numbers, order, scaling, after) to what `gradients.found_in` finds, float64 (2,).
 
     memory, numbers: all memory, as `dtype` and as int64. order: int64 (4,): where in `numbers` the parts begin, and how many turns take
-    four each; where the rests begin, and how many. The parts are places in `memory`, first those of the first place of each turn. A rest
+    eight each; where the rests begin, and how many. The parts are places in `memory`, first those of the first place of each turn. A rest
     is two numbers: a part, and how many of its first elements do not count. scaling: [float32 (1,)] the scale of the loss, if `scaled`.
     after: float64 (1,), which is there when the program may begin.
     """
@@ -66,8 +68,10 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
 
         def sum_of(term: Callable[[Any], Any]) -> Any:
             def turn(i: Any, sums: Any) -> Any:
-                one, two, three, four = (term(part(parts + np.uint64(n) * turns + i)) for n in range(_PLACES))
-                return sums + ((one + two) + (three + four))
+                terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(_PLACES)]
+                while len(terms) > 1:  # in pairs, whose sums wait for no other
+                    terms = list(map(operator.add, terms[::2], terms[1::2]))
+                return sums + terms[0]
 
             def rest(i: Any, sums: Any) -> Any:
                 at = rests + np.uint64(2) * i
