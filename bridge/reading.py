@@ -26,8 +26,8 @@ from .pieces import Piece
 from .scattered import BASE, SUPPORTED, dense, everything
 
 # Elements of one place that a turn reads, and places. 49 gradients of 600 MB on 2 cores of an AMD EPYC, by turns, medians of six processes,
-# three while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27, parts of half as many elements
-# 38 to 45. A loop in C gets 48 to 50 and 32. Before that one place gave 28 where four gave 33, and a plain sum 26.
+# three of them while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27 (slow), parts of half
+# as many elements 38 to 45 (fast). A loop in C got 48 to 50 and 32. Before that one place gave 28 where four gave 33, a plain sum 26.
 PART, _PLACES = 1 << 13, 8
 _LEAST = 1 << 20  # elements of all, and of each core: for fewer the calls cost more than they spare
 _DTYPES = {"float32", "float64"}
