@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .dlpack import x64
+from .calm import calm
 
 LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,7 +58,7 @@ def _ordered(width: int, device: Any) -> Any:
 def ready(width: int, device: Any) -> None:
     """Compile what `opened` runs for so many numbers, which takes 20 to 30 ms."""
     if _calls is not None:
-        with x64():
+        with calm():
             _ordered(width, device)
 
 

@@ -122,13 +122,15 @@ def test_what_the_others_wait_for_is_compiled_once_for_each_length():
 
 
 @needs_calls
-def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(monkeypatch):
+@pytest.mark.parametrize("off", [False, True])
+def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, monkeypatch):
     lanes._ordered.cache_clear()
     monkeypatch.setattr(packs, "LOOPED", 0)
     params, optimizer = built()
     found, run = [], step.run
     monkeypatch.setattr(step, "run", lambda *given: (found.append(lanes._ordered.cache_info().misses), run(*given))[1])
-    steps(params, optimizer, 2)
+    with jax.disable_jit(off):
+        steps(params, optimizer, 2)
     assert found == [1, 1]
     assert lanes._ordered.cache_info().misses == 1
 
