@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +24,7 @@ from .fusion import compiled
 from .inline import inline, loaded, serialized
 from .lanes import CORES
 from .loops import held, stores
+from .meanwhile import meanwhile
 from .passes import bytes_accessed
 from .pieces import Piece, cut
 from .scattered import in_place
@@ -83,8 +83,9 @@ class Program:
 
     def _trace(self) -> None:
         plan, arguments = self.plan, abstract(self.plan)
-        ask = _threads().submit  # the compiler, while the update is traced
-        known, may_be_ordered = ask(of_update, plan.device), ask(in_place) if self._are_mixed and plan.device.platform == "cpu" else None
+        # What the compiler is asked, it is asked while the update is traced.
+        known = meanwhile(of_update, plan.device)
+        may_be_ordered = meanwhile(in_place) if self._are_mixed and plan.device.platform == "cpu" else None
         with x64(), jax.disable_jit(False):
             update = self._entry.named(functools.partial(stepped, plan))
             jitted = functools.partial(jax.jit, update, donate_argnums=(0, 1))
@@ -209,7 +210,7 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
                 if len(missing) == len(pieces) == 1:
                     pieces[0].compile()
                 else:
-                    compiling |= {piece: _threads().submit(piece.compile) for piece in pieces}
+                    compiling |= {piece: meanwhile(piece.compile) for piece in pieces}
         finally:
             wait(compiling.values())
         for each in compiling.values():
@@ -225,11 +226,6 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
         while len(_recent) > max(_PROGRAMS_KEPT, len(found)):
             del _recent[next(iter(_recent))]
     return [found[plan] for plan in plans]
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), "compile")
 
 
 def compilations() -> int:

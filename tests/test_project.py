@@ -20,6 +20,7 @@ ORDER = {
         "windows",
         "borrowed",
         "calm",
+        "meanwhile",
         "cells",
         "tree",
         "handover",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from bridge import lanes, step, storage, tiles, update
 from bridge.calm import uncollected
 from bridge.dlpack import device_of, numpy_dtype
+from bridge.meanwhile import meanwhile
 from bridge.problem import Extra
 from bridge.programs import ON_ONE_CORE
 from bridge.reading import Reader, is_worth, takes
@@ -86,9 +88,11 @@ class Launches:
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
         apart = self._max_grad_norm is None and (checked or not scaled)
         loops = not self._are_few and (apart or is_worth(self._readable))
-        divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
         leaves = [leaf for part in on_device.values() for leaf, _ in part]
         early = self._begun_early(leaves, values)
+        divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
+        firsts = [part[0][0].leaves[0] for part in divided if len(part) > 1]
+        opening = [meanwhile(lanes.ready, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
         before = self._cache.info.compilations
         with uncollected():
             found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
@@ -105,9 +109,7 @@ class Launches:
         if self._cache.info.compilations > before or any(leaf.state is None for block in blocks for leaf in block.leaves):
             storage.return_freed()
         early |= self.states.begun_early([leaf for leaf in leaves if leaf not in early], values)
-        for device, part in zip(on_device, divided, strict=True):
-            if device.type == "cpu" and len(part) > 1:
-                lanes.ready(len(hyperparams), device_of(part[0][0].leaves[0].param))  # while state is written
+        wait(opening)
         with uncollected():
             given = [self.states.give([leaf for leaf, _ in part], values, early) for part in on_device.values()]
         self.began = any(given)

@@ -79,14 +79,17 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     A leaf that is in jax-owned memory already stays there, in a pack as long as all leaves of that pack have one key:
     else two updates would want to have the one buffer.
     """
-    keys: dict[storage.Memory, set[Key | None]] = {}
-    found, ahead = [], storage.Ahead(2 * max(map(_bytes, leaves), default=0))
-    for leaf in leaves:
+    key_by: dict[Leaf, Key | None] = {}
+    ahead = storage.Ahead(2 * max(map(_bytes, leaves), default=0))
+    for leaf in sorted(leaves, key=_bytes, reverse=True):  # large ones have no key, and are copied while others are looked at
         leaf.look()
-        memory, row = storage.located(leaf.local)
-        key = key_of(leaf) if writeback == "inplace" else None
-        if key is None and writeback == "inplace" and leaf.layout is None and leaf.slot is None:
-            ahead.begin(leaf.local)  # while others are looked at, of which one may be refused: none has moved then
+        key_by[leaf] = key_of(leaf) if writeback == "inplace" else None
+        if key_by[leaf] is None and writeback == "inplace" and leaf.layout is None and leaf.slot is None:
+            ahead.begin(leaf.local)
+    keys: dict[storage.Memory, set[Key | None]] = {}
+    found = []
+    for leaf in leaves:
+        key, (memory, row) = key_by[leaf], storage.located(leaf.local)
         if row is not None and memory is not None:
             keys.setdefault(memory, set()).add(key)
         found.append((leaf, key, memory, row))

@@ -1,0 +1,45 @@
+"""What is done in another thread: results, errors, and the end of the interpreter, where no thread begins."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from bridge.meanwhile import meanwhile
+
+
+def test_a_call_runs_in_another_thread_and_gives_what_it_gives():
+    assert meanwhile(threading.get_ident).result() != threading.get_ident()
+    assert meanwhile(divmod, 7, 2).result() == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        meanwhile(divmod, 7, 0).result()
+
+
+def test_calls_wait_for_nobody_who_does_not_ask():
+    free = threading.Event()
+    held = meanwhile(free.wait)
+    assert not held.done()
+    free.set()
+    assert held.result()
+
+
+def test_a_first_step_at_the_end_of_the_interpreter_is_taken():
+    """`atexit` functions run when threads of pools can begin no more."""
+    code = """
+        import atexit, torch, torch_api
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch_api.MaskedSGD([p], lr=1.0)
+
+        def last():
+            p.grad = torch.ones(3)
+            optimizer.step()
+            print(p.detach().tolist())
+
+        atexit.register(last)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[-1.0, -1.0, -1.0]"
+    assert not done.stderr
