@@ -195,7 +195,7 @@ def _copy(tensor: torch.Tensor, like: torch.Tensor | None) -> jax.Array:
 class Ahead:
     """Copies of parameters, begun before each parameter is to move into its own: XLA makes a copy in one thread, several in several.
 
-    `most`: bytes of copies that are there before one of them is taken. The values must not change until then.
+    `most`: bytes of copies that are there before their parameters have moved. The values must not change until then.
     """
 
     def __init__(self, most: int) -> None:
@@ -209,11 +209,13 @@ class Ahead:
         self._go_on()
 
     def take(self, tensor: torch.Tensor) -> jax.Array | None:
-        """The copy, written; None where it was not begun."""
-        copy = self._begun.pop(id(tensor), None)
-        self._bytes -= 0 if copy is None else copy.nbytes
+        """The copy, written; None where it was not begun. Others are begun when the next is taken: then this parameter has moved."""
         self._go_on()
-        return None if copy is None else copy.block_until_ready()
+        copy = self._begun.pop(id(tensor), None)
+        if copy is None:
+            return None
+        self._bytes -= copy.nbytes
+        return copy.block_until_ready()
 
     def _go_on(self) -> None:
         while self._coming and self._bytes + self._coming[0].nbytes <= self._most:
