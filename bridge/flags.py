@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .contents import Contents
 
@@ -126,4 +127,4 @@ def _known(option: str, value: Any) -> bool:
 
 @functools.cache
 def _nothing() -> Any:
-    return jax.jit(lambda x: x).lower(0.0)
+    return jax.jit(lambda x: x).lower(np.float32(0))  # the same program whatever types the thread has that asks first
