@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jax
@@ -14,7 +14,8 @@ import optax
 import pytest
 import torch
 
-from bridge import executables, programs, rules, step
+from bridge import executables, flags, programs, rules, step
+from bridge.dlpack import x64
 from torch_api import MaskedAdam, MaskedAdamW, OptaxOptimizer
 
 ROOT = Path(__file__).parent.parent
@@ -429,3 +430,14 @@ def test_what_jax_has_not_written_is_not_kept(cache, monkeypatch):
     monkeypatch.setattr(programs, "_programs", {})
     step.programs([plan])  # this process has no cache of jax's
     assert not cache
+
+
+def test_what_an_option_is_asked_of_is_one_program_in_every_thread():
+    found = set()
+    for types in (nullcontext(), x64()):
+        flags._nothing.cache_clear()
+        with types:
+            found.add(flags._nothing().as_text())
+    assert len(found) == 1
+    with x64():
+        assert jax.jit(lambda x: x).lower(0.0).as_text() not in found  # as it was: with the types of who asked first
