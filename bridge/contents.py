@@ -51,7 +51,7 @@ def between(jaxpr: Any) -> float:
         stored = {v for eqn in alone for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}
         return math.inf if any(map(_within, alone)) else sum(v.aval.size for v in stored)
 
-    return _summed(jaxpr, own, lambda eqn: [] if body_of(eqn) is None else [getattr(body_of(eqn), "jaxpr", body_of(eqn))])
+    return _summed(jaxpr, own, _called)
 
 
 def _summed(jaxpr: Any, own: Callable[[Any], float], within: Callable[[Any], list[Any]]) -> float:
@@ -107,6 +107,12 @@ def _within(eqn: Any) -> list[Any]:
     """The programs within an operation."""
     values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
     return [body for x in values if hasattr(body := getattr(x, "jaxpr", x), "eqns")]
+
+
+def _called(eqn: Any) -> list[Any]:
+    """The program that an operation is but a call of."""
+    body = body_of(eqn)
+    return [] if body is None else [getattr(body, "jaxpr", body)]
 
 
 def _is_small(eqn: Any) -> bool:

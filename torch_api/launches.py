@@ -89,8 +89,6 @@ class Launches:
         apart = self._max_grad_norm is None and (checked or not scaled)
         loops = not self._are_few and (apart or is_worth(self._readable))
         leaves = [leaf for part in on_device.values() for leaf, _ in part]
-        if any(leaf.state is None for leaf in leaves):
-            storage.return_freed()
         early = self._begun_early(leaves, values)
         divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
         firsts = [part[0][0].leaves[0] for part in divided if len(part) > 1]
@@ -108,9 +106,8 @@ class Launches:
         described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
         situation = Situation(described, self._max_grad_norm is not None, scaled, checked, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
-        if self._cache.info.compilations > before:
+        if self._cache.info.compilations > before or any(leaf.state is None for leaf in leaves):
             storage.return_freed()
-        early |= self.states.begun_early([leaf for leaf in leaves if leaf not in early], values)
         wait(opening)
         with uncollected():
             given = [self.states.give([leaf for leaf, _ in part], values, early) for part in on_device.values()]

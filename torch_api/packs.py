@@ -81,7 +81,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     """
     key_by: dict[Leaf, Key | None] = {}
     ahead = storage.Ahead(2 * max(map(_bytes, leaves), default=0))
-    for leaf in sorted(leaves, key=_bytes, reverse=True):  # large ones have no key, and are copied while others are looked at
+    for leaf in sorted(leaves, key=_bytes, reverse=True):  # the largest mostly have no key, and are copied while others are looked at
         leaf.look()
         key_by[leaf] = key_of(leaf) if writeback == "inplace" else None
         if key_by[leaf] is None and writeback == "inplace" and leaf.layout is None and leaf.slot is None:
