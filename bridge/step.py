@@ -260,9 +260,9 @@ class _Flight:
         if error is not None and self.landing:
             error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
         landing, failed = iter(self.landing), None
-        if self.order is not None:
-            lanes.choose(self.order)
         try:
+            if self.order is not None:
+                lanes.choose(self.order)
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
             for failed in landing:
@@ -286,14 +286,16 @@ class _Flight:
                 if failed is not None:
                     self._land_after(failed, landing)
             finally:
-                for copies in self.copies:
-                    copies.clear()
-                if self.reader is not None:
-                    self.reader.end()
-                for number, handler in self.handlers.items():
-                    _handle(number, handler)
-                if self.packed:
-                    _packs_lock.release()
+                try:
+                    for copies in self.copies:
+                        copies.clear()
+                    if self.reader is not None:
+                        self.reader.end()
+                finally:  # signals go to their handlers again, and other threads may have the packs
+                    for number, handler in self.handlers.items():
+                        _handle(number, handler)
+                    if self.packed:
+                        _packs_lock.release()
 
     def _land_after(self, failed: Any, others: Iterable[Any]) -> None:
         """Of a call that failed delete what holds the error, not values: it would be passed on; see those behind it to their end."""

@@ -93,6 +93,51 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
     assert all(torch.equal(p.detach(), before - 1) for p, before in zip(params, start, strict=True))
 
 
+@pytest.mark.parametrize("where", ["reader", "order"])
+def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where, monkeypatch):
+    params = random_params(shapes=[(1 << 20,), (1 << 19,)] + [(30,)] * 5)
+    optimizer = torch_api.MaskedAdam(params, lr=1.0, max_grad_norm=1.0)
+    stepped(optimizer, params)
+    handler, launches = signal.getsignal(signal.SIGINT), optimizer._launches.latest
+    assert launches[0].reader is not None
+    assert any(launch.packs for launch in launches)
+
+    def broken(*_):
+        raise RuntimeError("lost the device")
+
+    if where == "reader":
+        end = type(launches[0].reader).end
+        monkeypatch.setattr(type(launches[0].reader), "end", lambda reader: (end(reader), broken()))
+    else:
+        real = step._Flight.__enter__
+
+        def enter(flight):
+            found = real(flight)
+            flight.order = "none"  # `lanes.choose` takes numbers
+            return found
+
+        monkeypatch.setattr(step._Flight, "__enter__", enter)
+        monkeypatch.setattr(step.lanes, "choose", broken)
+    with pytest.raises(RuntimeError, match="lost the device"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is handler
+    taken = []
+
+    def takes():
+        taken.append(step._packs_lock.acquire(timeout=10))
+        if taken[0]:
+            step._packs_lock.release()
+
+    other = threading.Thread(target=takes)
+    other.start()
+    other.join()
+    assert taken == [True]
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
+
+
 def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
     monkeypatch.setattr(tiles, "SOME", tiles.FEW)
