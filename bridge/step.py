@@ -261,8 +261,6 @@ class _Flight:
             error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
         landing, failed = iter(self.landing), None
         try:
-            if self.order is not None:
-                lanes.choose(self.order)
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
             for failed in landing:
@@ -287,6 +285,8 @@ class _Flight:
                     self._land_after(failed, landing)
             finally:
                 try:
+                    if self.order is not None:
+                        lanes.choose(self.order)
                     for copies in self.copies:
                         copies.clear()
                     if self.reader is not None:

@@ -133,6 +133,8 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
     other.start()
     other.join()
     assert taken == [True]
+    memories = [memory for launch in launches for memory in launch.state]
+    assert all(memory.array.is_ready() for memory in memories)  # what was begun has ended
     before = [p.detach().clone() for p in params]
     optimizer.step()
     assert not any(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
