@@ -119,7 +119,7 @@ def project_frames(call):
 
     def watch(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(packages):
-            frames.append((Path(frame.f_code.co_filename).name, frame.f_code.co_qualname))
+            frames.append((Path(frame.f_code.co_filename).relative_to(root), frame.f_code.co_qualname))
 
     sys.setprofile(watch)
     try:

@@ -71,7 +71,7 @@ def test_one_compilation_for_a_set_of_live_leaves_whatever_the_numbers_are(make)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_warm_step_stays_within_four_files_and_ten_frames(make):
+def test_a_warm_step_enters_at_most_20_frames_in_10_files(make):
     params = parameters()
     optimizer = make(params)
     for step in range(3):
@@ -79,8 +79,8 @@ def test_a_warm_step_stays_within_four_files_and_ten_frames(make):
         optimizer.step()
     give(params)
     frames = project_frames(optimizer.step)
-    assert len(frames) <= 10, frames
-    assert len({file for file, _ in frames}) <= 4, frames
+    assert len(frames) <= 20, frames
+    assert len({file for file, _ in frames}) <= 10, frames
 
 
 def test_two_optimizers_over_one_transformation_share_its_programs():

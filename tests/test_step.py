@@ -168,14 +168,14 @@ def test_state_bytes_equal_torchs():
     assert size(ours) == size(original)
 
 
-def test_a_warm_step_stays_within_four_files_and_ten_frames():
+def test_a_warm_step_enters_at_most_20_frames_in_10_files():
     params = random_params(shapes=[(8, 8)] * 30)
     optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0)
     stepped(optimizer, params, 2)
     set_grads(params, random_grads(params))
     frames = project_frames(optimizer.step)
-    assert len(frames) <= 10, frames
-    assert len({file for file, _ in frames}) <= 4, frames
+    assert len(frames) <= 20, frames
+    assert len({file for file, _ in frames}) <= 10, frames
 
 
 def test_gradients_may_be_changed_the_moment_step_returns():
