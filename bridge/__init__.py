@@ -1,6 +1,6 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
-from . import executables, matrix_rules, rules
+from . import matrix_rules, rules
 from .doctor import doctor
 from .functions import jax_function
 from .handover import load_module_tree, to_jax, to_torch
@@ -82,5 +82,3 @@ __all__ = [
     "with_extra_args_support",
     "write_buffers",
 ]
-
-executables.remember()

@@ -9,8 +9,10 @@ that never calls.
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
+import jax.monitoring
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 # What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.6).
@@ -32,7 +34,8 @@ def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
 def serialized(compiled: Any) -> Any:
     """A compiled program as `loaded` takes it; None where it cannot be written.
 
-    Not one that jax has read from its cache: see `executables.written`.
+    Not for a program that jax has read from its persistent cache (see `cache_hits`): jaxlib 0.10.2 writes that one without some of its
+    functions, and the program that is loaded from it fails when it runs (NOT_FOUND).
     """
     try:
         return serialize(compiled)
@@ -65,6 +68,25 @@ class _Client:
 
     def deserialize_executable(self, *args: Any, **kwargs: Any) -> Any:
         return self._client.deserialize_executable(*args, host_callbacks=[_never], **kwargs)
+
+
+class _Hits(threading.local):
+    count = 0
+
+
+_hits = _Hits()
+
+
+def _on_event(event: str, **_: Any) -> None:
+    _hits.count += event == "/jax/compilation_cache/cache_hits"
+
+
+jax.monitoring.register_event_listener(_on_event)
+
+
+def cache_hits() -> int:
+    """Return how many programs jax has read from its persistent cache in this thread."""
+    return _hits.count
 
 
 def _never(*_: Any) -> Any:

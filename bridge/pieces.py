@@ -17,9 +17,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from . import executables, lanes
+from . import lanes
 from .dlpack import x64
 from .fusion import compiled
+from .inline import cache_hits
 from .tiles import in_tiles
 from .whole import body_of, kind_text, literal, params_text, slice_of
 
@@ -40,21 +41,21 @@ def _is_part(eqn: Any) -> bool:
 
 
 class Piece:
-    """A lowered program, compiled with these options when asked; `written`, `read`: as of `executables.written` and `executables.read`."""
+    """A lowered program, compiled with these options when asked; `from_cache`: jax has read it from its persistent cache."""
 
     def __init__(self, lowered: Any, options: dict[str, Any]) -> None:
         self._lowered, self._options = lowered, options
         self.compiled: Any = None
-        self.written = self.read = False
+        self.from_cache = False
 
     def compile(self) -> None:
         """Make it ready to be called; several may be compiled at once, each in a thread."""
         lowered = self._lowered
         if lowered is not None:  # else it is, since another thread took it as well
-            written, read = executables.written(), executables.read()
+            hits = cache_hits()
             with x64():
                 self.compiled = compiled(lowered, True, self._options)
-            self.written, self.read = executables.written() > written, executables.read() > read
+            self.from_cache = cache_hits() > hits
             self._lowered = None
 
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import jax
 import jax.numpy as jnp
 
-from . import executables, reading
+from . import reading
 from .contents import between, calls_back, contents_of, work
 from .dlpack import x64
 from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_core
@@ -72,23 +72,13 @@ class Program:
         self._cut: Any = None
         self._own: list[Piece] = []
         self._written: Any = None  # the update as it is read again
-        self._was_read = False  # by jax, from its cache
-        self._entry = executables.Entry(plan)
-        kept = self._entry.get()
-        if kept is None:
-            self._trace()
-        else:
-            self._written = kept[0][0]
-            self._take([each for _, each in kept])
-
-    def _trace(self) -> None:
-        plan, arguments = self.plan, abstract(self.plan)
+        self._from_cache = False  # jax has read the update from its persistent cache
+        arguments = abstract(plan)
         # What the compiler is asked, it is asked while the update is traced.
         known = meanwhile(of_update, plan.device)
         may_be_ordered = meanwhile(in_place) if self._are_mixed and plan.device.platform == "cpu" else None
         with x64(), jax.disable_jit(False):
-            update = self._entry.named(functools.partial(stepped, plan))
-            jitted = functools.partial(jax.jit, update, donate_argnums=(0, 1))
+            jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
             if unread(traced.jaxpr.jaxpr, donated):
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
@@ -106,7 +96,7 @@ class Program:
                 self._own.append(Piece(traced.lower(), options))
             if plan.measured and not all(map(plan.far, plan.leaves)):
                 _, _, _, _, grads, masks, _, _, live, _, scaling, measure, after = arguments
-                measuring = jax.jit(self._entry.named(functools.partial(measured, plan)))
+                measuring = jax.jit(functools.partial(measured, plan))
                 self._own.append(Piece(measuring.lower(grads, masks, live, scaling, measure, after), options))
 
     @property
@@ -121,16 +111,10 @@ class Program:
         if "update" in vars(self):
             return
         compiled = [piece.compiled for piece in self._own]
-        if self._cut is not None:
-            self._take([self._cut, *compiled])
-            return
-        self._take(compiled)
-        if not self.calls_back and all(piece.written for piece in self._own):
-            self._written = next(iter(self._entry.put(compiled)), None)
-        self._was_read, self._own = any(piece.read for piece in self._own), []
-
-    def _take(self, compiled: Sequence[Any]) -> None:
-        self.update, self.measure = compiled[0], compiled[1] if len(compiled) > 1 else None
+        self.update = self._cut if self._cut is not None else compiled.pop(0)
+        self.measure = compiled[0] if compiled else None
+        self._from_cache = any(piece.from_cache for piece in self._own)
+        self._own = []
 
     @functools.cached_property
     def update(self) -> Any:
@@ -143,7 +127,7 @@ class Program:
 
         It is then all that is kept of it but bytes, from which `update` is read where somebody asks again.
         """
-        if self.calls_back or self._cut is not None or self._was_read or (self._are_many and self.elements > ON_ONE_CORE):
+        if self.calls_back or self._cut is not None or self._from_cache or (self._are_many and self.elements > ON_ONE_CORE):
             return self.update
         self._written = self._written or serialized(self.update)
         found = inline(self._written, self.plan.device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "examples op_db pieces scattered benchmarks joint_packs executables packs loops precision zoo distributed step recurrent train_step"
+LONG = "examples op_db pieces scattered benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
 LONG += " optim_db at_once joint distributions tiles optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "as_torch autograd_function bad_input beginning calm contents dlpack docs gpu known_values lr_scale masks one_type openmp"

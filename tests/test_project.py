@@ -50,7 +50,6 @@ ORDER = {
         "loops",
         "operands",
         "inline",
-        "executables",
         "tiles",
         "pieces",
         "side_by_side",

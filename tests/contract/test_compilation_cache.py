@@ -1,0 +1,105 @@
+"""jax's persistent compilation cache beside the optimizers: no code of Python in the folder, and the same numbers at a second start."""
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAINING = """
+import sys
+import optax, torch, torch_api
+
+SHAPES = [(300, 300), (64, 16), (64, 16), (7,)]
+OPTIMIZERS = {
+    "AdamW": lambda params: torch_api.MaskedAdamW(params, lr=1e-2),
+    "clipped": lambda params: torch_api.MaskedSGD(params, lr=1e-2, momentum=0.9, max_grad_norm=1.0),
+    "optax": lambda params: torch_api.OptaxOptimizer(params, tx=optax.adam(1e-2)),
+}
+for name, make in OPTIMIZERS.items():
+    generator = torch.Generator().manual_seed(3)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = make(params)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    print(name, *(p.detach().numpy().tobytes().hex() for p in params))
+"""
+
+
+class Command:
+    def __init__(self, text):
+        self.text = text
+
+    def __reduce__(self):
+        return os.system, (self.text,)
+
+
+def train(folder, warnings="error"):
+    """What a new process prints that keeps its programs in the folder: the parameters of each optimizer after three steps."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
+    env |= {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run([sys.executable, "-W", warnings, "-c", TRAINING], capture_output=True, text=True, env=env, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A folder that a first start has filled, and what that start printed."""
+    folder = tmp_path_factory.mktemp("cache")
+    return folder, train(folder)
+
+
+def entries(folder):
+    """The content of each entry, by its file; jax writes beside it when it was used."""
+    return {file: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file() and not file.name.endswith("-atime")}
+
+
+def parts(content):
+    """The content of an entry and what it decompresses to, from its beginning or behind a digest."""
+    for start in (0, 16, 20, 32, 64):
+        yield content[start:]
+        try:
+            yield zlib.decompress(content[start:])
+        except zlib.error:
+            continue
+
+
+def test_no_entry_holds_a_pickle(filled):
+    found = entries(filled[0])
+    assert found
+    assert not [file.name for file, content in found.items() if any(part[:1] == pickle.PROTO for part in parts(content))]
+
+
+def test_a_second_start_has_the_same_numbers_and_compiles_nothing(filled):
+    folder, first = filled
+    before = entries(folder).keys()
+    assert train(folder) == first
+    assert entries(folder).keys() == before
+
+
+def test_an_entry_that_somebody_replaced_runs_nothing(filled, tmp_path):
+    folder, first = filled
+    mark, before = tmp_path / "mark", entries(folder)
+    code = zlib.compress(pickle.dumps([Command(f"touch {mark}")]))
+    try:
+        for file in before:
+            file.write_bytes(hashlib.sha256(code).digest() + code)
+        assert train(folder, warnings="ignore") == first  # jax warns of each entry that it cannot read
+        assert not mark.exists()
+    finally:
+        for file, content in before.items():
+            file.write_bytes(content)
