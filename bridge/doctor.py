@@ -12,12 +12,12 @@ from .step import was_forked
 
 # As pyproject.toml has them: at least, and below.
 BOUNDS = {
-    "jax": ("0.6", "0.12"),
-    "jaxlib": ("0.6", "0.12"),
+    "jax": ("0.8", "0.12"),
+    "jaxlib": ("0.8", "0.12"),
     "ml_dtypes": ("0.5", None),
-    "numpy": ("1.26.4", "3"),
+    "numpy": ("2.0", "3"),
     "optax": ("0.2.5", "0.3"),
-    "torch": ("2.6", "3"),
+    "torch": ("2.8", "3"),
     "torch2jax": ("0.1", "0.2"),
 }
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
@@ -181,7 +181,7 @@ def _flags(facts: Facts) -> Iterator[Finding]:
     flags, opted_out = facts.env.get("XLA_FLAGS", ""), facts.env.get(SWITCH) == "0"
     text, asks = f"XLA_FLAGS={flags!r}", facts.by_program and not opted_out
     slower = "Adam moves 40 bytes a parameter on the CPU instead of 28"
-    newer = "a newer jaxlib (0.6 does not know it, 0.10 does)"
+    newer = "another jaxlib (0.8 to 0.10 know it)"
     if FUSION_FLAG in flags and facts.fuses is not False:
         yield Finding("XLA flags", OK, f"{text}: {'heard' if facts.fuses else 'set, jax will read it when it starts'}")
     elif asks and facts.fuses is not False:
@@ -231,7 +231,7 @@ def _fast_paths(facts: Facts) -> Iterator[Finding]:
             "write-back",
             WARNING,
             "this torch does not tell who holds a storage: every parameter is updated by a copy",
-            "a torch between 2.6 and 2.13, or report it",
+            "a torch between 2.8 and 2.13, or report it",
         )
 
 

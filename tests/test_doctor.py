@@ -43,13 +43,13 @@ def changed(facts=HEALTHY, env=None, without=(), **values):
 
 PROBLEMS = {
     "jax too old": (
-        changed(versions=VERSIONS | {"jax": "0.5.3", "jaxlib": "0.5.3"}),
+        changed(versions=VERSIONS | {"jax": "0.7.2", "jaxlib": "0.7.2"}),
         "versions",
         "error",
-        r"'jax>=0.6,<0.12'",
-        r"pip install 'jax>=0.6",
+        r"'jax>=0.8,<0.12'",
+        r"pip install 'jax>=0.8",
     ),
-    "torch of the next major": (changed(versions=VERSIONS | {"torch": "3.0.0"}), "versions", "error", "'torch>=2.6,<3'", "pip install"),
+    "torch of the next major": (changed(versions=VERSIONS | {"torch": "3.0.0"}), "versions", "error", "'torch>=2.8,<3'", "pip install"),
     "optax is missing": (changed(versions=VERSIONS | {"optax": None}), "versions", "error", "'optax>=0.2.5,<0.3'", "pip install"),
     "jaxlib ahead": (changed(versions=VERSIONS | {"jaxlib": "0.11.0"}), "versions", "error", "newer than jax 0.10.2", "jax==0.11.0"),
     "no GPU for jax": (
@@ -95,7 +95,7 @@ PROBLEMS = {
     ),
     "75% of the GPU": (changed(ON_GPU, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]), "preallocation", "warning", "75%", "PREALLOCATE=false"),
     "x64": (changed(x64=True), "x64", "note", "makes float64", "not needed"),
-    "older jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "a newer jaxlib"),
+    "another jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "another jaxlib"),
     "flag too late": (
         changed(ON_GPU, fuses=False, by_program=False),
         "XLA flags",
@@ -172,7 +172,7 @@ def test_what_looks_alike_but_is_well():
         changed(ON_GPU, env=RANK | {"JAX_CUDA_VISIBLE_DEVICES": "1"}),
         changed(env=RANK),
         changed(ON_GPU, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]),
-        changed(versions=VERSIONS | {"jax": "0.6.0", "jaxlib": "0.6.0", "torch": "2.6.0", "numpy": "1.26.4"}),
+        changed(versions=VERSIONS | {"jax": "0.8.0", "jaxlib": "0.8.0", "torch": "2.8.0", "numpy": "2.0.0"}),
         changed(versions=VERSIONS | {"torch": "2.14.0a0+git123"}),
         changed(env={"GOMP_SPINCOUNT": "0"}, without=["OMP_WAIT_POLICY"]),
         changed(env={"GOMP_SPINCOUNT": "10000"}, without=["OMP_WAIT_POLICY"]),
