@@ -121,6 +121,8 @@ def place(
     dims = None if order is None or order == tuple(range(tensor.ndim)) else order
     known, row = located(tensor)
     if known is not None and (row is None or not alone or writeback == "copy"):
+        if row is not None:
+            known.holders[row] = weakref.ref(tensor)  # another may have looked there
         return Placement(known, dims, IN_PLACE, row) if writeback == "inplace" else Placement(None, dims, "asked for")
     copy = None if ahead is None else ahead.take(tensor)
     why = "asked for" if writeback == "copy" else cannot_own(tensor) if copy is None else ""
@@ -164,9 +166,9 @@ def _packed(tensors: Sequence[torch.Tensor], array: jax.Array) -> Memory:
     memory = register(array, [tensor.numel() for tensor in tensors])
     windows = [memory.tensor(tensor.device, like=tensor, row=row) for row, tensor in enumerate(tensors)]
     torch._foreach_copy_(windows, [tensor.detach() for tensor in tensors])
-    for tensor, window in zip(tensors, windows, strict=True):
+    for row, (tensor, window) in enumerate(zip(tensors, windows, strict=True)):
         tensor.data = window
-    memory.holders = {row: weakref.ref(tensor) for row, tensor in enumerate(tensors)}
+        memory.holders[row] = weakref.ref(tensor)
     return memory
 
 
@@ -332,11 +334,11 @@ def shares_memory(x: Any) -> bool:
 def renewed(memory: Memory) -> Memory:
     """The memory, known by the address where its array lies now; of a pack all tensors look there, whoever has them."""
     if memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:
-        memory.address = memory.array.unsafe_buffer_pointer()
+        before, memory.address = memory.address, memory.array.unsafe_buffer_pointer()
         _know(memory)
         for row, holder in memory.holders.items():
             tensor = holder()
-            if tensor is not None:
+            if tensor is not None and tensor.data_ptr() == before + row * memory.row_bytes:
                 tensor.data = memory.tensor(tensor.device, like=tensor, row=row)
     return memory
 

@@ -90,7 +90,6 @@ class Launch(step.Launch):
     def prepare(self) -> None:
         """Find all that a call needs."""
         blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
-        self._blocks, self.ready = (), True
         alone = [block.leaves[0] for block in blocks if block.pack is None]
         scattered = [block for block in blocks if block.scattered]  # in programs of their own
         singly = [(block, each) for block in blocks if block.pack is None or block.described.singly for each in block.singly]
@@ -124,6 +123,7 @@ class Launch(step.Launch):
                 live.append(np.zeros(len(block.rows), np.bool_))
                 at[-1][rows], live[-1][rows] = own, True
         self.offsets, self.live = (storage.constant(np.concatenate(x), program.plan.device) for x in (at, live))
+        self._blocks, self.ready = (), True  # last: an interrupted call begins again
 
     def follow(self) -> None:
         """Look at the new places after results came to lie elsewhere."""

@@ -16,7 +16,7 @@ from bridge import step, storage, update
 from bridge.dlpack import device_of
 from bridge.dynamo import not_traced
 from bridge.precision import AVERAGE
-from bridge.problem import GRADIENTS, NO_EXTRA, Field, Same
+from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge.rules import Rule
 
 from . import checkpoint, groups, listeners, options, packs, report
@@ -25,7 +25,7 @@ from .averages import Exchange
 from .cache import Cache, CacheInfo
 from .grouped import GroupedOptimizer
 from .held import Asks
-from .launch import restore
+from .launch import Launch, restore
 from .launches import Launches
 from .options import Changeable, Options
 from .plan import Leaf, bad_gradient, check_norm, followed
@@ -136,6 +136,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _begin(self) -> None:
         """What no copy or pickle carries."""
+        self._signature: list[Any] | None = None  # as of `_group_signature`; None while what a step needs is not prepared
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
 
@@ -149,14 +150,17 @@ class OptaxOptimizer(GroupedOptimizer):
         """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise.
 
         `move` False leaves the memory to the first step: an unpickler still holds on to what it has made.
+
+        Leaves, rows and launches fit together only when all of this is done. The signature is None until then, so that the
+        step after an error or an interrupt prepares everything anew.
         """
+        self._signature = None
         step.refuse_fork()
         self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         kept = self._options.kept(self.ema_decay is not None)
         self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, kept)
         self._listed = [list(group["params"]) for group in self.param_groups]
-        self._signature = self._group_signature()
         self._sight.forget()
         self._active = list(filter(self._is_active, self._leaves))
         for leaf in self._leaves:
@@ -171,6 +175,7 @@ class OptaxOptimizer(GroupedOptimizer):
         states = States(type(self).__name__, self._active, self.arrangement, rules, vars(self)["state"], self._options.begin)
         self._launches = Launches(states, self.max_grad_norm, self._cache)
         states.begin_eager(self._hyperparams)
+        self._signature = self._group_signature()
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
@@ -260,8 +265,7 @@ class OptaxOptimizer(GroupedOptimizer):
         on_device = self._launches.known.get((live, extra, scaled, checked))
         self._cache.hits += on_device is not None
         if on_device is None:
-            on_device = self._launches.build(live, extra, scaled, hyperparams, checked)
-            self._sight.forget(self._launches.began)
+            on_device = self._build_launches(live, extra, scaled, hyperparams, checked)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
             before += launch.copied() if launch.program.calls_back else ()
@@ -295,10 +299,25 @@ class OptaxOptimizer(GroupedOptimizer):
             raise TypeError(f"{type(self).__name__}.step: this transformation takes no further arguments, but got {sorted(given)}.")
         arguments = Arguments(given, self._leaves, self.arrangement.skeleton)
         if arguments.names != self._argument_names:
-            self._argument_names = arguments.names
-            self._extra, _ = arguments.of([leaf for leaf in self._active if leaf.param.requires_grad])
-            self._place()
+            before, self._signature = (self._argument_names, self._extra), None
+            try:
+                self._extra, _ = arguments.of([leaf for leaf in self._active if leaf.param.requires_grad])
+                self._argument_names = arguments.names
+                self._place()
+            except BaseException:
+                self._argument_names, self._extra = before  # the next step may come without those that are refused
+                raise
         return arguments
+
+    def _build_launches(
+        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool
+    ) -> list[list[Launch]]:
+        """`Launches.build`; after an error or an interrupt in it the next step prepares everything anew."""
+        signature, self._signature = self._signature, None
+        launches = self._launches.build(live, extra, scaled, hyperparams, checked)
+        self._sight.forget(self._launches.began)
+        self._signature = signature
+        return launches
 
     def _look(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""
@@ -330,8 +349,10 @@ class OptaxOptimizer(GroupedOptimizer):
         live = [x for x in self._active if x.spec is not None and x.layout is None and x.param.requires_grad and x.param.grad is not None]
         elsewhere = [leaf, *(x for x in live if x is not leaf and x.param.data_ptr() != x.address)]
         before = [x.signature for x in elsewhere]
+        signature, self._signature = self._signature, None  # as in `_place`
         self._place_leaves(elsewhere)  # all at once: those that were packed are packed again
         if all(old in (None, x.signature) for old, x in zip(before, elsewhere, strict=True)):
+            self._signature = signature
             return False
         self._place()
         return True

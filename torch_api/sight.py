@@ -66,18 +66,19 @@ class Sight:
           leaves: the active ones.
           live: those of them that have a gradient; `grads`: their gradients.
         """
+        self._params = None  # until all the rest is known
         if any(leaf.layout is not None for leaf in leaves):
             return
-        self._params = [leaf.param for leaf in leaves]
+        params = [leaf.param for leaf in leaves]
         self._addresses = [leaf.address if leaf.spec is not None else None for leaf in leaves]
         self._shapes, self._strides = [leaf.shape for leaf in leaves], [leaf.strides for leaf in leaves]
         self._kinds = [(leaf.shape, leaf.dtype, leaf.device, torch.strided) for leaf in leaves]
         self._positions = tuple(range(len(leaves)))
-        self._same = self._guards(tuple(live), grads)
+        self._same = self._guards(params, tuple(live), grads)
+        self._params = params
 
-    def _guards(self, live: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Any:
+    def _guards(self, params: Sequence[torch.Tensor], live: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Any:
         """What `glance` asks first; None where there is no fast way."""
-        params = self._params or []
         checks = _guard(params), _guard(grads)
         if None in checks:
             return None
