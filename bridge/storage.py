@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from .dlpack import ALIGNMENT, dense_order, device_of, numpy_dtype, operands, to_torch, x64
+from .ownership import is_owned
 from .windows import Window
 
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
@@ -93,6 +94,7 @@ class Placement(NamedTuple):
 
 
 IN_PLACE = "in jax-owned memory"
+FOREIGN, SHARED = "in memory of another library", "another tensor shares its storage"
 _SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
 
 
@@ -385,13 +387,15 @@ def cannot_own(tensor: torch.Tensor) -> str:
         return "not dense"
     if tensor._is_view() or tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
-    if not tensor.untyped_storage().resizable() and located(tensor)[0] is None:
-        return "in memory of another library"
     if tensor.is_shared() and tensor.device.type == "cpu":
         return "in shared memory"
     if tensor.is_pinned():
         return "in pinned memory"
-    return "" if _use_count(tensor) == 1 else "another tensor shares its storage"
+    if _use_count(tensor) != 1:
+        return SHARED
+    if not tensor.untyped_storage().resizable() and located(tensor)[0] is None and not is_owned(tensor):
+        return FOREIGN
+    return ""
 
 
 def _use_count(tensor: torch.Tensor) -> int:

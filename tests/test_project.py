@@ -24,6 +24,7 @@ ORDER = {
         "cells",
         "tree",
         "handover",
+        "ownership",
         "storage",
         "checks",
         "leafwise",

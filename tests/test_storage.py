@@ -163,6 +163,7 @@ NOT_ALONE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*each step copies")
 @pytest.mark.parametrize(("make", "why"), NOT_ALONE.values(), ids=NOT_ALONE.keys())
 def test_a_parameter_that_shares_its_storage_is_updated_where_it_is(make, why):
     param, other = make()

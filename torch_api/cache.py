@@ -108,9 +108,9 @@ def _cause(before: Situation, now: Situation) -> str:
     old, new = ({name: leaf for names, leaf in at.leaves for name in names} for at in (before, now))
     changed = [(name, what) for name in old.keys() & new.keys() for what in _changes(old[name], new[name])]
     for what in dict.fromkeys(what for _, what in sorted(changed)):
-        causes.append(f"{what} of {_listed(sorted(name for name, other in changed if other == what))}")
-    causes += [f"{_listed(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
-    causes += [f"{_listed(sorted(old.keys() - new.keys()))} do not, frozen or without gradient"] if old.keys() - new.keys() else []
+        causes.append(f"{what} of {few_names(sorted(name for name, other in changed if other == what))}")
+    causes += [f"{few_names(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
+    causes += [f"{few_names(sorted(old.keys() - new.keys()))} do not, frozen or without gradient"] if old.keys() - new.keys() else []
     return "; ".join(causes) or "nothing that a program is known to depend on has changed"
 
 
@@ -134,6 +134,7 @@ def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
         yield "the mask of elements is another"
 
 
-def _listed(names: Sequence[str]) -> str:
+def few_names(names: Sequence[str]) -> str:
+    """Names for a text: the first three, and how many more."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more

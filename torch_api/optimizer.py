@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -22,7 +23,7 @@ from bridge.rules import Rule
 from . import checkpoint, groups, listeners, options, packs, report
 from .arguments import Arguments, Closure
 from .averages import Exchange
-from .cache import Cache, CacheInfo
+from .cache import Cache, CacheInfo, few_names, stack_level
 from .grouped import GroupedOptimizer
 from .held import Asks
 from .launch import Launch, restore
@@ -139,6 +140,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._signature: list[Any] | None = None  # as of `_group_signature`; None while what a step needs is not prepared
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
+        self._warned = False
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -176,12 +178,26 @@ class OptaxOptimizer(GroupedOptimizer):
         self._launches = Launches(states, self.max_grad_norm, self._cache)
         states.begin_eager(self._hyperparams)
         self._signature = self._group_signature()
+        self._warn_of_copies()
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
             key = functools.partial(self.arrangement.pack_key, loops=self._loops)
             packs.place(leaves, key, self._options.writeback)
         packs.check_apart(type(self).__name__, self._active)
+
+    def _warn_of_copies(self) -> None:
+        """Warn once of parameters that could be updated in place, if nobody else held their memory; all is in order when this raises."""
+        names = [] if self._warned or self._options.writeback != "inplace" else packs.copied_by_others(self._active)
+        if names:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__}: each step copies {few_names(names)}, because somebody else may hold their memory, which is not "
+                "torch's own (torch.from_numpy, DLPack, a mapped file), and then sees the updates. If nobody needs to see them, give each "
+                "parameter memory of its own (p.data = p.data.clone()), or delete the state_dict that was loaded with assign=True, before "
+                "you make the optimizer: it then updates in place, which is faster. writeback='copy' copies without this warning.",
+                stacklevel=stack_level(),
+            )
 
     def without_loops(self) -> None:
         """Rows of packs are no longer updated in a loop: their parameters get memory of their own, for who reads them one by one."""

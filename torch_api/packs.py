@@ -14,6 +14,7 @@ import torch
 from bridge import lanes, loops, scattered, storage
 from bridge.calm import uncollected
 from bridge.dlpack import device_of, numpy_dtype
+from bridge.ownership import mappings_read_once
 from bridge.problem import Field, buffer_shape
 
 from .plan import Leaf, has_state, is_wider
@@ -73,6 +74,7 @@ def is_padded(leaf: Leaf) -> bool:
 
 
 @uncollected()
+@mappings_read_once()
 def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writeback: str) -> None:
     """Give each leaf its memory: the rows of a pack for those of equal key, for others a memory of their own.
 
@@ -133,6 +135,15 @@ def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
                 f"{owner}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one Parameter object, or "
                 "give each memory of its own: param.data = param.data.clone()."
             )
+
+
+def copied_by_others(leaves: Iterable[Leaf]) -> list[str]:
+    """The names of parameters that each step copies because somebody else may hold memory that torch's allocator has not given."""
+    return [
+        leaf.name
+        for leaf in leaves
+        if leaf.why in (storage.FOREIGN, storage.SHARED) and leaf.memory is None and not leaf.local.untyped_storage().resizable()
+    ]
 
 
 class Pack:

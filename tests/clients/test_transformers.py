@@ -75,3 +75,20 @@ def test_gpt2_with_a_class_and_its_arguments(tmp_path):
 
 def test_bert_with_optimizers(tmp_path):
     check(with_optimizers(language()), masked_adamw, tmp_path, model=bert, **BERT)
+
+
+def test_weights_from_files_are_updated_in_their_own_memory(tmp_path):
+    bert().save_pretrained(tmp_path)
+    model, twin = (transformers.BertForMaskedLM.from_pretrained(tmp_path) for _ in range(2))
+    ours, theirs = torch_api.MaskedAdamW(model.named_parameters(), lr=LR), torch.optim.AdamW(twin.named_parameters(), lr=LR)
+    assert {row["write-back"] for row in ours.report().rows} == {"inplace"}
+    addresses = [p.data_ptr() for p in model.parameters()]
+    rows = torch.arange(32).view(4, 8) % 16
+    for each, optimizer in ((model.eval(), ours), (twin.eval(), theirs)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-3, atol=LR / 10)

@@ -1,0 +1,98 @@
+"""Whether memory that a torch storage cannot resize belongs to that storage alone.
+
+Files are loaded into memory of this kind: torch.load gives each storage an allocation of its own, mapped files (safetensors, torch.load
+with mmap=True) a part of a private mapping. Arrays of NumPy and capsules of DLPack look the same, but their memory has another owner.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import compress
+from operator import itemgetter
+
+import numpy as np
+import torch
+
+_Ranges = list[tuple[int, int]]
+_mapped: _Ranges | None = None  # within `mappings_read_once`, once they were asked for
+_keeps = False
+
+
+@contextmanager
+def mappings_read_once() -> Iterator[None]:
+    """Read the process's memory mappings at most once in here; tensors that exist before keep theirs."""
+    global _keeps, _mapped
+    outer, _keeps = _keeps, True
+    try:
+        yield
+    finally:
+        _keeps = outer
+        _mapped = _mapped if outer else None
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Whether nobody but the tensor's storage, which cannot be resized, holds its memory."""
+    return tensor.device.type == "cpu" and (_is_allocation(tensor) or _is_in_private_file(tensor))
+
+
+def _is_allocation(tensor: torch.Tensor) -> bool:
+    """Whether the memory is one allocation, which nothing else keeps alive.
+
+    torch shares the memory of a storage between lazy clones only where it could free that memory with no other object. The clone is gone
+    at once, and `data_ptr` makes the storage a plain one again.
+    """
+    try:
+        with torch.no_grad():
+            torch._lazy_clone(tensor.detach())
+    except (AttributeError, RuntimeError):
+        return False
+    return bool(tensor.data_ptr())
+
+
+def _is_in_private_file(tensor: torch.Tensor) -> bool:
+    """Whether the memory is in a private mapping of a file that no Python object has made: a loader of weights has.
+
+    Writes to it reach neither the file nor another process. A mapping that an `mmap` has made (numpy.memmap) may have views.
+    """
+    global _mapped
+    ranges = _mapped if _mapped is not None else _private_files()
+    _mapped = ranges if _keeps else None
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    nth = bisect_right(ranges, first, key=itemgetter(0)) - 1
+    return nth >= 0 and last <= ranges[nth][1]
+
+
+def _private_files() -> _Ranges:
+    """The address ranges of private, writable mappings of data files, in ascending order; none where the system does not tell."""
+    try:
+        with open("/proc/self/maps") as file:
+            lines = [line.split(maxsplit=5) for line in file]
+    except OSError:
+        return []
+    files = [line for line in lines if len(line) == 6 and line[4] != "0"]
+    programs = {line[4] for line in files if "x" in line[1]}  # a library's own variables lie in such a mapping, too
+    found = [_range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs]
+    taken = _mapped_by_python() if found else []
+    return sorted(own for own in found if not any(own[0] < last and first < own[1] for first, last in taken))
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, last = text.split("-")
+    return int(first, 16), int(last, 16)
+
+
+def _mapped_by_python() -> _Ranges:
+    objects = gc.get_objects()
+    kinds = {mmap.mmap, *mmap.mmap.__subclasses__()}
+    found = []
+    for space in compress(objects, map(kinds.__contains__, map(type, objects))):  # isinstance would run properties of lazy objects
+        try:
+            view = np.frombuffer(space, np.uint8)
+        except (ValueError, BufferError):  # closed, or empty
+            continue
+        found.append((view.ctypes.data, view.ctypes.data + view.nbytes))
+    return found
