@@ -58,6 +58,7 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     indices = {index for group in groups for index in group["params"]}
     state = {key: value for key, value in saved.items() if key not in indices}
     names = iter(optimizer.names())
+    optimizer._follow()
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         _take_lr_scale(own, group)
@@ -91,20 +92,31 @@ def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> 
 
 def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Make torch's state_dict of the optimizer what a user expects of it: an entry for frozen parameters, `lr_scale` in its place."""
-    active = set(map(id, optimizer._active))
-    mark_frozen(state_dict, [id(leaf) not in active and leaf.param.requires_grad for leaf in optimizer.leaves])
+    leaves = optimizer._followed()
+    mark_frozen(state_dict, [leaf.param.requires_grad and not optimizer._is_active(leaf) for leaf in leaves])
+    update_trainable_params(state_dict["param_groups"], leaves)
+    for group in state_dict["param_groups"]:
+        if len(group.get("param_names", group["params"])) != len(group["params"]):
+            del group["param_names"]  # parameters were added or removed by hand, their names not
     _put_back_lr_scale(state_dict)
 
 
 def settle(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
-    """Give loaded groups what they lack of the defaults, and leaves what the groups say of which are trained."""
-    for index, group in enumerate(param_groups):
+    """Give loaded groups what they lack of the defaults, and `leaves` what the groups say of which are trained."""
+    columns = {index: iter(group[TRAINABLE_PARAMS]) for index, group in enumerate(param_groups) if TRAINABLE_PARAMS in group}
+    for group in param_groups:
         for name, default in defaults.items():
             group.setdefault(name, default)
+    for leaf in leaves:
+        if leaf.group in columns:
+            leaf.trained = next(columns[leaf.group])
+
+
+def update_trainable_params(param_groups: Sequence[dict[str, Any]], leaves: Sequence[Leaf]) -> None:
+    """Write into groups that say which of their parameters are trained what is true now: parameters may have come and gone by hand."""
+    for index, group in enumerate(param_groups):
         if TRAINABLE_PARAMS in group:
-            mine = [leaf for leaf in leaves if leaf.group == index]
-            for leaf, trained in zip(mine, group[TRAINABLE_PARAMS], strict=True):
-                leaf.trained = trained
+            group[TRAINABLE_PARAMS] = [leaf.trained for leaf in leaves if leaf.group == index]
 
 
 def _put_back_lr_scale(state_dict: dict[str, Any]) -> None:
@@ -142,7 +154,7 @@ def _aligned(optimizer: Any, saved: list[dict[str, Any]]) -> list[dict[str, Any]
         raise ValueError(
             f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}."
         )
-    if all("param_names" in group for group in [*own, *saved]):
+    if all(len(group.get("param_names", ())) == len(group["params"]) for group in [*own, *saved]):
         index = _by_name(saved, "params")
         names = [name for group in own for name in group["param_names"]]
         if len(set(names)) == len(names) and len(index) == sum(len(group["params"]) for group in saved):

@@ -12,7 +12,7 @@ from bridge.rules import Rule
 
 from . import groups
 from .held import Keeper
-from .plan import Leaf, check_leaves
+from .plan import Leaf, check_leaves, followed
 
 
 class GroupedOptimizer(Keeper, ABC):
@@ -21,6 +21,7 @@ class GroupedOptimizer(Keeper, ABC):
     _leaves: list[Leaf]
     _selectors: dict[str, Any]  # those that have an answer for parameters added later
     _constructed: bool
+    _signature: list[Any] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
     _unscales = False  # whether `step` does what a scaled loss asks for
 
     @abstractmethod
@@ -44,6 +45,7 @@ class GroupedOptimizer(Keeper, ABC):
           ValueError, TypeError: as the constructor; the optimizer is then as before.
         """
         owner = type(self).__name__
+        self._leaves = self._followed()
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
@@ -63,13 +65,18 @@ class GroupedOptimizer(Keeper, ABC):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Groups, leaves and what was decided of them are as before if anything is raised inside."""
-        before = [(group, group.get(groups.TRAINABLE_PARAMS)) for group in self.param_groups]
+        """Groups, state, leaves and what was decided of them are as before if anything is raised inside."""
+        listed, state = self.param_groups, vars(self).get("state")
+        before = [(group, group.get(groups.TRAINABLE_PARAMS)) for group in listed]
         leaves = [(leaf, leaf.decided) for leaf in self._leaves]
         try:
             yield
         except BaseException:
-            self.param_groups[:] = [group for group, _ in before]
+            self._signature = None  # the next step prepares everything anew: here that might raise another error
+            listed[:] = [group for group, _ in before]
+            self.param_groups = listed
+            if state is not None:
+                self.state = state
             for group, column in before:
                 if column is None:
                     group.pop(groups.TRAINABLE_PARAMS, None)
@@ -78,8 +85,6 @@ class GroupedOptimizer(Keeper, ABC):
             self._leaves = [leaf for leaf, _ in leaves]
             for leaf, decided in leaves:
                 leaf.decided = decided
-            if self._constructed:
-                self._place()
             raise
 
     def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
@@ -94,6 +99,10 @@ class GroupedOptimizer(Keeper, ABC):
     def leaves(self) -> list[Leaf]:
         """Each parameter with what was decided of it, in the order of the groups."""
         return self._leaves
+
+    def _followed(self) -> list[Leaf]:
+        """The leaves, where `param_groups` may have been edited by hand since the last step."""
+        return followed(self._leaves, self.names(), self.param_groups)
 
     def names(self) -> list[str]:
         """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
@@ -151,6 +160,7 @@ class GroupedOptimizer(Keeper, ABC):
           ValueError, TypeError: a selector that fits nothing, or a parameter that the update does not take; the optimizer is
             then as before.
         """
+        self._leaves = self._followed()
         picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
         chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
         if trainable:

@@ -29,7 +29,7 @@ from .held import Asks
 from .launch import Launch, restore
 from .launches import Launches
 from .options import Changeable, Options
-from .plan import Leaf, bad_gradient, check_norm, followed
+from .plan import Leaf, bad_gradient, check_norm
 from .rows import Rows
 from .scaling import Scaling
 from .sight import Sight
@@ -137,7 +137,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _begin(self) -> None:
         """What no copy or pickle carries."""
-        self._signature: list[Any] | None = None  # as of `_group_signature`; None while what a step needs is not prepared
+        self._signature = None
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = False
@@ -158,7 +158,13 @@ class OptaxOptimizer(GroupedOptimizer):
         """
         self._signature = None
         step.refuse_fork()
-        self._leaves = followed(type(self).__name__, self._leaves, self.names(), self.param_groups)
+        leaves = self._followed()
+        for leaf in leaves:
+            if self._is_active(leaf) and leaf.param.requires_grad:
+                groups.check_parameter(type(self).__name__, leaf.name, leaf.param)
+            leaf.look()  # model.to() gives all of them another dtype at once
+        self._leaves = leaves
+        checkpoint.update_trainable_params(self.param_groups, leaves)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         kept = self._options.kept(self.ema_decay is not None)
         self.arrangement = Rows(type(self).__name__, self._leaves, self._is_active, self.param_groups, self.rule_of, self._extra, kept)
@@ -203,6 +209,11 @@ class OptaxOptimizer(GroupedOptimizer):
         """Rows of packs are no longer updated in a loop: their parameters get memory of their own, for who reads them one by one."""
         self._loops = False
         if any(leaf.slot is not None and packs.is_looped(leaf) and not packs.is_gathered(leaf) for leaf in self._active):
+            self._place()
+
+    def _follow(self) -> None:
+        """Prepare anew, as a step would, where groups or options were changed by hand or the last preparation came to no end."""
+        if self._group_signature() != self._signature:
             self._place()
 
     def _group_signature(self) -> list[Any]:
@@ -443,27 +454,29 @@ class OptaxOptimizer(GroupedOptimizer):
         Raises:
           ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
         """
-        with checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
+        with self._all_or_nothing(), checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""
         selectors = {name: s if getattr(s, "__qualname__", "<").isidentifier() else None for name, s in self._selectors.items()}
         own = {key: self.__dict__[key] for key in self._carried} | {"_selectors": selectors}
-        return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._leaves]}
+        return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         decided = state.pop("_decided", None)
         defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
         self.defaults = defaults  # torch adds "differentiable", which would come into the groups of every loaded state
-        if decided is not None:
+        if decided is None:
+            self._leaves = self._followed()
+        else:
             self._begin()
             params = [p for group in self.param_groups for p in group["params"]]
             self._leaves = [Leaf.restored(name, p, group, columns) for p, (name, group, columns) in zip(params, decided, strict=True)]
             self._constructed = True
         checkpoint.unwrap(self.state, self._leaves)
-        checkpoint.settle(self.param_groups, self.defaults, self._leaves)
+        checkpoint.settle(self.param_groups, self.defaults, self._leaves if decided is None else ())
         self._place(move=decided is None)
         self._follow_fused()
 
@@ -481,7 +494,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def report(self) -> report.Report:
         """One line per parameter, as text when printed, as a table in a notebook, and as `rows` for programs."""
-        return report.Report(type(self).__name__, self._leaves, self.param_groups, self.state)
+        return report.Report(type(self).__name__, self._followed(), self.param_groups, self.state)
 
     def __str__(self) -> str:
         return str(self.report())

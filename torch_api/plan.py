@@ -15,7 +15,7 @@ from bridge.problem import Field, buffer_shape
 from bridge.rules import Rule
 
 from . import shards
-from .groups import check_parameter, check_parameter_fits
+from .groups import check_parameter_fits
 
 
 class Leaf:
@@ -174,10 +174,10 @@ def check_leaves(
             check_parameter_fits(rule_of(param_groups[leaf.group]), leaf.name, leaf.param)
 
 
-def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:
+def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:
     """The leaves of the groups as they are now, whatever was done to them by hand: parameters replaced, moved, removed, groups exchanged.
 
-    A parameter that takes the name of one that is gone takes all that was decided of it too.
+    A parameter that takes the name of one that is gone takes all that was decided of it too. Nothing is checked.
     """
     known = {id(leaf.param): leaf for leaf in leaves}
     params = [(index, p) for index, group in enumerate(param_groups) for p in group["params"]]
@@ -187,10 +187,7 @@ def followed(owner: str, leaves: Sequence[Leaf], names: Sequence[str], param_gro
     for name, (index, p) in zip(names, params, strict=True):
         leaf = known.get(id(p))
         if leaf is None:
-            check_parameter(owner, name, p)
             leaf = Leaf.restored(name, p, index, gone[name].decided) if name in gone else Leaf(name, p, index)
-        else:
-            leaf.look()  # model.to() gives all of them another dtype at once
         leaf.group = index
         result.append(leaf)
     return result

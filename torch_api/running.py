@@ -50,6 +50,8 @@ def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Mod
     Raises:
       ValueError: one is not of the module, or its state is a DTensor.
     """
+    if isinstance(optimizer, OptaxOptimizer):
+        optimizer._follow()
     groups = optimizer.param_groups
     members = [(p, index) for index, group in enumerate(groups) for p in group["params"]]
     known = _names(optimizer) if module is None else _names_in(what, module, [p for p, _ in members])
