@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +35,7 @@ EXTENSION_DTYPES = {
 }
 
 
-# Public in newer jax, in jax.experimental before.
-X64: Any = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
+X64: Any = jax.enable_x64  # without a call of ours, for a warm step
 
 
 def x64(on: bool = True) -> Any:
@@ -225,7 +223,7 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
     importer, device, alignment = _route(tensor.device)
     try:
         if tensor.data_ptr() % alignment:
-            raise ValueError("unaligned")  # jax 0.6 would copy without a word
+            raise ValueError("unaligned")  # jax would copy it, or refuse it with an error of its own
         return importer(tensor, device)
     except (RuntimeError, ValueError, BufferError) as error:
         if copy is False:

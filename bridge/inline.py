@@ -15,7 +15,7 @@ from typing import Any
 import jax.monitoring
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-# What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.6).
+# What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.8).
 _CANNOT = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError
 
 
@@ -23,12 +23,10 @@ def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
     """A compiled program for a device from what `serialize` gave; `inline`: the thread that calls it is to run it.
 
     Raises:
-      TypeError: jaxlib's client takes no functions of Python with a program that it reads (0.6).
+      TypeError: jaxlib's client takes no functions of Python with a program that it reads (0.8).
     """
     client = _Client(device.client) if inline else device.client
-    if "execution_devices" in deserialize_and_load.__code__.co_varnames:
-        return deserialize_and_load(*kept, backend=client, execution_devices=[device])
-    return deserialize_and_load(*kept, backend=client)
+    return deserialize_and_load(*kept, backend=client, execution_devices=[device])
 
 
 def serialized(compiled: Any) -> Any:

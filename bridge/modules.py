@@ -50,7 +50,7 @@ from .torch_calls import autocasts, dispatch, is_traced
 from .trace import Keys
 from .traced import Traced, as_array, as_traced
 from .tree import mapping, nest, tied_names, unnest
-from .widths import canonical, literals_keep_their_type
+from .widths import canonical
 
 TABLES = (
     torch_ops,
@@ -155,7 +155,7 @@ def traced_call(
     with RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
-        with nullcontext() if x64 is None else scope(x64 or not literals_keep_their_type()):
+        with nullcontext() if x64 is None else scope(x64):
             out = function(stand_in.root, *inputs, **keywords)
         stand_in.refuse_written()
         return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())

@@ -24,7 +24,6 @@ from .dlpack import x64
 from .masks import path_name
 from .precision import BESIDE, NOTHING, Kept
 from .scalars import Scalar
-from .widths import literals_keep_their_type
 
 Path = tuple[str, ...]
 Signature = tuple[tuple[int, ...], str]  # of an array: shape and dtype
@@ -181,12 +180,8 @@ class Problem(NamedTuple):
         return any(spec.dtype in ("float64", "complex128") for spec in self.specs)
 
     def types(self) -> Any:
-        """The context that gives the transformation the types it would have in pure JAX.
-
-        A jax that cannot switch inside a program (0.6) stays in 64-bit mode: then what a transformation makes of no given
-        type, such as samples of the default type, is float64 until it meets a parameter.
-        """
-        return x64(not self.row.scaled or self.wide or not literals_keep_their_type())
+        """The context that gives the transformation the types it would have in pure JAX."""
+        return x64(not self.row.scaled or self.wide)
 
     def scalars(self, values: Any) -> list[Any]:
         """The row's numbers, float64 0-d arrays, as the transformation takes them."""

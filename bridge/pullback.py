@@ -314,7 +314,7 @@ def cut(values: Sequence[Any], *at: int) -> list[Sequence[Any]]:
 
 
 def evaluated(closed: Any) -> Function:
-    """The traced function; jax 0.6 gives constants as Python numbers, and here they are arrays."""
+    """The traced function; jax gives some constants as Python numbers, and here they are arrays."""
     call, outvars = jaxpr_as_fun(closed), closed.jaxpr.outvars
     return lambda *arrays: [x if hasattr(x, "dtype") else jnp.asarray(x, v.aval.dtype) for x, v in zip(call(*arrays), outvars, strict=True)]
 

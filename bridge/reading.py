@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +30,6 @@ from .scattered import BASE, SUPPORTED, dense, everything
 PART, _PLACES = 1 << 13, 8
 _LEAST = 1 << 20  # elements of all, and of each core: for fewer the calls cost more than they spare
 _DTYPES = {"float32", "float64"}
-# jaxlib 0.6.0 reads this program from jax's persistent cache as one that finds 0 in whatever it reads: 0.6.2 does not, nor any later one
-# that was tried. So there no process is to find another's.
-_NAME = "gradients_read" + (f"_{uuid.uuid4().hex}" if jax.__version_info__ < (0, 6, 2) else "")
 _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
@@ -83,7 +79,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
 
         return found_by(sum_of, clip, scaling, device.platform)
 
-    program.__name__ = program.__qualname__ = _NAME
+    program.__name__ = program.__qualname__ = "gradients_read"
     array = functools.partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
     memory, numbers = (array(everything(np.dtype(kind)).shape, np.dtype(kind)) for kind in (dtype, "int64"))
     scaling = [array((1,), np.float32)] if scaled else []

@@ -45,7 +45,7 @@ def part(size: int) -> int | None:
 def in_place() -> bool:
     """Whether XLA's CPU compiler updates rows in place; asked once, of a small program: one that copies them has room for that.
 
-    jaxlib 0.10.2 does with several results from one loop; else, as jaxlib 0.6.0, it copies all rows at each turn.
+    jaxlib does with several results from one loop; else it copies all rows at each turn.
     """
     if not SUPPORTED:
         return False

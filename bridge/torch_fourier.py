@@ -122,9 +122,8 @@ def istft(
     frames = jnp.fft.ifft(spectra, norm=norm) if return_complex else jnp.fft.irfft(spectra[..., : n_fft // 2 + 1], n_fft, norm=norm)
     size = n_fft + hop * (input.shape[-1] - 1)
     places = _frames(size, n_fft, hop)
-    at = places.reshape(-1)  # in one dim: compiled by jax 0.6, the gradient of two is wrong
-    frames = (frames * window).reshape(*frames.shape[:-2], -1)
-    signal = jnp.zeros((*frames.shape[:-1], size), frames.dtype).at[..., at].add(frames)
+    frames *= window
+    signal = jnp.zeros((*frames.shape[:-2], size), frames.dtype).at[..., places].add(frames)
     weight = jnp.zeros(size, window.dtype).at[places].add(jnp.broadcast_to(jnp.square(jnp.abs(window)), places.shape))
     start = n_fft // 2 if center else 0
     end = min(size, start + length) if length is not None else size - start

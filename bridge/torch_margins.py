@@ -125,7 +125,7 @@ def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps
 _NEVER = -1e30  # the logarithm of what cannot be; sums of it stay finite in float32
 
 
-@primitive("ctc_loss", always=True)  # jax 0.6 has no such loop where it computes with known values
+@primitive("ctc_loss")
 def ctc_loss(
     log_probs: Any,
     targets: Any,

@@ -157,7 +157,7 @@ def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangent
         d_state, d_gates, d_hidden = linear
         return lax.scan(change, d_state, (d_gates, d_hidden, slopes), reverse=reverse)
 
-    # jax 0.6 transposes only those loops that it has differentiated itself.
+    # jax 0.8 transposes only those loops that it has differentiated itself.
     d_last, d_out = jax.jvp(changes, (jax.tree.map(jnp.zeros_like, linear),), (linear,))[1]
     return (out, last), (d_out, d_last)
 

@@ -365,7 +365,7 @@ for _name in [
     if hasattr(torch.Tensor, _name):
         setattr(Traced, _name, _dunder(_name))
 
-# What jax's functions get in a traced tensor's place is the array: jax 0.6 does not take another type everywhere.
+# What jax's functions get in a traced tensor's place is the array: they do not take another type everywhere.
 jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])
 
 

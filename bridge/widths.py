@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.core import Tracer
-
-from .dlpack import x64
 
 _NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
@@ -40,19 +36,3 @@ def canonical(x: Any) -> Any:
     """An array as jit would take it: 64 bits only where x64 is on."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-
-
-@functools.cache
-def literals_keep_their_type() -> bool:
-    """Whether this jax lowers what was traced in 32-bit mode inside a program of 64-bit mode (0.6 does not)."""
-
-    def halved(values: Any, x: Any) -> Any:
-        with x64(False):
-            return values[0].astype(jnp.float32) * (x * 0.5)
-
-    try:
-        with x64():
-            jax.jit(halved).lower(jax.ShapeDtypeStruct((2,), np.float64), jax.ShapeDtypeStruct((), np.float32))
-    except ValueError:
-        return False
-    return True

@@ -12,7 +12,6 @@ import torch
 
 from bridge.flags import of_counting
 from bridge.fusion import requested
-from bridge.widths import literals_keep_their_type
 
 
 class NumpyAdam:
@@ -102,13 +101,12 @@ def jitted(function):
     return jax.jit(function, compiler_options=of_counting(jax.devices()[0]))
 
 
-# How near the movement is to that of the same transformation in pure JAX. A jax that cannot switch to 32-bit types inside a
-# program works out powers of a decay rate in float64 there, which pure JAX does in float32.
-CLOSE = 1e-6 if literals_keep_their_type() else 3e-5
+# How near the movement is to that of the same transformation in pure JAX.
+CLOSE = 1e-6
 
 
-# For tests of bytes: XLA's older CPU compiler writes each result from a loop of its own.
-FUSES = pytest.mark.skipif(jax.__version_info__ < (0, 8) or not requested(), reason="XLA writes each result from a loop of its own here")
+# For tests of bytes.
+FUSES = pytest.mark.skipif(not requested(), reason="the environment asks that XLA writes each result from a loop of its own")
 
 
 def project_frames(call):

@@ -14,7 +14,6 @@ from bridge.analysis import in_parts, views
 from bridge.dlpack import x64
 from bridge.problem import NO_EXTRA, Row, Spec
 from bridge.scalars import Scalar
-from bridge.widths import literals_keep_their_type
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -148,8 +147,6 @@ def test_the_name_of_a_leaf_may_decide_but_not_leak_into_another():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_and_gives_what_it_gives_in_pure_jax(name):
-    if name in DRAWING and not literals_keep_their_type():
-        pytest.skip("this jax cannot switch to 32-bit types inside a 64-bit program: samples of the default type are float64")
     tx = CASES[name][0]()
     generator = torch.Generator().manual_seed(0)
     draw = lambda shape: torch.randn(shape, generator=generator)  # noqa: E731

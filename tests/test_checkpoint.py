@@ -53,7 +53,7 @@ def test_keys_shapes_and_dtypes_are_torchs(name):
             torch.testing.assert_close(one["state"][index][key], tensor)
     ours_group, theirs_group = one["param_groups"][0], two["param_groups"][0]
     assert {k: v for k, v in ours_group.items() if k in theirs_group} == theirs_group
-    assert ours_group.keys() - theirs_group.keys() <= {"decoupled_weight_decay"}  # torch < 2.7 has it not
+    assert ours_group.keys() == theirs_group.keys()
 
 
 @pytest.mark.parametrize("name", PAIRS)

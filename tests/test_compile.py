@@ -21,7 +21,6 @@ pytestmark = [
     # Dynamo looks at the loss that crosses a graph break.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.filterwarnings("ignore:Skipping serialization of:UserWarning"),  # inductor of torch 2.6
 ]
 
 

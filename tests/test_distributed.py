@@ -12,14 +12,13 @@ pytestmark = [
 ]
 
 LIMIT = 240  # seconds for each family, on a machine that does much else
-GPU_ONLY = set() if hasattr(torch.cpu.Stream, "record_event") else {"fsdp"}  # this torch runs FSDP2 on a GPU only
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """What each process has checked, by rank, and the error that ended them: one start for all families."""
     directory = tmp_path_factory.mktemp("distributed")
-    families = [family for family in distributed_worker.FAMILIES if family not in GPU_ONLY]
+    families = list(distributed_worker.FAMILIES)
     context = torch.multiprocessing.spawn(distributed_worker.run, (families, str(directory)), distributed_worker.WORLD, join=False)
     deadline, error = time.monotonic() + LIMIT * len(families), None
     try:
@@ -36,8 +35,6 @@ def ended(tmp_path_factory):
 
 @pytest.mark.parametrize("family", distributed_worker.FAMILIES)
 def test_on_two_processes(family, ended):
-    if family in GPU_ONLY:
-        pytest.skip("this torch runs FSDP2 on a GPU only")
     ranks, error = ended
     for rank, names in enumerate(ranks):
         missing = [check.__name__ for check in distributed_worker.FAMILIES[family] if check.__name__ not in names]

@@ -95,7 +95,7 @@ PROBLEMS = {
     ),
     "75% of the GPU": (changed(ON_GPU, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]), "preallocation", "warning", "75%", "PREALLOCATE=false"),
     "x64": (changed(x64=True), "x64", "note", "makes float64", "not needed"),
-    "another jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "another jaxlib"),
+    "another jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "0.8 to 0.10"),
     "flag too late": (
         changed(ON_GPU, fuses=False, by_program=False),
         "XLA flags",

@@ -68,9 +68,7 @@ def test_programs_with_code_of_others_compile_without_the_flag(ended):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-FUSES = pytest.mark.skipif(
-    not fusion.by_program() or jax.__version_info__ < (0, 8), reason="XLA writes each result from a loop of its own here"
-)
+FUSES = pytest.mark.skipif(not fusion.by_program(), reason="XLA writes each result from a loop of its own here")
 
 
 def lowered():

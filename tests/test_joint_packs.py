@@ -190,7 +190,7 @@ def test_the_number_of_loops_does_not_grow_with_that_of_small_leaves(monkeypatch
     few, many = counted(6), counted(24)
     assert many <= few + 4, (few, many)
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
-    assert counted(24) > counted(6) + (100 if jax.__version_info__ > (0, 6, 0) else 80)  # the broken sibling
+    assert counted(24) > counted(6) + 100  # the broken sibling
 
 
 def test_addresses_stay_and_a_step_compiles_nothing():

@@ -36,8 +36,7 @@ def test_arguments_have_torchs_order_and_defaults(name):
     theirs = inspect.signature(theirs_of(name)).parameters
     ours = dict(inspect.signature(masked(name)).parameters)
     assert ours.pop("engine").kind is inspect.Parameter.VAR_KEYWORD
-    missing = {"decoupled_weight_decay"}  # torch < 2.7
-    assert [n for n in ours if n in theirs or n not in missing] == list(theirs)
+    assert list(ours) == list(theirs)
     for n, p in theirs.items():
         assert (ours[n].kind, ours[n].default) == (p.kind, p.default), n
 

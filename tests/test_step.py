@@ -20,10 +20,7 @@ from bridge.dlpack import x64
 
 ROOT = Path(__file__).parent.parent
 CPU_INFO = Path("/proc/cpuinfo")
-fused_loops = pytest.mark.skipif(
-    not fusion.requested() or jax.__version_info__ < (0, 10),
-    reason="the environment asks for other CPU code, or this XLA does not write several results from one loop",
-)
+fused_loops = pytest.mark.skipif(not fusion.requested(), reason="the environment asks for other CPU code")
 
 
 def stepped(optimizer, params, count=1):

@@ -153,7 +153,6 @@ def test_what_a_value_says_of_itself():
     assert seen == [(2, 1, True, False)]
 
 
-@pytest.mark.skipif(not hasattr(torch, "_is_all_true"), reason="this torch does not ask so")
 def test_what_is_known_is_checked_and_what_is_traced_is_not():
     ask = bridge.module_function(Applies(lambda x: x * bool(torch._is_all_true(x > 0))))
     np.testing.assert_array_equal(ask({}, jnp.asarray([1.0, -1.0])), [0.0, 0.0])

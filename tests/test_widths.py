@@ -14,9 +14,7 @@ import bridge
 import torch_api
 from bridge import modules
 from bridge.dlpack import x64
-from bridge.widths import is_wide, keeps, literals_keep_their_type, narrow
-
-SWITCHES = pytest.mark.skipif(not literals_keep_their_type(), reason="this jax keeps 64 bits within a program of 64 bits")
+from bridge.widths import is_wide, keeps, narrow
 
 
 def carried(x):
@@ -35,7 +33,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("function", [carried, noisy])
-@pytest.mark.parametrize("written", ["as a jax_function", pytest.param("as it stands", marks=SWITCHES)])
+@pytest.mark.parametrize("written", ["as a jax_function", "as it stands"])
 def test_it_computes_as_outside_of_the_step(function, written, monkeypatch):
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
     expected = bridge.jax_function(function)(model(x)).item()
@@ -63,7 +61,6 @@ def kinds_seen(model, *batch):
     return value, {name: str(kind) for name, kind in seen.items()}
 
 
-@SWITCHES
 def test_a_loss_in_jax_has_32_bits_and_torch_within_it_64():
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 4), torch.randn(4, 3), torch.tensor([0, 3, 1, 2])

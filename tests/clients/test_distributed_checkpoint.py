@@ -17,7 +17,6 @@ import torch_api
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable or uninitialized"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.6
 ]
 
 
