@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-Kind = Literal["mask", "decay_mask", "labels", "lr_scale"]
+Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
 
 class Decision(NamedTuple):
@@ -34,13 +34,17 @@ class Leaves(NamedTuple):
     """The leaves that a spec speaks about, in the order in which the answer comes back.
 
     `names` are dotted names; `named` is False where the caller had none and they only count positions. `tree` builds
-    the nested pytree of the leaves, for specs that are trees or callables on the tree.
+    the nested pytree of the leaves, for specs that are trees or callables on the tree. The spec was resolved before for
+    the first `resolved` leaves: only the others get a decision, and a pattern need not match any leaf. `by_argument_name`:
+    the name of its argument says what a function of one argument gets, the leaf's name or the tree; else it gets the tree, as in optax.
     """
 
     names: Sequence[str]
     params: Sequence[Any]
     tree: Callable[[], Any]
     named: bool = True
+    resolved: int = 0
+    by_argument_name: bool = False
 
 
 class _Unmatched:
@@ -53,13 +57,14 @@ _PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
 def column(spec: Any, leaves: Leaves, kind: Kind = "mask", title: str | None = None) -> list[Decision]:
-    """Resolve a spec on the host, once, to one `Decision` per leaf.
+    """Resolve a spec on the host, once, to one `Decision` per leaf (but the `resolved` ones).
 
     Args:
       spec: any form of the README's "Selectors".
       leaves: names, parameters and tree.
-      kind: "labels" wants hashable labels and a rule for every leaf; the masks want bools (`mask` also boolean arrays
-        of the leaf's own shape) and read a leaf that no rule names as False; "lr_scale" wants numbers, 1 where no rule is.
+      kind: "labels" wants hashable labels and a rule for every leaf, "labels_or_none" gives None to a leaf that no rule names;
+        the masks want bools (`mask` also boolean arrays of the leaf's own shape) and read a leaf that no rule names as False;
+        "lr_scale" wants numbers, 1 where no rule is.
       title: what the spec is called in rules and errors; its kind if None.
 
     Raises:
@@ -67,9 +72,19 @@ def column(spec: Any, leaves: Leaves, kind: Kind = "mask", title: str | None = N
         label; a value has the wrong shape. The text names it, what was expected, and the nearest names.
       TypeError: the spec or a value is of no known form.
     """
-    title = kind if title is None else title
+    title = kind.removesuffix("_or_none") if title is None else title
     decisions = _resolve(spec, leaves, kind, title)
-    return [_checked(d, name, param, kind, title) for d, name, param in zip(decisions, leaves.names, leaves.params, strict=True)]
+    new = list(zip(decisions, leaves.names, leaves.params, strict=True))[leaves.resolved :]
+    return [_checked(decision, name, param, kind, title) for decision, name, param in new]
+
+
+def snapshot(spec: Any) -> Any:
+    """The spec in a form that can be resolved again: later changes of its dicts and lists do not reach it, and iterators become lists."""
+    if type(spec) is dict:
+        return {key: snapshot(value) for key, value in spec.items()}
+    if type(spec) in (list, tuple):
+        return type(spec)(map(snapshot, spec))
+    return list(spec) if isinstance(spec, Iterator) else spec
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -99,8 +114,10 @@ def _question(text: str, known: Sequence[str]) -> str:
 def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) -> Decision:
     """A decision with its value in the kind's own type, or the error that names leaf and rule."""
     value, rule = decision
-    if kind == "labels":
+    if kind in ("labels", "labels_or_none"):
         if value is _UNMATCHED or value is None:
+            if kind == "labels_or_none":
+                return Decision(None, rule)
             raise ValueError(f"labels: no rule gives {name!r} a label ({rule}). Add a rule for it, or ('*', label) last.")
         if _is_array(value) or not isinstance(value, Hashable):
             raise TypeError(f"labels: {name!r} got {value!r} from {rule}; a label is a string or another hashable value.")
@@ -180,7 +197,7 @@ def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set
         hits = {i for i, name in enumerate(leaves.names) if fnmatch.fnmatchcase(name, pattern)}
     else:
         hits = {i for i, name in enumerate(leaves.names) if pattern.search(name)}
-    if not hits:
+    if not (hits or leaves.resolved):
         text = pattern if isinstance(pattern, str) else pattern.pattern
         raise ValueError(
             f"{where}: the pattern {_show(pattern)} matches none of {len(leaves.names)} parameters. {near(text, leaves.names)}"
@@ -193,7 +210,7 @@ def _owned(params: Iterable[Any], leaves: Leaves, rule: str) -> set[int]:
     index = {id(param): i for i, param in enumerate(leaves.params)}
     given = list(params)
     hits = {index[id(param)] for param in given if id(param) in index}
-    if not hits:
+    if not (hits or leaves.resolved):
         raise ValueError(f"{rule}: none of its {len(given)} parameters is among the {len(leaves.names)} optimized here.")
     return hits
 
@@ -206,7 +223,7 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
     if all(isinstance(item, torch.Tensor) and item.dtype != torch.bool for item in items):
         rule = f"{where} parameters"
         foreign = [tuple(p.shape) for p in items if not any(p is q for q in leaves.params)]
-        if foreign:
+        if foreign and not leaves.resolved:
             raise ValueError(f"{rule}: {len(foreign)} of {len(items)} (first: shape {foreign[0]}) are not optimized here.")
         return _picked(_owned(items, leaves, rule), leaves, rule)
     pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
@@ -218,7 +235,8 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
         return _first_match(items, leaves, kind, where)
     if all(isinstance(item, str | re.Pattern | torch.nn.Module) for item in items):
         return _first_match([(item, True) for item in items], leaves, kind, where)
-    values = (bool, np.bool_, str) if kind == "labels" else (bool, np.bool_)  # no other kind has values that are strings
+    has_labels = kind in ("labels", "labels_or_none")
+    values = (bool, np.bool_, str) if has_labels else (bool, np.bool_)  # no other kind has values that are strings
     if all(_is_node(item) or isinstance(item, values) for item in items):
         return _by_tree(spec, leaves, where)
     raise TypeError(
@@ -253,7 +271,7 @@ def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Deci
     flat = dict(_flat_items(spec, ()))
     decisions = [_longest_prefix(flat, name, used, where) for name in leaves.names]
     idle = [key for key in flat if key not in used]
-    if idle:
+    if idle and not leaves.resolved:
         known = near(idle[0], _prefixes(leaves.names)) if leaves.named else _PASS_NAMES
         raise ValueError(f"{where}: the key {idle[0]!r} is no parameter or module of these parameters. {known}")
     if any(isinstance(value, Mapping) for value in spec.values()):
@@ -335,21 +353,50 @@ def _by_attributes(spec: Any, leaves: Leaves) -> dict[str, Any] | None:
 
 
 def _by_call(spec: Callable[..., Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
-    """(name, param) -> value per leaf, or (tree) -> tree, told apart by the number of required arguments."""
+    """(name, param) -> value or (name) -> value per leaf, or (tree) -> tree."""
     title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # of a functools.partial its function's
-    arity = required_arguments(spec)
-    if arity == 1:
+    gets = _arguments_of(spec, title, leaves, where)
+    if gets == "tree":
         answer = spec(leaves.tree())
         if answer is None or (callable(answer) and not _is_node(answer)):
             raise TypeError(f"{where}: {title}(tree) returned {answer!r}; expected a pytree of values over the parameters.")
         return _resolve(answer, leaves, kind, f"{where} {title}()")
+    rule = f"{where} {title}()"
+    pairs = list(zip(leaves.names, leaves.params, strict=True))[leaves.resolved :]
+    new = [Decision(spec(name) if gets == "name" else spec(name, param), rule) for name, param in pairs]
+    return [Decision(_UNMATCHED, rule)] * leaves.resolved + new
+
+
+_FORMS = (
+    "(name, param) or (tree) or (name). A single argument gets the parameter's name if it is annotated str or called name, n or path, and "
+    "the pytree of parameters if it is called tree, params or updates."
+)
+
+
+def _arguments_of(function: Callable[..., Any], title: str, leaves: Leaves, where: str) -> Literal["name", "tree", "both"]:
+    """What a selector function gets: the name and the parameter, the name, or the pytree of all parameters."""
+    try:
+        arity = required_arguments(function)
+    except ValueError as error:  # some builtins have no signature
+        raise TypeError(f"{where}: the arguments of {title} cannot be read. Wrap it in a lambda of {_FORMS}") from error
     if arity == 2:
-        return [Decision(spec(name, param), f"{where} {title}()") for name, param in zip(leaves.names, leaves.params, strict=True)]
-    raise TypeError(f"{where}: {title} takes {arity} arguments; expected (name, param) or (tree).")
+        return "both"
+    if arity != 1:
+        forms = _FORMS if leaves.by_argument_name else "(name, param) or (tree)."
+        raise TypeError(f"{where}: {title} takes {arity} arguments; expected {forms}")
+    if not leaves.by_argument_name:
+        return "tree"
+    parameters = inspect.signature(function).parameters.values()
+    argument = next(p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    if argument.annotation in (str, "str") or argument.name in ("name", "n", "path"):
+        return "name"
+    if argument.name in ("tree", "params", "updates"):
+        return "tree"
+    raise TypeError(f"{where}: {title} takes one argument, {argument.name!r}, which says neither name nor pytree; expected {_FORMS}")
 
 
 def required_arguments(function: Callable[..., Any]) -> int:
-    """How many arguments a selector function must be given: 2 is (name, param), 1 is (tree)."""
+    """How many arguments a selector function must be given: 2 is (name, param); 1 is (tree), or where its argument says so (name)."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) and len(positional) < 2:

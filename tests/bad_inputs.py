@@ -1,6 +1,7 @@
 """Bad inputs of the torch side, as data: what is given, and the call that must refuse it. tests/test_errors.py runs them."""
 
 import copy
+import pickle
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -222,6 +223,9 @@ SELECTORS = [
     Bad("a module of another model", lambda net: MaskedAdamW(net.named_parameters(), mask=foreign())),
     Bad("parameters of another model", lambda net: MaskedAdamW(net.named_parameters(), mask=list(foreign().parameters()))),
     Bad("a function of three", adamw(mask=lambda name, param, value: True)),
+    Bad("a function of one argument of another name", adamw(mask=lambda x: True)),
+    Bad("a decay mask given as mask", lambda net: MaskedAdamW(net.named_parameters(), mask=torch_api.no_decay(net))),
+    Bad("a builtin without a signature", adamw(mask=max)),
     Bad("a function of the tree that gives nothing", adamw(mask=lambda tree: None)),
     Bad("a dict in a list of pairs", adamw(mask=[({"head": True}, True)])),
     Bad("labels in a list of pairs", adamw(mask=[(lambda name, param: "head", True)])),
@@ -230,6 +234,11 @@ SELECTORS = [
     Bad("a label for some only", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"head": "a"})),
     Bad("a label that is an array", lambda net: PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.1)}, {"": np.zeros(2)})),
     Bad("a pattern to set_trainable that matches nothing", lambda opt: opt.set_trainable("neck", False), stepped()),
+    Bad(
+        "a group for an unpickled optimizer whose mask is a lambda",
+        lambda opt: opt.add_param_group({"params": [("x", foreign().weight)]}),
+        lambda net: pickle.loads(pickle.dumps(adamw(mask=lambda name, param: True)(net))),
+    ),
     Bad("a mask for another group", lambda opt: opt.add_param_group({"params": [("x", foreign().weight)], "mask": "head.*"}), stepped()),
 ]
 
@@ -417,6 +426,7 @@ LABELS = [
         "an unknown key in a group",
         lambda net: PartitionedOptimizer([{"params": list(net.named_parameters()), "beta": 1}], {"a": optax.sgd(0.1)}, {"": "a"}),
     ),
+    Bad("a trained parameter without a label", lambda net: parts(a=optax.sgd(0.1), labels={"head": "a"})(net)),
     Bad("a new group without a label", lambda opt: opt.add_param_group({"params": [("x", foreign().weight)]}), stepped(labelled)),
     Bad(
         "a new group with an unknown label",

@@ -59,6 +59,7 @@ JAX = [
     Bad("freeze without saying what", lambda _: bridge.freeze(frozen=None)),
     Bad("a rule without the parameters", lambda _: rules.sgd(0.1).update(grads(), rules.sgd(0.1).init(TREE))),
     Bad("lookahead without the parameters", lambda _: unpaired().update(grads(), unpaired().init(TREE))),
+    Bad("labels that leave a leaf out", lambda _: bridge.resolve_labels({"a": "x"}, {"a": jnp.ones(2), "b": jnp.ones(2)})),
     Bad("labels that do not sort", lambda _: bridge.partition({"a": optax.sgd(0.1), 1: optax.sgd(0.1)}, "a")),
     Bad("a label without a transformation", lambda _: bridge.partition({"a": optax.sgd(0.1)}, {"body": "a", "head": "b"}).init(TREE)),
     Bad(

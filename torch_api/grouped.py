@@ -13,13 +13,14 @@ from bridge.rules import Rule
 from . import groups
 from .held import Keeper
 from .plan import Leaf, check_leaves, followed
+from .selectors import Selectors, refuse_decay_mask
 
 
 class GroupedOptimizer(Keeper, ABC):
     """A `torch.optim.Optimizer` that knows of each parameter, as a column beside the groups, what selectors decided of it."""
 
     _leaves: list[Leaf]
-    _selectors: dict[str, Any]  # those that have an answer for parameters added later
+    _selectors: Selectors
     _constructed: bool
     _signature: list[Any] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
     _unscales = False  # whether `step` does what a scaled loss asks for
@@ -38,8 +39,8 @@ class GroupedOptimizer(Keeper, ABC):
         Its `lr_scale` is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not the
         scheduler multiplies by it too. What is written there later is a further factor.
 
-        Selectors given to the constructor spoke about the parameters of that time; those that are functions of
-        (name, param) are asked about the new ones too.
+        Selectors of the constructor decide about the new parameters as if they had been there from the start, but a pattern
+        need not match any. A `mask` in the group, and `trainable=True`, take the place of the constructor's mask.
 
         Raises:
           ValueError, TypeError: as the constructor; the optimizer is then as before.
@@ -51,16 +52,20 @@ class GroupedOptimizer(Keeper, ABC):
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
             groups.take_lr_scale(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
+        refuse_decay_mask(owner, mask)
         with self._all_or_nothing():
             super().add_param_group(groups.without_duplicates(owner, param_group))
-            leaves = self._new_leaves(self.param_groups[-1])
+            group, number = self.param_groups[-1], len(self.param_groups) - 1
+            leaves = self._new_leaves(group)
             for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
-                rule = decision.rule if mask is None else f"group {len(self.param_groups) - 1} {decision.rule}"
-                leaf.decide(decision._replace(rule=rule))
-            if self._constructed:
-                self._resolve(leaves, self._selectors)
+                if mask is not None:
+                    leaf.decide(decision._replace(rule=f"group {number} {decision.rule}"))
+                elif group.get("trainable"):
+                    leaf.rule = f"group {number} trainable=True"
+                leaf.ignores_mask = mask is not None or bool(group.get("trainable"))
             self._leaves = self._leaves + leaves
             if self._constructed:
+                self._resolve(leaves)
                 self._place()
 
     @contextmanager
@@ -112,20 +117,23 @@ class GroupedOptimizer(Keeper, ABC):
             start += len(group["params"])
         return names
 
-    def _described(self, leaves: list[Leaf]) -> masks.Leaves:
+    def _described(self, leaves: list[Leaf], resolved: int = 0) -> masks.Leaves:
         named = all("param_names" in group for group in self.param_groups)
-        names = [leaf.name for leaf in leaves]
-        return masks.Leaves(names, [leaf.param for leaf in leaves], lambda: tree.nest((x.name, x.param) for x in leaves), named)
+        nested = lambda: tree.nest((leaf.name, leaf.param) for leaf in leaves)  # noqa: E731
+        return masks.Leaves([leaf.name for leaf in leaves], [leaf.param for leaf in leaves], nested, named, resolved, by_argument_name=True)
 
-    def _resolve(self, leaves: list[Leaf], selectors: Mapping[str, Any]) -> None:
-        described = self._described(leaves)
-        trained = masks.column(selectors["mask"], described, "mask")
-        decays = masks.column(selectors["decay_mask"], described, "decay_mask")
-        scales = masks.column(selectors["lr_scale"], described, "lr_scale")
-        for leaf, is_trained, decay, scale in zip(leaves, trained, decays, scales, strict=True):
-            leaf.decide(is_trained)
+    def _resolve(self, new: list[Leaf]) -> None:
+        """Decide by the constructor's selectors about the `new` leaves, which are the last of all."""
+        described = self._described(self._leaves, len(self._leaves) - len(new))
+        asked = [leaf for leaf in new if not leaf.ignores_mask]
+        trained = self._selectors.column("mask", described) if asked else [None] * len(new)
+        decays = self._selectors.column("decay_mask", described)
+        scales = self._selectors.column("lr_scale", described)
+        for leaf, is_trained, decay, scale in zip(new, trained, decays, scales, strict=True):
+            if is_trained is not None and not leaf.ignores_mask:
+                leaf.decide(is_trained)
             leaf.decay, leaf.lr_scale = decay, scale.value
-        check_leaves(leaves, self.rule_of, self.param_groups)
+        check_leaves(new, self.rule_of, self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

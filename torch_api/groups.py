@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge.masks import near_and_all, required_arguments
+from bridge.masks import near_and_all
 from bridge.problem import Row
 from bridge.rules import Rule
 
@@ -135,11 +133,6 @@ def _hashable(value: Any) -> Any:
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, tuple | list) else 0
-
-
-def asks_each(selector: Any) -> bool:
-    """Whether a selector is a function of (name, param), and so has an answer for parameters added later."""
-    return isinstance(selector, FunctionType | partial | MethodType) and required_arguments(selector) == 2
 
 
 def take_lr_scale(group: dict[str, Any]) -> None:

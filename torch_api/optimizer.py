@@ -32,6 +32,7 @@ from .options import Changeable, Options
 from .plan import Leaf, bad_gradient, check_norm
 from .rows import Rows
 from .scaling import Scaling
+from .selectors import Selectors
 from .sight import Sight
 from .states import States
 from .transformation import as_rule
@@ -85,7 +86,7 @@ class OptaxOptimizer(GroupedOptimizer):
     max_grad_norm: Any = Changeable()
     ema_decay: Any = Changeable()
     by_label = False  # whether groups have a rule by their label
-    _carried = ("_rules", "_options", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
+    _carried = ("_rules", "_options", "_selectors", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
 
     def __init__(
         self,
@@ -111,12 +112,10 @@ class OptaxOptimizer(GroupedOptimizer):
         rule, defaults = as_rule(owner, tx, hyperparams)
         if not rule.scaled:
             groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | groups.TORCH_OPTIONS | _ENGINE)
-        selectors = {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale}
+        selectors = Selectors(owner, {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
         self._build(groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, engine)
 
-    def _build(
-        self, params: Any, rules: dict[Any, Rule], defaults: dict[str, Any], selectors: dict[str, Any], engine: dict[str, Any]
-    ) -> None:
+    def _build(self, params: Any, rules: dict[Any, Rule], defaults: dict[str, Any], selectors: Selectors, engine: dict[str, Any]) -> None:
         """Construct with one rule for all groups, or one for each label."""
         owner = type(self).__name__
         self._rules, self._options = rules, Options.of(owner, engine)
@@ -125,12 +124,12 @@ class OptaxOptimizer(GroupedOptimizer):
             groups.check_group(owner, defaults, rules[_ALL])
         if selectors["decay_mask"] is not None and not any("weight_decay" in rule.hyperparams for rule in rules.values()):
             raise ValueError(f"{owner}: decay_mask is given, but this rule has no weight_decay.")
-        self._selectors = {name: s if groups.asks_each(s) else None for name, s in selectors.items()}
+        self._selectors = selectors
         self._leaves: list[Leaf] = []
         self._constructed = False
         self._begin()
         super().__init__(params, defaults)
-        self._resolve(self._leaves, selectors)
+        self._resolve(self._leaves)
         self._constructed = True
         self._place()
         self._follow_fused()
@@ -458,9 +457,8 @@ class OptaxOptimizer(GroupedOptimizer):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy; the copy asks selectors about groups added later only if they can be pickled by name."""
-        selectors = {name: s if getattr(s, "__qualname__", "<").isidentifier() else None for name, s in self._selectors.items()}
-        own = {key: self.__dict__[key] for key in self._carried} | {"_selectors": selectors}
+        """For pickle and deepcopy."""
+        own = {key: self.__dict__[key] for key in self._carried}
         return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

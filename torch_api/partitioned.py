@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import optax
 import torch
 
 from bridge import masks, tree
+from bridge.checks import Check
 from bridge.masks import near, near_and_all
 
 from . import groups
 from .optimizer import OptaxOptimizer
+from .plan import Leaf
+from .selectors import Selectors
 from .transformation import as_rule
 
-_NOBODY = None  # the label of what no pair of a MultiOptimizer picks
+_NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 class PartitionedOptimizer(OptaxOptimizer):
@@ -29,20 +36,26 @@ class PartitionedOptimizer(OptaxOptimizer):
       params: as in `OptaxOptimizer`.
       transforms: label -> transformation, or label -> (factory, dict of its hyperparams), or label -> factory. Each
         transformation sees the nested dict of all parameters, None where another label's are.
-      labels: any selector of the README that gives each parameter a label.
+      labels: any selector of the README that gives each parameter a label. A frozen parameter needs none.
       mask, decay_mask, lr_scale: as in `OptaxOptimizer`.
       **engine: max_grad_norm, writeback, state_dtype, master_weights, stochastic_rounding, rounding_seed, ema_decay, likewise.
 
     A key of a given group (`lr`, say) goes to the parts that know it. The learning rates of ready transformations are
     inside them; `lr` in their groups multiplies the update.
 
+    Parameters without label are in a group of their own, with the label None.
+
     Raises:
-      ValueError: a label without transformation, a transformation that no parameter has, a parameter without label; the
-        text names it. optax.partition is silent about the second.
+      ValueError: a label without transformation, a transformation that no parameter has, a trained parameter without label;
+        the text names it. optax.partition is silent about the second.
     """
 
     by_label = True
-    _carried = (*OptaxOptimizer._carried, "_defaults_of", "_labels")
+    _carried = (*OptaxOptimizer._carried, "_defaults_of")
+    _without_label = (
+        "labels: no rule gives {name!r} a label, and it is to be trained. Add a rule for it, or ('*', label) last; only what the mask or "
+        "requires_grad=False freezes needs no label."
+    )
 
     def __init__(
         self,
@@ -59,38 +72,52 @@ class PartitionedOptimizer(OptaxOptimizer):
         if not isinstance(transforms, Mapping) or not transforms:
             raise TypeError(f"{owner}: transforms is {transforms!r}; expected a dict from label to transformation.")
         rules = {label: as_rule(f"{owner}[{label!r}]", *_pair(given)) for label, given in transforms.items()}
+        nobody, nothing = as_rule(owner, optax.set_to_zero, {})
+        rules[_NOBODY] = nobody._replace(leaf_checks=(Check(_never, self._without_label),)), nothing
         self._defaults_of = {label: defaults for label, (_, defaults) in rules.items()}
         given = _named_groups(owner, groups.listed(owner, params))
-        assigned = self._assigned(labels, given, set(rules))
+        selectors = Selectors(owner, {"labels": labels, "mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
+        assigned = self._assigned(selectors, given, set(rules))
         split = [part for group, own in zip(given, assigned, strict=True) for part in self._split(group, own)]
-        selectors = {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale}
-        self._labels = labels if groups.asks_each(labels) else None
         self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, engine)
+        self._show_label_rules()
+
+    def _show_label_rules(self) -> None:
+        """Let `report()` show what gave each parameter its label, where no mask has decided about it."""
         for leaf in self.leaves:
             leaf.rule = self._label_rules.get(leaf.name, leaf.rule) if leaf.rule == "mask=None" else leaf.rule
 
-    def _assigned(self, labels: Any, given: Sequence[dict[str, Any]], known: set[Any]) -> list[list[Any]]:
+    def _assigned(self, selectors: Selectors, given: Sequence[dict[str, Any]], known: set[Any]) -> list[list[Any]]:
         """The label of each parameter of each group."""
-        named = all("param_names" in group for group in given)
-        flat = [p for group in given for p in group["params"]]
-        names = [name for group in given for name in group.get("param_names", ())] if named else [f"param{i}" for i in range(len(flat))]
-        leaves = masks.Leaves(names, flat, lambda: tree.nest(zip(names, flat, strict=True)), named)
-        found = self._labelled(labels, leaves)
-        owner = type(self).__name__
-        for name, label in zip(names, found, strict=True):
-            if label not in known:
-                hint = near(str(label), map(str, known))
-                raise ValueError(f"{owner}: parameter {name!r} has the label {label!r}, for which there is no transformation. {hint}")
+        found = self._labels_of(selectors, [], given)
         unused = [label for label in known if label not in found and label is not _NOBODY]
         if unused:
             seen = ", ".join(sorted(map(repr, set(found))))
-            raise ValueError(f"{owner}: no parameter has the label {unused[0]!r} of transforms. Labels given: {seen}.")
+            raise ValueError(f"{type(self).__name__}: no parameter has the label {unused[0]!r} of transforms. Labels given: {seen}.")
         rest = iter(found)
         return [[next(rest) for _ in group["params"]] for group in given]
 
-    def _labelled(self, labels: Any, leaves: masks.Leaves) -> list[Any]:
-        decided = masks.column(labels, leaves, "labels")
-        self._label_rules = {name: decision.rule for name, decision in zip(leaves.names, decided, strict=True)}
+    def _labels_of(self, selectors: Selectors, before: Sequence[Leaf], given: Sequence[dict[str, Any]]) -> list[Any]:
+        """The labels of the parameters of the given groups, which stand behind the leaves that are there."""
+        named = all("param_names" in group for group in (*vars(self).get("param_groups", ()), *given))
+        params, names = [leaf.param for leaf in before], [leaf.name for leaf in before]
+        for group in given:
+            names += groups.names(group, len(params))
+            params += group["params"]
+        nested = lambda: tree.nest(zip(names, params, strict=True))  # noqa: E731
+        leaves = masks.Leaves(names, params, nested, named, len(before), by_argument_name=True)
+        found = selectors.column("labels", leaves, self._labelled)
+        for name, label in zip(names[len(before) :], found, strict=True):
+            if label not in self._defaults_of:
+                hint = near(str(label), (str(label) for label in self._defaults_of if label is not _NOBODY))
+                raise ValueError(
+                    f"{type(self).__name__}: parameter {name!r} has the label {label!r}, for which there is no transformation. {hint}"
+                )
+        return found
+
+    def _labelled(self, labels: Any, leaves: masks.Leaves, _: str) -> list[Any]:
+        decided = masks.column(labels, leaves, "labels_or_none")
+        self._label_rules = {name: decision.rule for name, decision in zip(leaves.names[leaves.resolved :], decided, strict=True)}
         return [decision.value for decision in decided]
 
     def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
@@ -102,14 +129,14 @@ class PartitionedOptimizer(OptaxOptimizer):
             part = {key: value for key, value in group.items() if key in own or key in groups.FLAGS}
             names = group.get("param_names")
             part["params"] = [(names[i], group["params"][i]) if names else group["params"][i] for i in here]
-            parts.append(own | part | {"label": label} | ({"trainable": False} if label is _NOBODY else {}))
+            parts.append(own | part | {"label": label})
         known = {key for part in parts for key in part} | {"param_names"}
         for key in group.keys() - known:
             raise ValueError(f"{type(self).__name__}: unknown key {key!r} in a param group. {near_and_all(key, known)}")
         return parts
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: with its label under "label", or labelled by the selector if that is a function of (name, param).
+        """Add a group: with its label under "label", or labelled by the constructor's selector.
 
         Raises:
           ValueError, TypeError: no label, or one without transformation; the optimizer is then as before.
@@ -120,22 +147,17 @@ class PartitionedOptimizer(OptaxOptimizer):
         owner = type(self).__name__
         (group,) = _named_groups(owner, [param_group])
         label = group.get("label")
-        if label is None and self._labels is None:
-            raise ValueError(f"{owner}: the new param group has no 'label'; expected one of {', '.join(sorted(map(repr, self._rules)))}.")
-        if label is not None:
-            if label not in self._rules:
-                raise ValueError(f"{owner}: label {label!r} has no transformation. {near(str(label), map(str, self._rules))}")
+        if label is None:
+            labels = self._labels_of(self._selectors, self._leaves, [group])
+        elif label in self._rules:
             labels = [label] * len(group["params"])
         else:
-            names = groups.names(group, len(self.leaves))
-            labels = [cast(Any, self._labels)(name, p) for name, p in zip(names, group["params"], strict=True)]
+            known = (str(label) for label in self._rules if label is not _NOBODY)
+            raise ValueError(f"{owner}: label {label!r} has no transformation. {near(str(label), known)}")
         with self._all_or_nothing():
             for part in self._split(group, labels):
                 super().add_param_group(part)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return state | {"_labels": self._labels if getattr(self._labels, "__qualname__", "<").isidentifier() else None}
+            self._show_label_rules()
 
 
 class MultiOptimizer(PartitionedOptimizer):
@@ -150,25 +172,32 @@ class MultiOptimizer(PartitionedOptimizer):
       ValueError: two selectors pick one parameter, or one picks none; the text names it.
     """
 
+    _without_label = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
+
     def __init__(self, params: Any, *pairs: tuple[Any, Any], **engine: Any) -> None:
         owner = type(self).__name__
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError(f"{owner}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
-        transforms = {number: definition for number, (_, definition) in enumerate(pairs)} | {_NOBODY: optax.set_to_zero}
+        transforms = {number: definition for number, (_, definition) in enumerate(pairs)}
         selectors = [selector for selector, _ in pairs]
         super().__init__(params, transforms, selectors, mask=None, **engine)
 
-    def _labelled(self, labels: Any, leaves: masks.Leaves) -> list[Any]:
+    def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
+        parts = super()._split(group, labels)
+        return [part | {"trainable": False} if part["label"] is _NOBODY else part for part in parts]
+
+    def _labelled(self, labels: Any, leaves: masks.Leaves, _: str) -> list[Any]:
         picked = [masks.column(selector, leaves, "decay_mask", f"pair {n}") for n, selector in enumerate(labels)]
-        owners = [[n for n, column in enumerate(picked) if column[i].value] for i in range(len(leaves.names))]
-        for name, own in zip(leaves.names, owners, strict=True):
+        names = leaves.names[leaves.resolved :]
+        owners = [[n for n, column in enumerate(picked) if column[i].value] for i in range(len(names))]
+        for name, own in zip(names, owners, strict=True):
             if len(own) > 1:
                 rules = " and ".join(f"{labels[n]!r} (pair {n})" for n in own)
                 raise ValueError(
                     f"{type(self).__name__}: parameter {name!r} has more than one owner: {rules}. Make the selectors disjoint."
                 )
         rules = [picked[own[0]][i].rule if own else "no pair's selector" for i, own in enumerate(owners)]
-        self._label_rules = dict(zip(leaves.names, rules, strict=True))
+        self._label_rules = dict(zip(names, rules, strict=True))
         return [own[0] if own else _NOBODY for own in owners]
 
     def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:

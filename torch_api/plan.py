@@ -22,14 +22,15 @@ class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
-        "address", "decay", "device", "dtype", "elements", "fields", "group", "label", "layout", "local", "lr_scale", "memory", "name",
-        "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spare", "spec", "state", "strides", "trained",
-        "views", "why",
+        "address", "decay", "device", "dtype", "elements", "fields", "group", "ignores_mask", "label", "layout", "local", "lr_scale",
+        "memory", "name", "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spare", "spec", "state", "strides",
+        "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
         self.name, self.param, self.group = name, param, group
         self.trained, self.rule = True, "mask=None"
+        self.ignores_mask = False  # whether its group's own flags take the place of the constructor's mask
         self.elements: np.ndarray | None = None  # a boolean mask of the local tensor's shape
         self.decay = masks.Decision(True, "decay_mask=None")
         self.label: Any = None
@@ -170,8 +171,9 @@ def check_leaves(
 ) -> None:
     """Raise for a leaf that is trained, or is to be `thawed`, and that its rule's equation does not take."""
     for leaf in leaves:
-        if (leaf.trained or thawed) and leaf.param.requires_grad:
-            check_parameter_fits(rule_of(param_groups[leaf.group]), leaf.name, leaf.param)
+        group = param_groups[leaf.group]
+        if ((leaf.trained and group.get("trainable", True)) or thawed) and leaf.param.requires_grad:
+            check_parameter_fits(rule_of(group), leaf.name, leaf.param)
 
 
 def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from .selectors import DecayName, for_decay
+
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _NORM_CLASS = re.compile(r"norm(act)?(\dd)?(fp\d+|gated)?$", re.IGNORECASE)
 _EMBEDDING_CLASS = re.compile(r"(embed|embeddings?|positional_?encoding)$", re.IGNORECASE)
@@ -52,6 +54,7 @@ class _Tree(NamedTuple):
     children: dict[str, list[str]]
 
 
+@for_decay
 def no_decay_on_bias_and_norm(name: str, param: torch.Tensor) -> bool:
     """For `decay_mask`: decay matrices and kernels, leave biases, norm scales and other vectors and scalars alone.
 
@@ -62,7 +65,7 @@ def no_decay_on_bias_and_norm(name: str, param: torch.Tensor) -> bool:
 
 
 def no_decay(module: nn.Module) -> dict[str, bool]:
-    """For `decay_mask`: parameter name -> True (decays) or False, decided from the modules.
+    """For `decay_mask`: parameter name -> True (decays) or False, decided from the modules. Given as `mask` it is an error.
 
     False for every bias (a name with the word bias, of any shape), every parameter that a norm holds itself (torch's
     norms and classes named so, such as LlamaRMSNorm), embeddings (nn.Embedding, nn.EmbeddingBag, classes named so, and
@@ -81,10 +84,12 @@ def no_decay(module: nn.Module) -> dict[str, bool]:
     """
     named = _named("no_decay", module)
     listed = _listed_by_the_modules(module)
-    return {
-        name: param.ndim >= 2 and not any(_is_bias(p) or _is_norm(p) or _is_embedding(p) for p in places) and not _matches(name, listed)
-        for name, (param, places) in named.items()
-    }
+
+    def decays(name: str, param: torch.Tensor, places: Iterable[_Place]) -> bool:
+        exempt = any(_is_bias(p) or _is_norm(p) or _is_embedding(p) for p in places)
+        return param.ndim >= 2 and not exempt and not _matches(name, listed)
+
+    return {DecayName(name): decays(name, param, places) for name, (param, places) in named.items()}
 
 
 def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:

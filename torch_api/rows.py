@@ -98,10 +98,11 @@ class Rows:
 
     def _seen(self, number: int, leaves: list[Leaf], paths: list[Path], rule: Rule, group: Mapping[str, Any]) -> Row:
         """The row of one transformation; its leaves get the `spec` by which it sees them."""
+        for leaf in leaves:
+            check_parameter_fits(rule, leaf.name, leaf.param)
         if not rule.scaled:
             row = group_reader(rule, rule.traceable)(group)
             for leaf in leaves:
-                check_parameter_fits(rule, leaf.name, leaf.param)
                 leaf.spec = self._local(leaf, _spec(rule, leaf), row)
             return row
         specs = tuple(_whole(leaf, path) for leaf, path in zip(leaves, paths, strict=True))

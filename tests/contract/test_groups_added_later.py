@@ -1,0 +1,231 @@
+"""Selectors of the constructor decide about a group that is added later as about the same parameters given at once."""
+
+import copy
+import functools
+import pickle
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+
+import torch_api
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.ModuleDict({"body": torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(2))), "head": torch.nn.Linear(2, 1)})
+
+
+def parts(net):
+    named = list(net.named_parameters())
+    return named[:3], named[3:]  # the second begins with the bias of the second layer
+
+
+def only_weights(name, param):
+    return name.endswith("weight")
+
+
+class Callable:
+    def __call__(self, name, param):
+        return param.ndim > 1
+
+
+MASKS = {
+    "None": lambda net: None,
+    "True": lambda net: True,
+    "False": lambda net: False,
+    "a glob": lambda net: "*weight",
+    "globs": lambda net: ["body.0.*", "*bias"],
+    "a glob that matches no new name": lambda net: "body.0.*",
+    "a regular expression": lambda net: re.compile("weight$"),
+    "mixed patterns": lambda net: ["body.0.weight", re.compile("bias$")],
+    "name and parameter": lambda net: only_weights,
+    "a callable object": lambda net: Callable(),
+    "a partial": lambda net: functools.partial(lambda end, name, param: name.endswith(end), "bias"),
+    "a name": lambda net: lambda name: "weight" in name,
+    "the tree": lambda net: lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree),
+    "a prefix of the tree": lambda net: lambda updates: {name: name == "body" for name in updates},
+    "pairs": lambda net: [("*.1.*", False), (lambda n: n.endswith("bias"), True)],
+    "a dict by prefix": lambda net: {"": False, "body": True, "body.1": False},
+    "a dict that leaves the new ones out": lambda net: {"body.0": True},
+    "a prefix tree": lambda net: {"body": {"0": False, "1": True}, "": False},
+    "a module": lambda net: net["body"],
+    "pairs with a module": lambda net: [(net["body"][0], False), ("*", True)],
+    "elements": lambda net: {"body.0.weight": torch.tensor([[True, False], [True, True]]), "": True},
+}
+
+
+def seen(optimizer):
+    columns = ("parameter", "status", "lr", "decay", "label")
+    return [[row[column] for column in columns] for row in optimizer.report().rows]
+
+
+def at_once_and_later(build):
+    """The reports of two optimizers: one has both groups from the start, the other gets the second one later."""
+    net = model()
+    first, second = parts(net)
+    at_once = build([{"params": first}, {"params": second}], net)
+    net = model()
+    first, second = parts(net)
+    later = build([{"params": first}], net)
+    later.add_param_group({"params": second})
+    return at_once, later
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_a_mask_in_every_form(form):
+    at_once, later = at_once_and_later(lambda groups, net: torch_api.MaskedAdamW(groups, mask=MASKS[form](net)))
+    assert seen(later) == seen(at_once)
+    assert [row["decided by"] for row in later.report().rows] == [row["decided by"] for row in at_once.report().rows]
+
+
+@pytest.mark.parametrize("form", [form for form in MASKS if form != "elements"])
+def test_a_decay_mask_in_every_form(form):
+    at_once, later = at_once_and_later(lambda groups, net: torch_api.MaskedAdamW(groups, weight_decay=0.1, decay_mask=MASKS[form](net)))
+    assert seen(later) == seen(at_once)
+
+
+SCALES = {
+    "a number": lambda net: 0.5,
+    "by prefix": lambda net: {"body": 0.5, "body.1": 0.25},
+    "pairs": lambda net: [("*bias", 0.1), ("*", 0.2)],
+    "name and parameter": lambda net: lambda name, param: 1 / param.ndim,
+    "a name": lambda net: lambda n: 0.5 if n.startswith("head") else 1.0,
+    "the tree": lambda net: lambda params: {name: 0.1 if name == "body" else 0.2 for name in params},
+}
+
+
+@pytest.mark.parametrize("form", SCALES)
+def test_an_lr_scale_in_every_form(form):
+    at_once, later = at_once_and_later(lambda groups, net: torch_api.MaskedSGD(groups, lr=1.0, lr_scale=SCALES[form](net)))
+    assert seen(later) == seen(at_once)
+
+
+LABELS = {
+    "by prefix": lambda net: {"body": "x", "": "y", "body.0.bias": "y"},
+    "pairs": lambda net: [("*bias", "x"), ("*", "y")],
+    "name and parameter": lambda net: lambda name, param: "x" if param.ndim > 1 else "y",
+    "a name": lambda net: lambda path: "x" if path.endswith("bias") else "y",
+    "the tree": lambda net: lambda tree: jax.tree.map(lambda p: "x" if p.ndim > 1 else "y", tree),
+    "a callable object": lambda net: functools.partial(lambda name, param: "x" if "0.w" in name else "y"),
+}
+
+
+def partitioned(groups, labels, **options):
+    return torch_api.PartitionedOptimizer(groups, {"x": optax.sgd(0.1), "y": (optax.adam, {"lr": 0.2})}, labels, **options)
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_labels_in_every_form(form):
+    at_once, later = at_once_and_later(lambda groups, net: partitioned(groups, LABELS[form](net), mask="*"))
+    assert sorted(map(str, seen(later))) == sorted(map(str, seen(at_once)))
+
+
+def test_the_selectors_of_a_multi_optimizer():
+    pairs = ("*weight", optax.sgd(0.1)), (lambda name: name == "body.0.bias", optax.adam(0.1))
+    at_once, later = at_once_and_later(lambda groups, net: torch_api.MultiOptimizer(groups, *pairs))
+    assert sorted(map(str, seen(later))) == sorted(map(str, seen(at_once)))
+
+
+def test_parameters_and_iterators_are_remembered():
+    net = model()
+    first, second = parts(net)
+    for mask in ([p for _, p in first[:2]], (p for _, p in first[:2]), iter(["*weight"])):
+        optimizer = torch_api.MaskedSGD(first, mask=mask)
+        before = [row["status"] for row in optimizer.report().rows]
+        optimizer.add_param_group({"params": second[:1]})
+        assert [row["status"] for row in optimizer.report().rows] == [*before, "frozen"]
+        assert {"trained", "frozen"} >= set(before) > {"frozen"}
+
+
+def test_a_selector_that_is_changed_afterwards_decides_as_before():
+    net = model()
+    first, second = parts(net)
+    patterns, by_name = ["*weight"], {"": True, "body.1": False}
+    one, two = torch_api.MaskedSGD(first, mask=patterns), torch_api.MaskedSGD(first, mask=by_name)
+    patterns[0], by_name["body.1"] = "*", True
+    for optimizer in (one, two):
+        optimizer.add_param_group({"params": second[:1]})
+        assert optimizer.report().rows[-1]["status"] == "frozen"
+
+
+def test_the_flags_of_a_group_win():
+    both = ["trained", "trained"]
+    for flags, statuses in (({"mask": "*bias"}, ["trained", "frozen"]), ({"mask": True}, both), ({"trainable": True}, both)):
+        for at_once in (True, False):
+            net = model()
+            first, second = parts(net)
+            own = {"params": second[:2], **flags}  # a bias and a weight
+            groups = [{"params": first}, own] if at_once else [{"params": first}]
+            optimizer = torch_api.MaskedAdamW(groups, mask="body.0.weight")
+            if not at_once:
+                optimizer.add_param_group(own)
+            assert [row["status"] for row in optimizer.report().rows][3:] == statuses
+    optimizer.add_param_group({"params": [("further.weight", torch.nn.Parameter(torch.ones(2)))], "trainable": False, "mask": True})
+    assert optimizer.report().rows[-1]["status"] == "frozen"
+    labelled = partitioned([{"params": parts(model())[0]}], {"": "x", "body.0.bias": "y"})
+    labelled.add_param_group({"params": second, "label": "y"})
+    assert {row["label"] for row in labelled.report().rows[3:]} == {"y"}
+
+
+def test_a_pattern_that_matches_nothing_at_construction_stays_an_error():
+    first, _ = parts(model())
+    for mask in ("head.*", ["*", "head.*"], {"head": True, "": False}, [("head.*", True)]):
+        with pytest.raises(ValueError, match="head"):
+            torch_api.MaskedAdamW(first, mask=mask)
+
+
+def test_a_tree_without_the_new_parameters_is_an_error_that_says_what_to_do():
+    first, second = parts(model())
+    optimizer = torch_api.MaskedAdamW(first, mask={"body": {"0": {"weight": True, "bias": True}, "1": {"weight": False}}})
+    with pytest.raises(ValueError, match=r"body\.1\.bias") as error:
+        optimizer.add_param_group({"params": second})
+    assert "trainable=True" in "".join(error.value.__notes__)
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": second, "mask": "head.*"})
+    assert [row["status"] for row in optimizer.report().rows] == ["trained", "trained", "frozen", "frozen", "trained", "trained"]
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
+def test_a_copy_decides_as_the_optimizer(twin):
+    for mask in ("*weight", only_weights, {"": False, "body.1.weight": True}):
+        first, second = parts(model())
+        optimizer = twin(torch_api.MaskedAdamW(first, mask=mask))
+        optimizer.add_param_group({"params": second[:1]})
+        assert optimizer.report().rows[-1]["status"] == "frozen"
+
+
+def test_what_a_pickle_cannot_carry_is_an_error_and_no_guess():
+    first, second = parts(net := model())
+    for mask in (lambda name, p: name.endswith("weight"), net["body"]):
+        optimizer = pickle.loads(pickle.dumps(torch_api.MaskedAdamW(first, mask=mask)))
+        with pytest.raises(ValueError, match="not pickled"):
+            optimizer.add_param_group({"params": second})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": second, "mask": "*weight"})
+        assert [row["status"] for row in optimizer.report().rows][3:] == ["frozen", "trained", "frozen"]
+
+
+def test_the_steps_and_the_checkpoint_of_a_group_added_later():
+    """With a glob, the bias of the group stays as it is, and an optimizer that loads the checkpoint goes on alike."""
+    ends = []
+    for at_once in (True, False):
+        net = model()
+        first, second = parts(net)
+        optimizer = torch_api.MaskedAdamW(first + second if at_once else first, lr=0.1, mask="*weight")
+        if not at_once:
+            optimizer.add_param_group({"params": second})
+        for _ in range(2):
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        ends.append([p.detach().clone() for p in net.parameters()])
+    np.testing.assert_array_equal(*[torch.cat([x.flatten() for x in end]).numpy() for end in ends])
+    assert torch.equal(ends[1][3], model()["body"][1].bias)
+    again = model()
+    loaded = torch_api.MaskedAdamW([{"params": part} for part in parts(again)], lr=0.1, mask="*weight")
+    loaded.load_state_dict(optimizer.state_dict())
+    assert [row["status"] for row in loaded.report().rows] == [row["status"] for row in optimizer.report().rows]

@@ -1,0 +1,128 @@
+"""The selectors that an optimizer was constructed with. They also decide about parameters that are added later."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from bridge import masks
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_DECAY_FUNCTIONS: set[Any] = set()
+
+
+class DecayName(str):
+    """A key of a dict that is made for `decay_mask`: a plain string, but given as `mask` the dict is refused."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> DecayName:
+        return self
+
+    def __deepcopy__(self, _: Any) -> DecayName:
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)  # a pickle must not need this package
+
+
+def for_decay(function: _Function) -> _Function:
+    """Mark a selector function that is made for `decay_mask`, so that it is refused as `mask`."""
+    _DECAY_FUNCTIONS.add(function)
+    return function
+
+
+def refuse_decay_mask(owner: str, mask: Any) -> None:
+    """Raise for a `mask` that was made for `decay_mask`: it says which parameters decay, and would freeze all others."""
+    function = getattr(mask, "func", mask)  # of a functools.partial
+    if isinstance(mask, Mapping):
+        given = "a result of no_decay" if any(isinstance(key, DecayName) for key in mask) else None
+    else:
+        given = function.__name__ if callable(function) and _is_hashable(function) and function in _DECAY_FUNCTIONS else None
+    if given is not None:
+        raise ValueError(
+            f"{owner}: mask is {given}, which says which parameters decay; as mask it would freeze all others. "
+            "Expected decay_mask=... for it. (optax's argument `mask` of adamw and others is decay_mask here; mask says what is trained.)"
+        )
+
+
+class _Lost(NamedTuple):
+    """Stands for a selector that was not pickled with its optimizer."""
+
+    description: str
+
+
+class Selectors:
+    """`mask`, `decay_mask`, `lr_scale` and, where there are any, `labels` of the constructor, by name.
+
+    A copy of the optimizer shares them. A pickle has those that pickle without a module; instead of the others it has a note, and
+    a group that is added to the unpickled optimizer is then an error.
+    """
+
+    def __init__(self, owner: str, specs: Mapping[str, Any]) -> None:
+        refuse_decay_mask(owner, specs.get("mask"))
+        self._owner, self._specs = owner, {name: masks.snapshot(spec) for name, spec in specs.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._specs[name]
+
+    def column(self, name: Any, leaves: masks.Leaves, resolve: Callable[..., Any] = masks.column) -> Any:
+        """What `resolve(spec, leaves, name)` gives for one of the selectors: by default a decision for each leaf that has none yet."""
+        spec = self._specs[name]
+        if isinstance(spec, _Lost):
+            raise ValueError(
+                f"{self._owner}: {name} of the constructor is {spec.description}, which was not pickled with the optimizer, so nothing "
+                f"decides about parameters that are added now.{_remedy(name)} Or construct an optimizer of all parameters, and load the "
+                "state_dict into it."
+            )
+        try:
+            return resolve(spec, leaves, name)
+        except (ValueError, TypeError) as error:
+            if leaves.resolved:
+                error.add_note(f"{self._owner}: {name} of the constructor also decides about parameters that are added.{_remedy(name)}")
+            raise
+
+    def __deepcopy__(self, _: Any) -> Selectors:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        specs = {name: spec if _pickles(spec) else _Lost(_description(spec)) for name, spec in self._specs.items()}
+        return {"_owner": self._owner, "_specs": specs}
+
+
+def _remedy(name: str) -> str:
+    remedies = {"mask": " Give the group a `mask` of its own, or `trainable=True`.", "labels": " Give the group its `label`."}
+    return remedies.get(name, "")
+
+
+class _Pickler(pickle.Pickler):
+    """Finds out whether something pickles, without its tensors. Modules do not count: a pickle of them needs their classes."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if isinstance(obj, torch.nn.Module):
+            raise pickle.PicklingError(type(obj).__name__)
+        return "tensor" if isinstance(obj, torch.Tensor) else None
+
+
+def _pickles(spec: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO()).dump(spec)
+    except Exception:  # noqa: BLE001 - a class's own way to refuse
+        return False
+    return True
+
+
+def _description(spec: Any) -> str:
+    return f"{spec.__qualname__!r}" if hasattr(spec, "__qualname__") else f"a {type(spec).__name__}"
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
