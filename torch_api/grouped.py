@@ -63,9 +63,10 @@ class GroupedOptimizer(Keeper, ABC):
                 elif group.get("trainable"):
                     leaf.rule = f"group {number} trainable=True"
                 leaf.ignores_mask = mask is not None or bool(group.get("trainable"))
+            if self._constructed:
+                self._resolve(self._leaves, leaves)
             self._leaves = self._leaves + leaves
             if self._constructed:
-                self._resolve(leaves)
                 self._place()
 
     @contextmanager
@@ -107,7 +108,10 @@ class GroupedOptimizer(Keeper, ABC):
 
     def _followed(self) -> list[Leaf]:
         """The leaves, where `param_groups` may have been edited by hand since the last step."""
-        return followed(self._leaves, self.names(), self.param_groups)
+        leaves, new = followed(self._leaves, self.names(), self.param_groups)
+        if new and all(len(group.get("param_names", ())) == len(group["params"]) for group in self.param_groups):
+            self._resolve([leaf for leaf in leaves if leaf not in new], new)  # without names no pattern can decide
+        return leaves
 
     def names(self) -> list[str]:
         """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
@@ -122,9 +126,9 @@ class GroupedOptimizer(Keeper, ABC):
         nested = lambda: tree.nest((leaf.name, leaf.param) for leaf in leaves)  # noqa: E731
         return masks.Leaves([leaf.name for leaf in leaves], [leaf.param for leaf in leaves], nested, named, resolved, by_argument_name=True)
 
-    def _resolve(self, new: list[Leaf]) -> None:
-        """Decide by the constructor's selectors about the `new` leaves, which are the last of all."""
-        described = self._described(self._leaves, len(self._leaves) - len(new))
+    def _resolve(self, known: list[Leaf], new: list[Leaf]) -> None:
+        """Decide by the constructor's selectors about the `new` leaves, beside those that are `known`."""
+        described = self._described(known + new, len(known))
         asked = [leaf for leaf in new if not leaf.ignores_mask]
         trained = self._selectors.column("mask", described) if asked else [None] * len(new)
         decays = self._selectors.column("decay_mask", described)

@@ -129,7 +129,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._constructed = False
         self._begin()
         super().__init__(params, defaults)
-        self._resolve(self._leaves)
+        self._resolve([], self._leaves)
         self._constructed = True
         self._place()
         self._follow_fused()

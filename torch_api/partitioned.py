@@ -148,7 +148,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         (group,) = _named_groups(owner, [param_group])
         label = group.get("label")
         if label is None:
-            labels = self._labels_of(self._selectors, self._leaves, [group])
+            labels = self._labels_of(self._selectors, self._followed(), [group])
         elif label in self._rules:
             labels = [label] * len(group["params"])
         else:

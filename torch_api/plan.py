@@ -176,23 +176,30 @@ def check_leaves(
             check_parameter_fits(rule_of(group), leaf.name, leaf.param)
 
 
-def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> list[Leaf]:
+def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> tuple[list[Leaf], list[Leaf]]:
     """The leaves of the groups as they are now, whatever was done to them by hand: parameters replaced, moved, removed, groups exchanged.
 
     A parameter that takes the name of one that is gone takes all that was decided of it too. Nothing is checked.
+
+    Returns:
+      All leaves, and those of them about which nothing is decided.
     """
     known = {id(leaf.param): leaf for leaf in leaves}
     params = [(index, p) for index, group in enumerate(param_groups) for p in group["params"]]
     present = {id(p) for _, p in params}
     gone = {leaf.name: leaf for leaf in leaves if id(leaf.param) not in present}
-    result = []
+    result: list[Leaf] = []
+    new: list[Leaf] = []
     for name, (index, p) in zip(names, params, strict=True):
         leaf = known.get(id(p))
-        if leaf is None:
-            leaf = Leaf.restored(name, p, index, gone[name].decided) if name in gone else Leaf(name, p, index)
+        if leaf is None and name in gone:
+            leaf = Leaf.restored(name, p, index, gone[name].decided)
+        elif leaf is None:
+            leaf = Leaf(name, p, index)
+            new.append(leaf)
         leaf.group = index
         result.append(leaf)
-    return result
+    return result, new
 
 
 def check_devices(owner: str, devices: Iterable[torch.device], clip: bool, together: bool) -> None:

@@ -229,3 +229,18 @@ def test_the_steps_and_the_checkpoint_of_a_group_added_later():
     loaded = torch_api.MaskedAdamW([{"params": part} for part in parts(again)], lr=0.1, mask="*weight")
     loaded.load_state_dict(optimizer.state_dict())
     assert [row["status"] for row in loaded.report().rows] == [row["status"] for row in optimizer.report().rows]
+
+
+def test_a_parameter_that_is_put_into_a_group_by_hand():
+    first, second = parts(model())
+    optimizer = torch_api.MaskedAdamW(first, lr=0.1, mask="*weight", decay_mask={"": False, "body.1": True})
+    for name, p in second:
+        optimizer.param_groups[0]["params"].append(p)
+        optimizer.param_groups[0]["param_names"].append(name)
+    at_once = torch_api.MaskedAdamW(first + second, lr=0.1, mask="*weight", decay_mask={"": False, "body.1": True})
+    assert seen(optimizer) == seen(at_once)
+    for _, p in first + second:
+        p.grad = torch.ones_like(p)
+    before = {name: p.detach().clone() for name, p in second}
+    optimizer.step()
+    assert [name for name, p in second if not torch.equal(p, before[name])] == ["head.weight"]
