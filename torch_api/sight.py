@@ -1,30 +1,28 @@
-"""What a step sees of the parameters at one glance: which have a gradient, and whether all else is as it was."""
+"""Guards of the warm path. They check that parameters and gradients still have the metadata and addresses seen at the last step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress, repeat
-from operator import and_, attrgetter, is_, is_not
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from .plan import Leaf
 
-_address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
-_grad, _shape, _requires_grad = attrgetter("grad"), attrgetter("shape"), attrgetter("requires_grad")
-_kind = attrgetter("shape", "dtype", "device", "layout")
+_address, _grad = torch.Tensor.data_ptr, attrgetter("grad")
 
 
 def _no_guard(tensors: Sequence[torch.Tensor]) -> None:
-    """The columns are compared at every step."""
+    """Return no guard: each step looks at each leaf."""
 
 
 def _fast_guard() -> Callable[[Sequence[torch.Tensor]], Callable[..., bool] | None]:
     """What makes one C call that says whether tensors still have the class, dtype, device, sizes, strides and `requires_grad` of these.
 
-    torch.compile guards its graphs by it. The name is private, so it is used only where it answers as expected; the
-    columns then stand behind it for whatever it denies (it denies all in an autocast region).
+    torch.compile guards its graphs by it. The name is private, so it is used only where it answers as expected. It denies all in an
+    autocast region.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -48,16 +46,16 @@ _guard = _fast_guard()
 class Sight:
     """What was true of the active leaves when each of them was last looked at.
 
-    A step asks whether all is as it was for the same live leaves, in a few C calls; else it compares whole columns, which
-    costs a microsecond a leaf; only where one differs, or nothing is known, are the leaves looked at one by one.
+    A step asks in a few C calls whether all is as it was for the same live leaves. Where anything differs, or nothing is known, the
+    leaves are looked at one by one.
     """
 
     def __init__(self) -> None:
-        self._params: list[torch.Tensor] | None = None
+        self._known: Any = None
 
     def forget(self, really: bool = True) -> None:
         """The next step looks at each leaf."""
-        self._params = None if really else self._params
+        self._known = None if really else self._known
 
     def remember(self, leaves: Sequence[Leaf], live: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Take note of the leaves as they are, every one of which has been looked at, or its gradient is None.
@@ -66,49 +64,27 @@ class Sight:
           leaves: the active ones.
           live: those of them that have a gradient; `grads`: their gradients.
         """
-        self._params = None  # until all the rest is known
+        self._known = None
         if any(leaf.layout is not None for leaf in leaves):
             return
-        params = [leaf.param for leaf in leaves]
-        self._addresses = [leaf.address if leaf.spec is not None else None for leaf in leaves]
-        self._shapes, self._strides = [leaf.shape for leaf in leaves], [leaf.strides for leaf in leaves]
-        self._kinds = [(leaf.shape, leaf.dtype, leaf.device, torch.strided) for leaf in leaves]
-        self._positions = tuple(range(len(leaves)))
-        self._same = self._guards(params, tuple(live), grads)
-        self._params = params
-
-    def _guards(self, params: Sequence[torch.Tensor], live: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Any:
-        """What `glance` asks first; None where there is no fast way."""
-        checks = _guard(params), _guard(grads)
-        if None in checks:
-            return None
-        chosen = set(live)
-        absent = [p for i, p in enumerate(params) if i not in chosen and p.requires_grad]
+        params, chosen = [leaf.param for leaf in leaves], set(live)
+        as_params, as_grads = _guard(params), _guard(grads)
+        if as_params is None or as_grads is None:
+            return
         present = [params[i] for i in live]
-        return live, present, absent, checks, list(map(_address, present))
+        absent = [p for i, p in enumerate(params) if i not in chosen and p.requires_grad]
+        self._known = tuple(live), params, present, absent, as_params, as_grads, list(map(_address, present))
 
     def glance(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-        """The active leaves that have a gradient now, and the gradients; None where anything else has changed."""
-        if self._params is None:
+        """The active leaves that have a gradient, and the gradients; None where anything has changed since `remember`."""
+        if self._known is None:
             return None
-        if self._same is not None:
-            live, present, absent, (as_params, as_grads), addresses = self._same
-            grads = list(map(_grad, present))
-            if (
-                as_grads(*grads)
-                and as_params(*self._params)
-                and list(map(_address, present)) == addresses
-                and all(map(is_, map(_grad, absent), repeat(None)))
-            ):
-                return live, grads
-        grads = list(map(_grad, self._params))
-        chosen = list(map(and_, map(is_not, grads, repeat(None)), map(_requires_grad, self._params)))
-        live = self._positions if all(chosen) else tuple(compress(self._positions, chosen))
-        params, grads = list(compress(self._params, chosen)), list(compress(grads, chosen))
+        live, params, present, absent, as_params, as_grads, addresses = self._known
+        grads = list(map(_grad, present))
         as_before = (
-            list(map(_address, params)) == list(compress(self._addresses, chosen))
-            and list(map(_kind, grads)) == list(compress(self._kinds, chosen))
-            and list(map(_shape, params)) == list(compress(self._shapes, chosen))
-            and list(map(_strides, params)) == list(compress(self._strides, chosen))
+            as_grads(*grads)
+            and as_params(*params)
+            and list(map(_address, present)) == addresses
+            and all(map(is_, map(_grad, absent), repeat(None)))
         )
         return (live, grads) if as_before else None
