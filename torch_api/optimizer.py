@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +137,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _begin(self) -> None:
         """What no copy or pickle carries."""
-        self._signature = None
+        self._signature = []
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = False
@@ -155,6 +156,8 @@ class OptaxOptimizer(GroupedOptimizer):
         Leaves, rows and launches fit together only when all of this is done. The signature is None until then, so that the
         step after an error or an interrupt prepares everything anew.
         """
+        if self._signature is None:
+            gc.collect()  # what an interrupted preparation has left, jax's references among it, may share the parameters' memory
         self._signature = None
         step.refuse_fork()
         leaves = self._followed()
@@ -325,7 +328,7 @@ class OptaxOptimizer(GroupedOptimizer):
             raise TypeError(f"{type(self).__name__}.step: this transformation takes no further arguments, but got {sorted(given)}.")
         arguments = Arguments(given, self._leaves, self.arrangement.skeleton)
         if arguments.names != self._argument_names:
-            before, self._signature = (self._argument_names, self._extra), None
+            before = self._argument_names, self._extra
             try:
                 self._extra, _ = arguments.of([leaf for leaf in self._active if leaf.param.requires_grad])
                 self._argument_names = arguments.names
