@@ -60,7 +60,8 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     precision of matrix products, promotion and x64. Gradients of another set of arguments compile another program.
 
     Memory: arguments are read where they lie, in any order of dimensions; what starts unaligned, has gaps or overlaps is
-    copied on its device. Outputs are new memory that torch sees without a copy, also where `fn` hands an argument through.
+    copied on its device. An unaligned `torch.nn.Parameter` on the CPU (a weight from a file) that owns its storage alone is moved once,
+    instead. Outputs are new memory that torch sees without a copy, also where `fn` hands an argument through.
     When the call returns on the CPU, it has read its arguments, so they may change; on a GPU torch's stream waits. Residuals
     are kept by `save_for_backward` (hooks see them; torch's error is raised if a tensor that is needed changed meanwhile),
     but for those that a few elementwise operations make of the arguments, 4096 elements in all, which the backward makes anew;
@@ -115,7 +116,7 @@ class JaxFunction:
             given = plain(leaves)
             if given is None:
                 return self._any(args, kwargs)
-        described, tensors, addresses, others = given
+        described, tensors, addresses, others, _ = given
         config = _config
         settings = config.jax_enable_x64, config.jax_default_matmul_precision, config.jax_numpy_dtype_promotion
         key = (tree, torch.is_grad_enabled(), settings, *described)

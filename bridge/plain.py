@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
-from .dlpack import dense_order
+from .dlpack import ALIGNMENT, dense_order
+from .storage import align
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses, which may have no memory or other semantics
 _STATIC = frozenset({int, bool, str})  # what has a hash, no part that could change, and is equal only where programs are
 
 
-# The key, all that decides what a call does with the leaves; the tensors; where they lie; what else the program is given.
-Plain = tuple[list[Any], list[torch.Tensor], list[int], list[float]]
+# The key, all that decides what a call does with the leaves; the tensors; where they lie; what else the program is given; and what is to
+# be held until the call has ended, so that no other thread moves a parameter which is read.
+Plain = tuple[list[Any], list[torch.Tensor], list[int], list[float], list[Any]]
 
 
 def plain(leaves: Iterable[Any]) -> Plain | None:
     """The leaves described, if all are tensors on the CPU with memory of their own, floats, or static; None if one is not."""
     key: list[Any] = []
-    tensors, addresses, floats = [], [], []
+    tensors, addresses, floats, held = [], [], [], []
     try:
         for leaf in leaves:
             kind = type(leaf)
@@ -33,6 +35,10 @@ def plain(leaves: Iterable[Any]) -> Plain | None:
                 address = leaf.data_ptr()  # raises where there is none: sparse, or left over from a transformation
                 if not address or not leaf.is_cpu:  # empty, or with a storage that was freed
                     return None
+                if address % ALIGNMENT and kind is torch.nn.Parameter:
+                    align(leaf)
+                    held.append(leaf.untyped_storage())
+                    address = leaf.data_ptr()
                 addresses.append(address)
                 key += (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.is_neg(), leaf.is_conj())
                 tensors.append(leaf)
@@ -45,7 +51,7 @@ def plain(leaves: Iterable[Any]) -> Plain | None:
                 return None
     except RuntimeError:
         return None
-    return key, tensors, addresses, floats
+    return key, tensors, addresses, floats, held
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

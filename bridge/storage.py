@@ -229,6 +229,28 @@ class Ahead:
                 self._bytes += tensor.nbytes
 
 
+_fixed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address: those that `align` may not move
+
+
+def align(tensor: torch.Tensor) -> bool:
+    """Move a CPU tensor that is only read to a multiple of 64 bytes, where it owns its storage alone; whether it moved.
+
+    jax copies an argument that begins elsewhere, at each call. Weights in a file begin anywhere. While another tensor shares the storage,
+    the next call may ask again.
+    """
+    address = tensor.data_ptr()
+    if not address % ALIGNMENT or _fixed.get(address) is tensor:
+        return False
+    why = cannot_own(tensor)
+    if not why:
+        with torch.inference_mode(False), torch.no_grad():
+            tensor.data = tensor.detach().clone()
+        address = tensor.data_ptr()
+    if address % ALIGNMENT and why != SHARED:
+        _fixed[address] = tensor
+    return not why
+
+
 def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:
     """A new array of one value that only jax holds; ready."""
     return filled([(shape, dtype, value)], device)[0].block_until_ready()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import torch
 
 from bridge import storage, train
-from bridge.dlpack import dense_order, numpy_dtype, to_jax
+from bridge.dlpack import Views, dense_order, numpy_dtype, to_jax
+from bridge.plain import is_dense
 from bridge.problem import Spec
 from bridge.torch_calls import autocasts
 
@@ -24,7 +26,8 @@ class Parts:
 
     memories, in_place: of the buffers that it changes in their own memory. copied, copied_order: of those whose new values are
     copied back. read: all else that it reads: memories, and arrays over torch's own memory, None for those of `looked_at`, which
-    can only be looked at for one call, as (position, tensor, order of its dimensions in memory).
+    can only be looked at for one call, as (position, tensor, order of its dimensions in memory, view of its address). The view keeps
+    nothing alive, so that the tensor can be aligned later; it is None where there is none.
     """
 
     def __init__(self, watch: Watch, changed: Sequence[str], live: Sequence[Leaf]) -> None:
@@ -34,7 +37,7 @@ class Parts:
         self.copied: list[torch.Tensor] = []
         self.copied_order: list[Any] = []
         self.read: list[Any] = []
-        self.looked_at: list[tuple[int, torch.Tensor, Any]] = []
+        self.looked_at: list[tuple[int, torch.Tensor, Any, Views | None]] = []
         self._signatures: list[tuple[tuple[int, ...], str]] = []
         self._found: dict[str, train.Given] = {}
         self._places: dict[Any, int] = {}
@@ -84,7 +87,7 @@ class Parts:
         array = memory if memory is not None else _view(tensor, order)
         self.read.append(array)
         if array is None:
-            self.looked_at.append((position, tensor, order))
+            self.looked_at.append((position, tensor, order, Views(_flat(tensor)) if _is_dense(tensor) else None))
         return position
 
 
@@ -93,12 +96,22 @@ def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
 
     On a GPU each look orders jax's work after torch's, so there is one for each call.
     """
-    if tensor.device.type != "cpu" or dense_order(tensor) is None or not tensor.numel():
+    if not _is_dense(tensor):
         return None
+    storage.align(tensor)
     try:
         return to_jax((tensor if order is None else tensor.permute(order)).detach().reshape(-1))
     except ValueError:  # not aligned
         return None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it lies on the CPU as its elements are, in some order of dimensions."""
+    return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0
+
+
+def _flat(tensor: torch.Tensor) -> list[Any]:
+    return [jax.ShapeDtypeStruct((tensor.numel(),), numpy_dtype(tensor.dtype))]
 
 
 def _spec(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Spec:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bridge import storage, train
-from bridge.dlpack import device_of, numpy_dtype, operands, to_torch, x64
+from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_torch, x64
 from bridge.dynamo import not_traced
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.update import Plan
@@ -34,7 +34,7 @@ _MANY = 9
 class Ready(NamedTuple):
     """What one kind of call needs: its program and launch, the arrays around it, and what tells that state is as it was.
 
-    read: arrays and memories, None where a tensor is to be looked at in each call; `looked_at`: those, with position and order.
+    read: arrays and memories, None where a tensor is to be looked at in each call; `looked_at`: those, as of `Parts`.
     """
 
     program: train.Program
@@ -44,7 +44,7 @@ class Ready(NamedTuple):
     copied: list[torch.Tensor]
     copied_order: list[Any]
     read: list[Any]
-    looked_at: list[tuple[int, torch.Tensor, Any]]
+    looked_at: list[tuple[int, torch.Tensor, Any, Views | None]]
     sums: list[storage.Memory]
     names: list[str]
 
@@ -170,8 +170,12 @@ class JaxTrainStep:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
             ready = self._ready[key] = self._prepared(forward, live, extra, loss_at, updates, numbers)
         launch = ready.launch
-        for position, tensor, order in ready.looked_at:
-            (ready.read[position],) = operands([tensor], [order])
+        held = []  # until the call has ended, so that nobody moves what is read
+        for position, tensor, order, view in ready.looked_at:
+            if view is not None and storage.align(tensor):
+                self._watch.look()
+            held.append(tensor.untyped_storage())
+            (ready.read[position],) = operands([tensor], [order]) if view is None else view([tensor.data_ptr()])
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
         written = [*ready.in_place, *launch.params] if updates else ready.in_place
@@ -286,7 +290,6 @@ class JaxTrainStep:
         """The program and all around it."""
         launches, active = self.optimizer._launches, self.optimizer._active
         parts = Parts(self._watch, forward.changed, [active[i] for i in live])
-        self._watch.look()  # buffers have moved
         names = sorted(self._names[id(active[i].param)] for i in self._candidates) if self.accumulate > 1 else []
         sums = [self._sum(name) for name in names]
         kinds = tuple((name, str(memory.array.dtype)) for name, memory in zip(names, sums, strict=True))
@@ -304,6 +307,7 @@ class JaxTrainStep:
             return self._programs[key]
 
         launch = launches.whole(live, extra, numbers, compiled)
+        self._watch.look()  # buffers have moved, and weights that were not aligned
         self.optimizer._sight.forget(launches.began)
         program: Any = launch.program
         self._misses += 1
