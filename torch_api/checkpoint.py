@@ -12,7 +12,7 @@ from bridge.masks import near
 from bridge.precision import BESIDE
 from bridge.problem import Field
 
-from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale
+from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale, make_tuples
 from .plan import Leaf, has_state
 from .shards import laid
 
@@ -72,6 +72,7 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         missing = [key for key in optimizer.rule_of(own).hyperparams if key not in group]
         if missing:
             raise ValueError(f"load_state_dict: a group of the loaded state dict has no {missing[0]!r}, only {sorted(group)}.")
+        make_tuples(group, optimizer.rule_of(own))
         check_group(type(optimizer).__name__, group, optimizer.rule_of(own), allowed=own)
         for param, index in zip(own["params"], group["params"], strict=True):
             fields = optimizer.state_fields(leaves[id(param)], group)
@@ -91,7 +92,7 @@ def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> 
 
 
 def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Make torch's state_dict of the optimizer what a user expects of it: an entry for frozen parameters, `lr_scale` in its place."""
+    """Complete torch's state_dict of the optimizer: an entry for frozen parameters, `lr_scale` in its place, tuples for sequences."""
     leaves = optimizer._followed()
     mark_frozen(state_dict, [leaf.param.requires_grad and not optimizer._is_active(leaf) for leaf in leaves])
     update_trainable_params(state_dict["param_groups"], leaves)
@@ -99,6 +100,8 @@ def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if len(group.get("param_names", group["params"])) != len(group["params"]):
             del group["param_names"]  # parameters were added or removed by hand, their names not
     _put_back_lr_scale(state_dict)
+    for group in state_dict["param_groups"]:
+        make_tuples(group, optimizer.rule_of(group))  # weights_only=True loads no other sequence
 
 
 def settle(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:

@@ -49,6 +49,7 @@ class GroupedOptimizer(Keeper, ABC):
         self._leaves = self._followed()
         if isinstance(param_group, dict):
             param_group = dict(param_group)
+            groups.make_tuples(param_group, self.rule_of(param_group))
             groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
             groups.take_lr_scale(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -84,8 +85,8 @@ def _check_type(owner: str, key: str, value: Any, default: Any, static: bool = F
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
     elif isinstance(default, tuple | list):
-        fits = isinstance(value, tuple | list) and len(value) == len(default)
-        if not fits or not all(is_number(x) or x is known is None for x, known in zip(value, default, strict=True)):
+        fits = is_sequence(value) and len(value) == len(default)
+        if not fits or not all(_is_one_number(x) or x is known is None for x, known in zip(value, default, strict=True)):
             raise ValueError(f"{owner}: {key} is {value!r}; expected {len(default)} numbers.")
     elif static and default is None:
         if not isinstance(value, str | None):
@@ -103,6 +104,35 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
 
 
+def _is_one_number(value: Any) -> bool:
+    return is_number(value) and (not isinstance(value, torch.Tensor) or value.numel() == 1)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether the value may stand for a tuple of numbers: a list, the list type of a configuration library, an array of one dimension."""
+    if isinstance(value, torch.Tensor | np.ndarray | jax.Array):
+        return value.ndim == 1
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def as_tuple(value: Any) -> Any:
+    """A sequence of numbers as a tuple that a checkpoint can carry; a list stays a list, and what is no sequence stays as it is.
+
+    The elements of a tensor are views of it, so they follow when it is written to.
+    """
+    if not is_sequence(value):
+        return value
+    elements = value.unbind() if isinstance(value, torch.Tensor) else value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
+    return (list if isinstance(value, list) else tuple)(x.item() if isinstance(x, np.generic) else x for x in elements)
+
+
+def make_tuples(group: dict[str, Any], rule: Rule) -> None:
+    """Turn each hyperparameter of the group that is a tuple by default into one, whatever kind of sequence it was given as."""
+    for key, default in rule.hyperparams.items():
+        if key in group and isinstance(default, tuple | list):
+            group[key] = as_tuple(group[key])
+
+
 def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str, Any]], Row]:
     """How to read a group: a function to its static `Row`."""
     if rule.scaled:
@@ -113,7 +143,7 @@ def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str,
     def read(group: Mapping[str, Any]) -> Row:
         absent = [name for name in numeric if name in rule.structural and float(group[name]) == 0.0]
         statics = {name: bool(group[name]) for name in options} | dict.fromkeys(absent)
-        statics |= {name: _hashable(group[name]) for name in sorted(rule.static)}
+        statics |= {name: fixed(group[name]) for name in sorted(rule.static)}
         traced = ((name, _length(group[name])) for name in numeric if name not in absent)
         return Row(rule.factory, tuple(statics.items()), tuple(traced), shaped=rule.shaped, typed=rule.typed)
 
@@ -123,16 +153,17 @@ def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str,
 def _scaled_row(rule: Rule, traceable: frozenset[str], group: Mapping[str, Any]) -> Row:
     traced = {name: _length(group[name]) for name in rule.hyperparams if name in traceable and group[name] is not None}
     rest = {name: group[name] for name in rule.hyperparams if name not in traced}
-    statics = tuple((name, _hashable(value)) for name, value in rest.items())
+    statics = tuple((name, fixed(value)) for name, value in rest.items())
     return Row(rule.factory, statics, tuple(traced.items()), scaled=True)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def fixed(value: Any) -> Any:
+    """The value of a static hyperparameter so that it can be hashed and compared."""
+    return tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in as_tuple(value)) if is_sequence(value) else value
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, tuple | list) else 0
+    return len(value) if is_sequence(value) else 0
 
 
 def take_lr_scale(group: dict[str, Any]) -> None:

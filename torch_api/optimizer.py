@@ -111,6 +111,7 @@ class OptaxOptimizer(GroupedOptimizer):
         engine |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed, "ema_decay": ema_decay}
         torch_options = {name: hyperparams.pop(name) for name in groups.TORCH_OPTIONS & hyperparams.keys()}
         rule, defaults = as_rule(owner, tx, hyperparams)
+        groups.make_tuples(defaults, rule)
         if not rule.scaled:
             groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | groups.TORCH_OPTIONS | _ENGINE)
         selectors = Selectors(owner, {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
@@ -400,6 +401,8 @@ class OptaxOptimizer(GroupedOptimizer):
                     elif name == "weight_decay":
                         values.append(float(value) * group.get("wd_scale", 1.0) if decays else 0.0)
                     elif length:
+                        if len(value) != length or (type(value) is not tuple and not groups.is_sequence(value)):
+                            raise ValueError(name)
                         values.extend(map(float, value))
                     else:
                         values.append(float(value))
@@ -407,7 +410,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     values.append(float(self.ema_decay))
                 if row.scaled:
                     values.append(scale if has_lr else scale * float(group["lr"]))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):
             for group in self.param_groups:  # says which value of which key was no number
                 groups.check_group(type(self).__name__, group, self.rule_of(group), allowed=group)
             raise

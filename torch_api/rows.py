@@ -22,7 +22,7 @@ from bridge.scattered import part
 from bridge.storage import pack_width
 
 from . import packs
-from .groups import check_group, check_parameter_fits, group_reader
+from .groups import check_group, check_parameter_fits, fixed, group_reader
 from .plan import Leaf
 from .shards import described
 
@@ -88,9 +88,9 @@ class Rows:
         # Where each row begins among the hyperparams, whose length is rounded up so that programs serve other numbers of rows.
         *self.offsets, end = itertools.accumulate((row.width for row in self.static), initial=update.ONES + 1)
         self.width = 1 << max(end - 1, 31).bit_length()
-        # Values that decide which program runs: (group, name, what of the value does; None: all of it).
+        # Values that decide which program runs: (group, name, what of the value does; None: the value itself).
         self.watched = [
-            (groups[g], name, _is_none if name in dict(row.traced) and rules[g].scaled else None if name in rules[g].whole else bool)
+            (groups[g], name, _decisive(rules[g], name, name in dict(row.traced)))
             for g, row in row_of.items()
             for name in rules[g].hyperparams
             if rules[g].scaled or name in rules[g].structural or name not in dict(row.traced)
@@ -242,6 +242,15 @@ class Rows:
     def problem(self, leaf: Leaf) -> Problem:
         """A leaf that is updated by itself."""
         return Problem(self.static[leaf.row], (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
+
+
+def _decisive(rule: Rule, name: str, is_traced: bool) -> Callable[[Any], Any] | None:
+    """What of a hyperparameter's value decides which program runs; None for the value itself."""
+    if is_traced and rule.scaled:
+        return _is_none
+    if name not in rule.whole:
+        return bool
+    return fixed if isinstance(rule.hyperparams[name], tuple | list) else None
 
 
 def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:

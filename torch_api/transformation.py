@@ -19,7 +19,7 @@ from bridge.problem import Same
 from bridge.rules import Rule
 from bridge.transforms import unpaired
 
-from .groups import is_number
+from .groups import as_tuple, is_number, is_sequence
 
 _FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even where an integer is given
 
@@ -96,7 +96,7 @@ def _is_ready(tx: Any) -> bool:
 
 def _of_definition(owner: str, tx: OptimizerDef, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
     values = {_group_name(name): value for name, value in tx.hyper_param_values().items()}
-    given = {_group_name(name): _as_number(value) for name, value in given.items()}
+    given = {_group_name(name): _as_plain(value, values.get(_group_name(name))) for name, value in given.items()}
     _check_names(owner, given, values.keys() | {"lr"}, f"the hyper_params of {type(tx).__name__}")
     plain = {name: value for name, value in (values | given).items() if _is_plain(value)}
     traceable = frozenset(name for name, value in plain.items() if _is_float(value) or (name in _FLOATS and is_number(value)))
@@ -107,7 +107,7 @@ def _of_definition(owner: str, tx: OptimizerDef, given: Mapping[str, Any]) -> tu
 def _of_function(owner: str, function: Any, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
     parameters = inspect.signature(function).parameters
     title = getattr(function, "__name__", type(function).__name__)
-    given = {name: _as_number(value) for name, value in given.items()}
+    given = {name: _as_plain(value, getattr(parameters.get(name), "default", None)) for name, value in given.items()}
     if "learning_rate" in parameters and "lr" in given:
         if "learning_rate" in given:
             raise TypeError(f"{owner}: both lr and learning_rate are given; expected one of them.")
@@ -123,13 +123,14 @@ def _of_function(owner: str, function: Any, given: Mapping[str, Any]) -> tuple[R
     plain = {n: v for n, v in values.items() if _is_plain(v) and (v is not None or n in given or _takes_number(named.get(n)))}
     fixed = tuple((name, Same(value)) for name, value in given.items() if name not in plain)
     meant_float = lambda name: name in _FLOATS or _defaults_to_float(named.get(name))  # noqa: E731
-    traceable = frozenset(_group_name(n) for n, v in plain.items() if _is_float(v) or (is_number(v) and meant_float(n)))
+    numeric = lambda value: is_number(value) or _is_tuple(value)  # noqa: E731
+    traceable = frozenset(_group_name(n) for n, v in plain.items() if _is_float(v) or (numeric(v) and meant_float(n)))
     own = {_group_name(name): value for name, value in plain.items()}
     return _rule(_Factory(Same(function), fixed, renames="learning_rate" in values), own, traceable), {"lr": 1.0} | own | multiplier
 
 
 def _rule(factory: _Factory, values: dict[str, Any], traceable: frozenset[str], ready: bool = False) -> Rule:
-    plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    plain = {name: _without_tensors(value) for name, value in values.items()}
     transformation = factory(**plain)
     if _is_ready(transformation) and _wants_pairs(transformation):
         factory = replace(factory, paired=True)
@@ -153,10 +154,21 @@ def _check_names(owner: str, given: Mapping[str, Any], known: Any, what: str) ->
             raise TypeError(f"{owner}: unknown argument {name!r} ({what}). {near_and_all(name, known)}")
 
 
-def _as_number(value: Any) -> Any:
-    """A number in an array of jax or numpy as a Python float."""
-    floating = isinstance(value, jax.Array | np.ndarray | np.generic) and value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating)
-    return float(value) if floating else value
+def _as_plain(value: Any, default: Any) -> Any:
+    """A number in an array as a Python float, and a sequence of numbers as a tuple: an array only where the default is a tuple."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic | torch.Tensor)
+    if is_sequence(value) and (_is_tuple(default) or not is_array):
+        elements = as_tuple(value)
+        return elements if all(map(is_number, elements)) else value
+    is_float = is_array and not isinstance(value, torch.Tensor) and value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating)
+    return float(value) if is_float else value
+
+
+def _without_tensors(value: Any) -> Any:
+    """The value with Python numbers in place of 0-d tensors, also in a tuple."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_without_tensors, value))
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -180,4 +192,9 @@ def _takes_number(parameter: inspect.Parameter | None) -> bool:
 
 
 def _defaults_to_float(parameter: inspect.Parameter | None) -> bool:
-    return parameter is not None and isinstance(parameter.default, float)
+    return parameter is not None and _is_float(parameter.default)
+
+
+def _is_tuple(value: Any) -> bool:
+    """Whether a default says that the argument is a tuple of numbers."""
+    return isinstance(value, tuple | list) and bool(value) and all(map(is_number, value))
