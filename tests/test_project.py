@@ -118,6 +118,7 @@ ORDER = {
     ],
     "torch_api": [
         "groups",
+        "betas",
         "selectors",
         "shards",
         "plan",

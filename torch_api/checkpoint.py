@@ -12,6 +12,7 @@ from bridge.masks import near
 from bridge.precision import BESIDE
 from bridge.problem import Field
 
+from .betas import take_betas
 from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale, make_tuples
 from .plan import Leaf, has_state
 from .shards import laid
@@ -62,6 +63,7 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         _take_lr_scale(own, group)
+        take_betas(group, optimizer._betas_of(optimizer.rule_of(own)))
         for key in (own.keys() & (FLAGS | {TRAINABLE_PARAMS}) | optimizer.defaults.keys()) - group.keys():
             group[key] = own.get(key, optimizer.defaults.get(key))
         if group.get("label") != own.get("label") and optimizer.by_label:

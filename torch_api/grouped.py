@@ -10,7 +10,7 @@ from typing import Any
 from bridge import masks, tree
 from bridge.rules import Rule
 
-from . import groups
+from . import betas, groups
 from .held import Keeper
 from .plan import Leaf, check_leaves, followed
 from .selectors import Selectors, refuse_decay_mask
@@ -23,11 +23,22 @@ class GroupedOptimizer(Keeper, ABC):
     _selectors: Selectors
     _constructed: bool
     _signature: list[Any] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
+    by_label = False  # whether groups have a rule by their label
     _unscales = False  # whether `step` does what a scaled loss asks for
 
     @abstractmethod
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
+
+    def _betas_of(self, rule: Rule) -> tuple[str, ...]:
+        """The hyperparams of a rule that `betas` stands for in its groups."""
+        return betas.named_by(rule.hyperparams, extended=self.by_label)
+
+    def _with_betas(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group, with `betas` for schedulers of momentum where the transformation has other names for it."""
+        names = self._betas_of(self.rule_of(group))
+        has_betas = names or (self.by_label and group.get("label") is None)
+        return betas.Group(group, names) if has_betas and not isinstance(group, betas.Group) else group
 
     @abstractmethod
     def _place(self) -> None:
@@ -48,10 +59,12 @@ class GroupedOptimizer(Keeper, ABC):
         owner = type(self).__name__
         self._leaves = self._followed()
         if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            groups.make_tuples(param_group, self.rule_of(param_group))
-            groups.check_group(owner, self.defaults | param_group, self.rule_of(param_group))
+            rule = self.rule_of(param_group)
+            param_group = betas.spread(owner, param_group, self._betas_of(rule))
+            groups.make_tuples(param_group, rule)
+            groups.check_group(owner, self.defaults | param_group, rule)
             groups.take_lr_scale(param_group)
+            param_group = self._with_betas(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         refuse_decay_mask(owner, mask)
         with self._all_or_nothing():

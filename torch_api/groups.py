@@ -63,7 +63,7 @@ def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
             _check_type(owner, key, group[key], 0.0)
             if not group[key] >= 0:
                 raise ValueError(f"Invalid {title}: {group[key]}")
-    for index, beta in enumerate(() if rule.checks else group.get("betas", ())):
+    for index, beta in enumerate(group["betas"] if "betas" in hyperparams and not rule.checks else ()):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if "wd_scale" in group and "weight_decay" not in hyperparams:

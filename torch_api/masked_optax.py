@@ -1,10 +1,12 @@
 """Classes of optax's optimizers: optax's arguments in optax's order with `lr` for `learning_rate`, and the engine's behind them.
 
 `mask` is the engine's, which parameters are optimized; for optax's `mask`, which parameters decay, give `decay_mask`.
+`betas=(b1, b2)` may be given in place of b1 and b2, as for torch's optimizers.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import optax
 import optax.contrib
 
+from .betas import spread
 from .optimizer import OptaxOptimizer
 
 
@@ -29,8 +32,11 @@ class MaskedLion(OptaxOptimizer):
         b2: float = 0.99,
         mu_dtype: Any = None,
         weight_decay: float = 1e-3,
+        *,
+        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
+        b1, b2 = _momenta(MaskedLion, betas, b1, b2)
         super().__init__(params, optax.lion, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, **_given(mu_dtype=mu_dtype), **engine)
 
 
@@ -49,8 +55,11 @@ class MaskedLamb(OptaxOptimizer):
         eps: float = 1e-6,
         eps_root: float = 0.0,
         weight_decay: float = 0.0,
+        *,
+        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
+        b1, b2 = _momenta(MaskedLamb, betas, b1, b2)
         super().__init__(params, optax.lamb, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay, **engine)
 
 
@@ -96,8 +105,10 @@ class MaskedAdaBelief(OptaxOptimizer):
         eps_root: float = 1e-16,
         *,
         nesterov: bool = False,
+        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
+        b1, b2 = _momenta(MaskedAdaBelief, betas, b1, b2)
         super().__init__(params, optax.adabelief, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov, **engine)
 
 
@@ -107,7 +118,18 @@ class MaskedYogi(OptaxOptimizer):
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.yogi; Zaheer et al., NeurIPS 2018.
     """
 
-    def __init__(self, params: Any, lr: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-3, **engine: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-3,
+        *,
+        betas: tuple[float, float] | None = None,
+        **engine: Any,
+    ) -> None:
+        b1, b2 = _momenta(MaskedYogi, betas, b1, b2)
         super().__init__(params, optax.yogi, lr=lr, b1=b1, b2=b2, eps=eps, **engine)
 
 
@@ -131,8 +153,11 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_lr_power: float = 2.0,
+        *,
+        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
+        b1, b2 = _momenta(MaskedScheduleFreeAdamW, betas, b1, b2)
         numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
         super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_given(warmup_steps=warmup_steps), **engine)
 
@@ -150,6 +175,16 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         averages = ((p, (p.detach() - (1.0 - b1) * state["z"]) / b1) for p, b1, state in members if "z" in state)
         with self._exchange.hold(type(self).__name__, "eval_params", averages):
             yield
+
+
+def _momenta(owner: type, betas: Any, b1: Any, b2: Any) -> tuple[Any, Any]:
+    """The two momenta: `betas`, or b1 and b2, which are then at their defaults."""
+    if betas is None:
+        return b1, b2
+    defaults = inspect.signature(owner.__init__).parameters
+    given = {name: value for name, value in (("b1", b1), ("b2", b2)) if value is not defaults[name].default}
+    both = spread(owner.__name__, {"betas": betas} | given, ("b1", "b2"))
+    return both["b1"], both["b2"]
 
 
 def _given(**options: Any) -> dict[str, Any]:

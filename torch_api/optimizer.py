@@ -21,7 +21,7 @@ from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge.rules import Rule
 
-from . import checkpoint, groups, listeners, options, packs, report
+from . import betas, checkpoint, groups, listeners, options, packs, report
 from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo, few_names, stack_level
@@ -86,7 +86,6 @@ class OptaxOptimizer(GroupedOptimizer):
     _step_with: Callable[..., Any] | None = None  # a step with other hyper_params, where a class has that
     max_grad_norm: Any = Changeable()
     ema_decay: Any = Changeable()
-    by_label = False  # whether groups have a rule by their label
     _carried = ("_rules", "_options", "_selectors", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
 
     def __init__(
@@ -130,7 +129,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._leaves: list[Leaf] = []
         self._constructed = False
         self._begin()
-        super().__init__(params, defaults)
+        super().__init__(params, self._with_momentum(defaults))
         self._resolve([], self._leaves)
         self._constructed = True
         self._place()
@@ -147,6 +146,15 @@ class OptaxOptimizer(GroupedOptimizer):
         """The rule by which the parameters of a group are updated."""
         return self._rules[group.get("label") if self.by_label else _ALL]
 
+    def _with_momentum(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        """The defaults of all groups, in which schedulers find `betas` where every group has them under this or another name."""
+        if not self.by_label:
+            return self._with_betas(defaults)
+        everywhere = all(
+            betas.BETAS in rule.hyperparams or self._betas_of(rule) for label, rule in self._rules.items() if label is not None
+        )
+        return betas.Group(defaults, ()) if everywhere else defaults
+
     # ------------------------------------------------------------------ placement
 
     def _place(self, move: bool = True) -> None:
@@ -161,6 +169,8 @@ class OptaxOptimizer(GroupedOptimizer):
             gc.collect()  # what an interrupted preparation has left, jax's references among it, may share the parameters' memory
         self._signature = None
         step.refuse_fork()
+        for group in self.param_groups:  # it may be a plain dict that was put in by hand
+            betas.take_betas(group, self._betas_of(self.rule_of(group)))
         leaves = self._followed()
         for leaf in leaves:
             if self._is_active(leaf) and leaf.param.requires_grad:
@@ -221,10 +231,12 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _group_signature(self) -> list[Any]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
+        get: Any = dict.get  # in C also for `betas.Group`
         signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
         for group, listed in zip(self.param_groups, self._listed, strict=False):
             params = group["params"]
-            signature += (id(group), group.get("trainable", True), len(params) == len(listed) and all(map(is_, params, listed)))
+            signature += (id(group), get(group, "trainable", True), len(params) == len(listed) and all(map(is_, params, listed)))
+            signature.append(get(group, betas.BETAS) is None)
         for group, name, decisive in self.arrangement.watched:
             signature.append(group[name] if decisive is None else decisive(group[name]))
         return signature
@@ -391,15 +403,16 @@ class OptaxOptimizer(GroupedOptimizer):
         """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
         values = [1.0] * update.ONES
         values.append(self.max_grad_norm or 0.0)
+        get: Any = dict.get  # in C also for `betas.Group`
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
-                scale = scale * group.get("lr_scale", 1.0) * group.get(groups.TAKEN_LR_SCALE, 1.0)  # groups.lr_scale, without the call
+                scale = scale * get(group, "lr_scale", 1.0) * get(group, groups.TAKEN_LR_SCALE, 1.0)  # groups.lr_scale, without the call
                 for name, length in row.traced:
                     value = group[name]
                     if name == "lr" and not row.scaled:
                         values.append(float(value) * scale)
                     elif name == "weight_decay":
-                        values.append(float(value) * group.get("wd_scale", 1.0) if decays else 0.0)
+                        values.append(float(value) * get(group, "wd_scale", 1.0) if decays else 0.0)
                     elif length:
                         if len(value) != length or (type(value) is not tuple and not groups.is_sequence(value)):
                             raise ValueError(name)
@@ -471,7 +484,8 @@ class OptaxOptimizer(GroupedOptimizer):
         decided = state.pop("_decided", None)
         defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
-        self.defaults = defaults  # torch adds "differentiable", which would come into the groups of every loaded state
+        self.defaults = self._with_momentum(defaults)  # torch adds "differentiable", which would come into the groups of every loaded state
+        self.param_groups[:] = map(self._with_betas, self.param_groups)
         if decided is None:
             self._leaves = self._followed()
         else:

@@ -13,7 +13,7 @@ from bridge import masks, tree
 from bridge.checks import Check
 from bridge.masks import near, near_and_all
 
-from . import groups
+from . import betas, groups
 from .optimizer import OptaxOptimizer
 from .plan import Leaf
 from .selectors import Selectors
@@ -126,11 +126,13 @@ class PartitionedOptimizer(OptaxOptimizer):
         for label in dict.fromkeys(labels):
             own = self._defaults_of[label]
             here = [i for i, other in enumerate(labels) if other == label]
-            part = {key: value for key, value in group.items() if key in own or key in groups.FLAGS}
+            given = betas.spread(type(self).__name__, group, betas.named_by(own))
+            part = {key: value for key, value in given.items() if key in own or key in groups.FLAGS}
             names = group.get("param_names")
             part["params"] = [(names[i], group["params"][i]) if names else group["params"][i] for i in here]
             parts.append(own | part | {"label": label})
         known = {key for part in parts for key in part} | {"param_names"}
+        known |= {betas.BETAS for part in parts if betas.named_by(part)}
         for key in group.keys() - known:
             raise ValueError(f"{type(self).__name__}: unknown key {key!r} in a param group. {near_and_all(key, known)}")
         return parts

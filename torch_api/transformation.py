@@ -19,6 +19,7 @@ from bridge.problem import Same
 from bridge.rules import Rule
 from bridge.transforms import unpaired
 
+from . import betas
 from .groups import as_tuple, is_number, is_sequence
 
 _FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even where an integer is given
@@ -96,6 +97,7 @@ def _is_ready(tx: Any) -> bool:
 
 def _of_definition(owner: str, tx: OptimizerDef, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
     values = {_group_name(name): value for name, value in tx.hyper_param_values().items()}
+    given = betas.spread(owner, given, betas.named_by(values))
     given = {_group_name(name): _as_plain(value, values.get(_group_name(name))) for name, value in given.items()}
     _check_names(owner, given, values.keys() | {"lr"}, f"the hyper_params of {type(tx).__name__}")
     plain = {name: value for name, value in (values | given).items() if _is_plain(value)}
@@ -108,6 +110,7 @@ def _of_function(owner: str, function: Any, given: Mapping[str, Any]) -> tuple[R
     parameters = inspect.signature(function).parameters
     title = getattr(function, "__name__", type(function).__name__)
     given = {name: _as_plain(value, getattr(parameters.get(name), "default", None)) for name, value in given.items()}
+    given = betas.spread(owner, given, betas.named_by(parameters))
     if "learning_rate" in parameters and "lr" in given:
         if "learning_rate" in given:
             raise TypeError(f"{owner}: both lr and learning_rate are given; expected one of them.")
