@@ -1,7 +1,7 @@
 """How the loops of an update are written for XLA's CPU compiler, where its own way is slow.
 
-Most take barriers that stay until it has fused. It takes them out before that, unless the pass which does so is left out
-(`flags.of_barriers`).
+Loops for results of several types take barriers that stay until XLA has fused. XLA takes barriers out before that, unless the pass which
+does so is left out (`flags.of_barriers`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from . import lanes
-from .contents import Contents, operations
+from .contents import Contents
 from .dlpack import x64
 from .flags import of_barriers
 from .fusion import compiled
@@ -63,23 +63,6 @@ def held(compiled: Any) -> float:
     return total
 
 
-_NAME = "maskbridge_stored"
-
-
-def _stored(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays behind a barrier that `stores` finds."""
-
-    def maskbridge_stored(*arrays: Any) -> list[Any]:
-        return jax.lax.optimization_barrier(list(arrays))
-
-    return jax.jit(maskbridge_stored)(*arrays)
-
-
-def stores(jaxpr: Any) -> bool:
-    """Whether a traced program has arrays behind barriers of `_stored`; of those of `one_type_each` `update.by_type` tells."""
-    return any(eqn.params.get("name") == _NAME for eqn in operations(jaxpr))
-
-
 # ------------------------------------------------------------------ loops of an odd length
 
 
@@ -90,24 +73,6 @@ def is_ragged(size: int) -> bool:
     past the end, and LLVM writes no vectors: AdamW took 5.4 to 6.2 times as long as torch's. Of three parts it does not.
     """
     return 2 <= lanes.CORES <= 4 and size % 2 == 1 and size >= LARGE
-
-
-def rows_for(size: int) -> tuple[int, int] | None:
-    """The rows and columns in which a loop over so many elements is best written; None: as it is.
-
-    In rows it is asked once a row whether that is past the end. A prime number has none; three long ones leave one core half the work of
-    the other.
-    """
-    if not is_ragged(size):
-        return None
-    rows = next((n for n in range(math.isqrt(size) // 2 * 2 + 1, 2, -2) if size % n == 0), None)
-    return None if rows is None else (rows, size // rows)
-
-
-def through_rows(function: Callable[..., Sequence[Any]], arrays: Sequence[Any], shape: tuple[int, int]) -> list[Any]:
-    """The flat results of a function of arrays in rows, for flat ones."""
-    results = _stored(function(_stored([jax.lax.reshape(x, shape) for x in arrays])))
-    return [jax.lax.reshape(x, (math.prod(shape),)) for x in results]
 
 
 # ------------------------------------------------------------------ results of several types

@@ -23,7 +23,7 @@ from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_cor
 from .fusion import compiled
 from .inline import inline, loaded, serialized
 from .lanes import CORES
-from .loops import held, stores
+from .loops import held
 from .meanwhile import meanwhile
 from .passes import bytes_accessed
 from .pieces import Piece, cut
@@ -84,7 +84,7 @@ class Program:
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
                 traced = jitted(keep_unused=True).trace(*arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
-            kept = of_barriers(contents_of(traced.jaxpr.jaxpr)) if by_type(plan) or stores(traced.jaxpr.jaxpr) else {}
+            kept = of_barriers(contents_of(traced.jaxpr.jaxpr)) if by_type(plan) else {}
             options = known.result() | kept
             are_few = self.elements <= ON_ONE_CORE and work(traced.jaxpr.jaxpr) <= _OPERATIONS
             if plan.device.platform == "cpu" and (are_few or self._are_short):

@@ -22,12 +22,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from .at_once import over_rows
-from .loops import by_bits, rows_for, stay, through_rows
+from .loops import by_bits
 from .operands import fewer
 from .pieces import part
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
-from .whole import apply, at_start, elementwise, in_turn, inlined, kind_text, params_text, slice_of, spreads, traced
+from .whole import apply, at_start, in_turn, inlined, kind_text, params_text, slice_of, spreads, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8
@@ -92,8 +92,6 @@ def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Ca
     function = cut.of_arrays
     if kind.rows is not None:
         function = jax.vmap(function, in_axes=(*(0 for _ in range(cut.handed + len(given))), *(None for _ in shared)))
-    elif apart and (shape := cut.rows) is not None:
-        function = cut.over_rows(shape, len(shared))
     return _repeated(function, len(kind.arrays) if kind.at is None else 1)
 
 
@@ -204,38 +202,6 @@ class _Cut:
         sizes = [(self._now,) if v.aval.shape == (self._size,) else v.aval.shape for v in self._plain.jaxpr.invars]
         inputs = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(sizes, self._plain.jaxpr.invars, strict=True)]
         return jax.make_jaxpr(lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (self._now,)))(*inputs)
-
-    @property
-    def rows(self) -> tuple[int, int] | None:
-        """The shape in which its arrays are better given to it than flat; None where they are not."""
-        shape = rows_for(self._now)
-        return shape if shape is not None and self._takes_any_shape and stay() else None
-
-    def over_rows(self, shape: tuple[int, int], shared: int) -> Callable[..., Any]:
-        """The second part of flat arrays, computed in rows; of what it is given, so many are common to all leaves."""
-
-        def turned(*inputs: Any) -> list[Any]:
-            numbers, arrays, common = inputs[: self.handed], inputs[self.handed : len(inputs) - shared], inputs[len(inputs) - shared :]
-            return through_rows(lambda rows: _in_shape(self._plain, [*numbers, *rows, *common], (self._size,), shape), arrays, shape)
-
-        return turned
-
-    @cached_property
-    def _takes_any_shape(self) -> bool:
-        """Whether all its arrays and results are of the size that this is for, and no operation on them knows where an element is."""
-        jaxpr, size = self._plain.jaxpr, self._size
-        own = jaxpr.invars[self.handed : self.handed + self._own]
-        numbers = [*jaxpr.constvars, *jaxpr.invars[: self.handed], *jaxpr.invars[self.handed + self._own :]]
-        if size <= _FEW or any(v.aval.shape != (size,) for v in (*own, *jaxpr.outvars)) or any(v.aval.size > _FEW for v in numbers):
-            return False
-        return all(self._by_element(eqn) for eqn in jaxpr.eqns)
-
-    def _by_element(self, eqn: Any) -> bool:
-        operands = (*eqn.invars, *eqn.outvars)
-        if all(v.aval.size <= _FEW for v in operands):
-            return True
-        known = elementwise(eqn, self._size) or spreads(eqn, self._size) or eqn.primitive.name == "optimization_barrier"
-        return known and all(v.aval.shape in ((self._size,), ()) for v in operands)
 
     @cached_property
     def is_flat(self) -> bool:
