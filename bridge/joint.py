@@ -163,11 +163,30 @@ def _alike(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any], side_
     if not side_by_side and not parts:
         numbers = [[cut(values[v]) for v in leaf.rest.numbers] for leaf in members]
         return Alike(first.function, jax.tree.map(cut, arrays), numbers, family=family)
+    if parts:
+        columns, at = _columns(flat, members, values)
+        return Alike(first.function, jax.tree.map(cut, arrays), [columns], family=family, at=at)
     rows, count = [leaf.multiplier.index for leaf in members], len(first.multiplier.buffer)
     columns = columns_of(flat, rows, [leaf.rest.numbers for leaf in members], values, count)
-    if parts:
-        return Alike(first.function, jax.tree.map(cut, arrays), [columns], family=family, at=rows)
     return Alike(first.function, [jax.tree.map(lambda x: x.buffer, arrays[0])], [columns], count, family)
+
+
+def _columns(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any]) -> tuple[list[Any], list[int]]:
+    """Return the numbers that the leaves read, as columns, and the row of each leaf in them.
+
+    Each bucket has a table of its own for its multipliers, and the leaves outside buckets share one. A row index means one leaf only
+    within one table, so the columns of several tables are concatenated.
+    """
+    tables: dict[int, list[_Leaf]] = {}
+    for leaf in members:
+        tables.setdefault(id(leaf.multiplier.buffer), []).append(leaf)
+    starts, parts, height = {}, [], 0
+    for key, own in tables.items():
+        rows, count = [leaf.multiplier.index for leaf in own], len(own[0].multiplier.buffer)
+        parts.append(columns_of(flat, rows, [leaf.rest.numbers for leaf in own], values, count))
+        starts[key], height = height, height + count
+    columns = parts[0] if len(parts) == 1 else [jnp.concatenate(each) for each in zip(*parts, strict=True)]
+    return columns, [starts[id(leaf.multiplier.buffer)] + leaf.multiplier.index for leaf in members]
 
 
 def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:

@@ -61,9 +61,9 @@ def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
 
 
 def buffers_of(arrays: Sequence[Any]) -> tuple[int, ...] | None:
-    """Which packs these are one row of; None where they are not."""
+    """Which packs of equal height these are one row of; None where they are not."""
     rows = [x for x in arrays if isinstance(x, Slot)]
-    if not rows or len(rows) < len(arrays) or len({x.index for x in rows}) > 1:
+    if not rows or len(rows) < len(arrays) or len({(x.index, len(x.buffer)) for x in rows}) > 1:
         return None
     return tuple(id(x.buffer) for x in rows)
 
@@ -195,7 +195,8 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
     def computed(each: tuple[Any, ...], depth: int) -> Any:
         found = [values.get(v) for v in each]
         if isinstance(found[0], Slot):
-            return pack_of(rows, found)
+            buffer = pack_of(rows, found)
+            return None if buffer is None or len(buffer) != count else buffer
         eqns: list[Any] = [made.get(v) for v in each]
         one = eqns[0]
         if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 for v in one.invars):

@@ -23,8 +23,8 @@ CHECKED = {f"test_{name}" for name in QUICK.split()}
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and bytes are the same (test_step.py). Numbers are compared with those of others from the code that users run in zoo,
 # optim_db, optimizer, precision and more.
-HASTY = "analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop operands optax_optimizer"
-HASTY += " optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
+HASTY = "analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop mixed_memory operands"
+HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
 EASY = {f"test_{name}" for name in HASTY.split()}
 
 
