@@ -158,6 +158,13 @@ TORCHS = [
 ARGUMENTS = [
     Bad("an unknown argument", adamw(learnig_rate=0.1)),
     Bad("an unknown key in a group", group(weigth_decay=0.1)),
+    Bad("a key of a group that has no effect", lambda net: OptaxOptimizer([{"params": net.parameters(), "eps": 1e-6}], optax.sgd, lr=0.1)),
+    Bad("an argument of the constructor in a group", group(max_grad_norm=1.0)),
+    Bad(
+        "a misspelled key that came into a group later",
+        lambda opt: opt.step(),
+        stepped(after=lambda opt: opt.param_groups[0].update(wieght_decay=0.1)),
+    ),
     Bad("a negative lr", adamw(lr=-1.0)),
     Bad("a negative lr_scale", group(lr_scale=-1.0)),
     Bad("a beta of one", adamw(betas=(0.9, 1.0))),
@@ -424,7 +431,15 @@ LABELS = [
     Bad("a transformation without a parameter", parts(a=optax.sgd(0.1), b=optax.sgd(0.1), c=optax.sgd(0.1))),
     Bad(
         "an unknown key in a group",
-        lambda net: PartitionedOptimizer([{"params": list(net.named_parameters()), "beta": 1}], {"a": optax.sgd(0.1)}, {"": "a"}),
+        lambda net: PartitionedOptimizer([{"params": list(net.named_parameters()), "labels": 1}], {"a": optax.sgd(0.1)}, {"": "a"}),
+    ),
+    Bad(
+        "a key of a group that none of its labels takes",
+        lambda net: PartitionedOptimizer(
+            [{"params": list(net.body.named_parameters("body")), "momentum": 0.9}, {"params": list(net.head.named_parameters("head"))}],
+            {"a": optax.sgd(0.1), "b": (optax.sgd, {"lr": 0.1, "momentum": 0.5})},
+            {"body": "a", "head": "b"},
+        ),
     ),
     Bad("a trained parameter without a label", lambda net: parts(a=optax.sgd(0.1), labels={"head": "a"})(net)),
     Bad("a new group without a label", lambda opt: opt.add_param_group({"params": [("x", foreign().weight)]}), stepped(labelled)),

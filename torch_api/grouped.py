@@ -10,10 +10,12 @@ from typing import Any
 from bridge import masks, tree
 from bridge.rules import Rule
 
-from . import betas, groups
+from . import betas, groups, options
 from .held import Keeper
 from .plan import Leaf, check_leaves, followed
 from .selectors import Selectors, refuse_decay_mask
+
+_OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
 
 
 class GroupedOptimizer(Keeper, ABC):
@@ -60,6 +62,8 @@ class GroupedOptimizer(Keeper, ABC):
         self._leaves = self._followed()
         if isinstance(param_group, dict):
             rule = self.rule_of(param_group)
+            for key in param_group.keys() & _OF_THE_CONSTRUCTOR:
+                raise ValueError(f"{owner}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups.")
             param_group = betas.spread(owner, param_group, self._betas_of(rule))
             groups.make_tuples(param_group, rule)
             groups.check_group(owner, self.defaults | param_group, rule)

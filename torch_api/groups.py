@@ -24,6 +24,12 @@ _SCHEDULER_KEYS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", 
 TRAINABLE_PARAMS = "trainable_params"  # one bool per parameter of the group, once set_trainable was called
 _PARAMS_KEYS = frozenset({"params", "param_names", TRAINABLE_PARAMS})
 
+# Other spellings under which a key may be written by mistake.
+_SPELLINGS = {"lr": ("lr", "learning_rate")}
+# What a user expects to have an effect, where it is not among the hyperparams of an optax transformation.
+_HYPERPARAMS = frozenset({"weight_decay", "momentum", "nesterov", "betas", "b1", "b2", "eps"})
+_MOMENTA = frozenset({"b1", "beta1", "beta"})  # for which `betas` may stand
+
 # Group keys that may not be negative, by the name that torch's error gives them.
 _NON_NEGATIVE = {
     "lr": "learning rate",
@@ -44,13 +50,64 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"{owner}: unknown argument {name!r}. {near_and_all(name, known)}")
 
 
+def check_keys(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
+    """Raise for a group key that is probably meant to be another one. Other unknown keys are the user's own, as in torch.optim."""
+    hyperparams = set(rule.hyperparams)
+    known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | hyperparams
+    for key in group.keys() - known - set(allowed):
+        if not isinstance(key, str):
+            continue
+        meant = _misspelled(key, known)
+        if meant:
+            raise ValueError(
+                f"{owner}: unknown key {key!r} in a param group. Did you mean {' or '.join(map(repr, meant))}? "
+                "Keys of your own are kept and ignored, under a name that is not almost a known one."
+            )
+        if rule.scaled and key in _HYPERPARAMS and not (key == "betas" and _MOMENTA & hyperparams):
+            listed = ", ".join(map(repr, sorted(hyperparams))) or "none"
+            raise ValueError(
+                f"{owner}: {key!r} is in a param group, but this transformation takes no {key!r} from the groups, and it would have no "
+                f"effect. Taken from the groups: {listed}."
+            )
+
+
+def _misspelled(key: str, known: Iterable[str]) -> list[str]:
+    """The known keys of which the key is probably a misspelling: the same letters, or one wrong (two in a long hyperparameter)."""
+    meant = []
+    plain = _letters(key)
+    for name in sorted(set(known) - _PARAMS_KEYS - {"name", TAKEN_LR_SCALE}):
+        for spelled in _SPELLINGS.get(name, (name,)):
+            letters = _letters(spelled)
+            wrong = 0 if len(spelled) < 4 else 2 if len(spelled) >= 12 and name not in _SCHEDULER_KEYS else 1
+            alike = len(spelled) >= 6 or key[:1].casefold() == spelled[:1]  # `task` is no `mask`
+            if plain == letters or (alike and abs(len(plain) - len(letters)) <= wrong and _edits(plain, letters) <= wrong):
+                meant.append(name)
+                break
+    return meant
+
+
+def _letters(key: str) -> str:
+    return key.casefold().replace("_", "").replace("-", "").replace(" ", "")
+
+
+def _edits(a: str, b: str) -> int:
+    """How many letters must be added, left out, replaced, or exchanged with the next one to make `b` of `a`."""
+    rows = [list(range(len(b) + 1))]
+    for i, x in enumerate(a):
+        row = [i + 1]
+        for j, y in enumerate(b):
+            best = min(rows[i][j + 1] + 1, row[j] + 1, rows[i][j] + (x != y))
+            if i and j and (x, a[i - 1]) == (b[j - 1], y):
+                best = min(best, rows[i - 1][j - 1] + 1)
+            row.append(best)
+        rows.append(row)
+    return rows[-1][-1]
+
+
 def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
-    """Raise for a group key that is neither known nor `allowed`, or a value that the update cannot take."""
+    """Raise for a group key that is almost a known one and not `allowed`, or a value that the update cannot take."""
     hyperparams = rule.hyperparams
-    known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | set(hyperparams)
-    for key in group:
-        if key not in known and key not in allowed:
-            raise ValueError(f"{owner}: unknown key {key!r} in a param group. {near_and_all(key, known)}")
+    check_keys(owner, group, rule, allowed)
     for key, default in hyperparams.items():
         if not rule.scaled or (key in rule.traceable and group[key] is not None):
             _check_type(owner, key, group[key], default, key in rule.static)

@@ -139,6 +139,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """What no copy or pickle carries."""
         self._signature = []
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
+        self._group_sizes: list[int] = []  # how many keys each group had when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = False
 
@@ -230,7 +231,16 @@ class OptaxOptimizer(GroupedOptimizer):
             self._place()
 
     def _group_signature(self) -> list[Any]:
-        """What decides which parameters there are and which program runs; a change of it is followed at the next step."""
+        """What decides which parameters there are and which program runs; a change of it is followed at the next step.
+
+        Raises:
+          ValueError: since the last call a key that is almost a known one has come into a group.
+        """
+        sizes = list(map(len, self.param_groups))
+        if sizes != self._group_sizes:
+            for group in self.param_groups:
+                groups.check_keys(type(self).__name__, group, self.rule_of(group))
+            self._group_sizes = sizes
         get: Any = dict.get  # in C also for `betas.Group`
         signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
         for group, listed in zip(self.param_groups, self._listed, strict=False):
@@ -425,7 +435,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     values.append(scale if has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError, RuntimeError):
             for group in self.param_groups:  # says which value of which key was no number
-                groups.check_group(type(self).__name__, group, self.rule_of(group), allowed=group)
+                groups.check_group(type(self).__name__, group, self.rule_of(group))
             raise
         values += [0.0] * (self.arrangement.width - len(values))
         return np.array(values)

@@ -123,18 +123,23 @@ class PartitionedOptimizer(OptaxOptimizer):
     def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
         """The group's part for each label, in the order of their first parameters."""
         parts = []
+        elsewhere = {key for defaults in self._defaults_of.values() for key in defaults} | {"param_names"}
+        elsewhere |= {betas.BETAS for defaults in self._defaults_of.values() if betas.named_by(defaults)}
         for label in dict.fromkeys(labels):
             own = self._defaults_of[label]
             here = [i for i, other in enumerate(labels) if other == label]
             given = betas.spread(type(self).__name__, group, betas.named_by(own))
-            part = {key: value for key, value in given.items() if key in own or key in groups.FLAGS}
+            part = {key: value for key, value in given.items() if key in own or key not in elsewhere}
             names = group.get("param_names")
             part["params"] = [(names[i], group["params"][i]) if names else group["params"][i] for i in here]
             parts.append(own | part | {"label": label})
-        known = {key for part in parts for key in part} | {"param_names"}
+        known = {key for part in parts for key in part} | {"param_names"} | (elsewhere if _NOBODY in labels else set())
         known |= {betas.BETAS for part in parts if betas.named_by(part)}
         for key in group.keys() - known:
-            raise ValueError(f"{type(self).__name__}: unknown key {key!r} in a param group. {near_and_all(key, known)}")
+            raise ValueError(
+                f"{type(self).__name__}: no transformation of this param group takes {key!r}; it has the labels "
+                f"{', '.join(map(repr, dict.fromkeys(labels)))}. {near_and_all(key, known)}"
+            )
         return parts
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

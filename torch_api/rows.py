@@ -61,7 +61,7 @@ class Rows:
         self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
-            check_group(owner, group, rule, allowed=group)  # it may have been edited
+            check_group(owner, group, rule)  # it may have been edited
         trained = [(leaf, path) for leaf, path in zip(leaves, self.skeleton, strict=True) if active(leaf) and leaf.param.requires_grad]
         keys = {key: i for i, key in enumerate(dict.fromkeys(_key(leaf) for leaf, _ in trained))}
         together: dict[Any, list[tuple[Leaf, Path]]] = {}
