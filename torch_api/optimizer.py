@@ -398,8 +398,9 @@ class OptaxOptimizer(GroupedOptimizer):
         if leaf.spec is None:  # it required no grad when the leaves were arranged
             self._place()
             return True
-        live = [x for x in self._active if x.spec is not None and x.layout is None and x.param.requires_grad and x.param.grad is not None]
-        elsewhere = [leaf, *(x for x in live if x is not leaf and x.param.data_ptr() != x.address)]
+        others = [x for x in self._active if x is not leaf and x.spec is not None and x.layout is None and x.param.requires_grad]
+        # Others without a gradient too, for two may have been exchanged; but those whose memory was freed meanwhile stay as they are.
+        elsewhere = [leaf, *(x for x in others if x.param.data_ptr() not in (x.address, 0))]
         before = [x.signature for x in elsewhere]
         signature, self._signature = self._signature, None  # as in `_place`
         self._place_leaves(elsewhere)  # all at once: those that were packed are packed again

@@ -129,8 +129,10 @@ def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
     """Raise for two parameters that would be updated in one memory."""
     owners: dict[Any, Leaf] = {}
     for leaf in leaves:
+        if leaf.memory is None or leaf.local.data_ptr() != leaf.address:  # it has left that memory, and is looked at once it has a gradient
+            continue
         twin = owners.setdefault((leaf.memory, leaf.slot), leaf)
-        if twin is not leaf and leaf.memory is not None:
+        if twin is not leaf:
             raise ValueError(
                 f"{owner}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one Parameter object, or "
                 "give each memory of its own: param.data = param.data.clone()."
