@@ -395,8 +395,9 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _placed_anew(self, leaf: Leaf) -> bool:
         """Follow parameters whose `data` was replaced; True if launches were made for something else and are gone."""
-        if leaf.spec is None:  # it required no grad when the leaves were arranged
-            self._place()
+        p, known = leaf.param, (leaf.shape, leaf.dtype, leaf.device)
+        if leaf.spec is None or (leaf.layout is None and (p.shape, p.dtype, p.device) != known):
+            self._place()  # it required no grad when the leaves were arranged, or its transformation saw it in another shape or dtype
             return True
         others = [x for x in self._active if x is not leaf and x.spec is not None and x.layout is None and x.param.requires_grad]
         # Others without a gradient too, for two may have been exchanged; but those whose memory was freed meanwhile stay as they are.

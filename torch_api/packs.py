@@ -227,6 +227,8 @@ class Pack:
                 return None
             if str(memory.array.dtype) != dtype or set(memory.windows) - {row for row, _ in saved}:
                 return None
+            if field.shape is None and memory.array.shape != self.memory.array.shape:
+                return None  # the parameters had another dtype, and rows of another length
             memories.append(memory)
         return tuple(memories) or None
 

@@ -1,0 +1,113 @@
+"""`model.to(dtype)` in the middle of training: the parameters go on in the new dtype, their state as it was."""
+
+import copy
+
+import optax
+import pytest
+import torch
+
+import torch_api
+
+PAIRS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+]
+
+
+def build(dtype):
+    torch.manual_seed(0)
+    return torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(4)] + [torch.nn.Linear(100, 90)]).to(dtype)
+
+
+def step(model, opt, scale=0.1):
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, scale * (1 + i % 3))
+    opt.step()
+
+
+def movement(make, before, after, parts=slice(None), reload=False):
+    """How two steps after the change move each parameter's first element."""
+    model = build(before)
+    opt = make(list(model.named_parameters()))
+    step(model, opt)
+    model[parts].to(after)
+    if reload:
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    start = [p.detach().flatten()[0].item() for p in model.parameters()]
+    step(model, opt)
+    step(model, opt, 0.2)
+    assert all(p.dtype == p.grad.dtype for p in model.parameters())
+    return torch.tensor([p.detach().flatten()[0].item() - s for p, s in zip(model.parameters(), start, strict=True)])
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_as_torch(name, before, after):
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    ours, theirs = getattr(torch_api, f"Masked{name}"), getattr(torch.optim, name)
+    expected = movement(lambda params: theirs(params, lr=0.1, **options), before, after)
+    for reload in (False, True):
+        got = movement(lambda params: ours(params, lr=0.1, **options), before, after, reload=reload)
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.004)
+
+
+MAKE = {
+    "adamw": lambda params: torch_api.MaskedAdamW(params, lr=0.1),
+    "adamw, clipped": lambda params: torch_api.MaskedAdamW(params, lr=0.1, max_grad_norm=1.0, ema_decay=0.9),
+    "adamw, masters": lambda params: torch_api.MaskedAdamW(params, lr=0.1, master_weights=True),
+    "adamw, copied": lambda params: torch_api.MaskedAdamW(params, lr=0.1, writeback="copy"),
+    "lamb": lambda params: torch_api.MaskedLamb(params, lr=0.1),
+    "chain": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("parts", [slice(None), slice(0, 2)])
+@pytest.mark.parametrize("name", MAKE)
+def test_others_go_on_as_if_the_dtype_had_not_changed(name, parts):
+    expected = movement(MAKE[name], torch.float32, torch.float32)
+    got = movement(MAKE[name], torch.float32, torch.bfloat16, parts)
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.004)
+
+
+def test_a_gradient_that_was_left_in_the_old_dtype_is_an_error_that_names_both():
+    model = build(torch.float32)
+    opt = torch_api.MaskedAdamW(list(model.named_parameters()), lr=0.1)
+    step(model, opt)
+    before = [p.clone() for p in model.parameters()]
+    grads = [p.grad for p in model.parameters()]
+    model[0].to(torch.float64)
+    for p in model[0].parameters():
+        p.grad = None
+    for p, grad in zip(model[1].parameters(), grads, strict=False):
+        p.grad = grad
+    model[1].weight.data = model[1].weight.data.double()
+    step_with = [p.grad.dtype for p in model[1].parameters()]
+    assert step_with == [torch.float32, torch.float32]
+    with pytest.raises(ValueError, match=r"(?s)1\.weight.*float32.*float64"):
+        opt.step()
+    assert all(torch.equal(p.float(), q) for p, q in zip(model.parameters(), before, strict=True))
+    step(model, opt)
+    assert all(float(opt.state[p]["step"]) == 2.0 for p in model.parameters())
+
+
+def test_in_a_train_step():
+    def train(change):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        opt = torch_api.MaskedAdamW(model.parameters(), lr=0.1)
+        train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), opt)
+        x = torch.ones(2, 6)
+        train_step(x)
+        if change:
+            model.to(torch.float64)
+            x = x.double()
+        train_step(x)
+        train_step(x)
+        return [p.detach().double() for p in model.parameters()]
+
+    for p, q in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
