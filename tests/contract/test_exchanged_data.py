@@ -1,4 +1,4 @@
-"""Parameters that exchange their `data`, of which some have no gradient at the next step: as torch.optim, whose state stays by parameter."""
+"""Parameters that exchange their `data`, of which some have no gradient: as torch.optim, whose state stays with the parameter."""
 
 import itertools
 
@@ -39,9 +39,7 @@ def train(cls, count, shape, exchange, without):
 @pytest.mark.parametrize(("count", "shape"), [(3, (4, 3)), (6, (4, 3)), (3, (300, 200))])
 def test_updates_follow_the_parameters(exchange, count, shape):
     for without in ((-1,), (0,), (0, 1), (0, 1, -1)):
-        (ours, opt), (theirs, expected) = (
-            train(cls, count, shape, exchange, without) for cls in (torch_api.MaskedSGD, torch.optim.SGD)
-        )
+        (ours, opt), (theirs, expected) = (train(cls, count, shape, exchange, without) for cls in (torch_api.MaskedSGD, torch.optim.SGD))
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q)
             torch.testing.assert_close(opt.state[p].get("momentum_buffer"), expected.state[q].get("momentum_buffer"))
