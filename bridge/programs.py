@@ -53,7 +53,7 @@ _compilations = 0
 class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
-    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print). `packed`: it works on packs.
+    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print).
     `looped`: it is a loop over rows, on one core. `scattered`: it reads gradients where they lie. `pieces`: what is to be compiled before
     it is `ready`, that which reads the leaves of the plan that are `far` among it.
     """
@@ -62,7 +62,6 @@ class Program:
         self.plan = plan
         self.measure: Any = None
         self.calls_back = False
-        self.packed = any(leaf.count is not None for leaf in plan.leaves)
         self.looped = any(leaf.looped for leaf in plan.leaves)
         self.scattered = any(leaf.scattered for leaf in plan.leaves)
         sizes = [(leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves]

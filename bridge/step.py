@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import signal
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, methodcaller
@@ -26,25 +24,17 @@ from .dlpack import X64, behind_torch, operands, wait_for
 from .fusion import client_started, request
 from .programs import Program, compilations, count_compilation, programs
 from .reading import Reader
-from .storage import Memory
+from .storage import Memory, write_back
 from .update import traces
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "count_compilation", "elsewhere", "programs", "run", "traces"]
 
-_MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
-_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
-try:  # beneath the public ones, which make enums of numbers and back
-    from _signal import getsignal as _handler_of  # pyright: ignore[reportMissingImports]
-    from _signal import signal as _handle  # pyright: ignore[reportMissingImports]
-except ImportError:
-    from signal import getsignal as _handler_of
-    from signal import signal as _handle
-_packed, _looped, _elements, _calls_back, _read = (
-    attrgetter("program.packed"),
+_looped, _elements, _calls_back, _read, _room = (
     attrgetter("program.looped"),
     attrgetter("program.elements"),
     attrgetter("program.calls_back"),
     methodcaller("read"),
+    attrgetter("room"),
 )
 _array, _memory, _address, _pointer = (
     attrgetter("array"),
@@ -53,7 +43,6 @@ _array, _memory, _address, _pointer = (
     methodcaller("unsafe_buffer_pointer"),
 )
 _forked = False
-_packs_lock = threading.RLock()
 
 
 def _after_fork() -> None:
@@ -75,6 +64,7 @@ class Launch(ABC):
 
     In plan order: leaves by themselves come before packs.
 
+    room: bytes on a CPU that a call allocates for results which are copied.
     reader: what measures the large gradients of all launches of a step, at the first of them; None where nothing does.
     inplace: what has the `memory` of each in-place leaf; its array is donated and replaced.
     params: the tensors over those, whose version changes.
@@ -93,12 +83,13 @@ class Launch(ABC):
 
     __slots__ = (
         "flat", "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "params", "positions", "program",
-        "reader", "ready", "rows", "scalars", "state", "targets",
+        "reader", "ready", "room", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
     program: Program
     reader: Reader | None
     ready: bool
+    room: int
     inplace: Sequence[Any]
     params: Sequence[torch.Tensor]
     state: Sequence[Memory]
@@ -121,23 +112,27 @@ class Launch(ABC):
 
 
 class Outcome(NamedTuple):
-    """What a step leaves behind: of each launch new values for its `kept`, in memory of their own; whether a memory came to lie
-    elsewhere; of scaled gradients the new count of skipped updates, else an empty list; and the signals that arrived
-    meanwhile, as (handler, number, frame): to be handled once all is in place."""
+    """What a step leaves behind: whether a memory came to lie elsewhere; of scaled gradients the new count of skipped updates, else an
+    empty list."""
 
-    kept: list[list[Any]]
     moved: bool
     skipped: list[Any]
-    arrived: list[tuple[Any, Any, Any]]
 
 
 _NOTHING_MEASURED = np.zeros(2)
 
 
 def run(
-    launches: Sequence[Launch], grads: Sequence[torch.Tensor], hyperparams: np.ndarray, extra: Sequence[Any], scaling: Sequence[Any]
+    launches: Sequence[Launch],
+    grads: Sequence[torch.Tensor],
+    hyperparams: np.ndarray,
+    extra: Sequence[Any],
+    scaling: Sequence[Any],
+    landed: list[Any],
 ) -> Outcome:
-    """One step on one device: every program, in order, then a wait for all of their results.
+    """One step on one device: every program, in order, then a wait for all of their results, which are then in the tensors.
+
+    To be called within a transaction.
 
     Args:
       launches: what is updated.
@@ -146,11 +141,13 @@ def run(
       extra: the arrays among the further arguments, in the order of the plans' `extra`.
       scaling: of `scaled` plans the loss scale and the count of infinities found, float32, and the count of skipped
         updates, int32; all of shape (1,).
+      landed: gets each launch whose results are in the tensors, also where an error is raised.
     """
     if _forked:
         refuse_fork()
-    flight, kept, skipped, side_by_side = _Flight(), [], [], []
-    flight.programs, flight.packed = len(launches), any(map(_packed, launches))
+    if room := sum(map(_room, launches)):
+        check_room(room)
+    flight, skipped, side_by_side = _Flight(launches, landed), [], []
     flight.may_fail = any(map(_calls_back, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
     waves = (launches,) if launches[0].program.plan.measured else zip(launches)
@@ -174,7 +171,7 @@ def run(
             if not on_cpu:
                 if _collected(wave) or not after:
                     after = [behind_torch(device)]
-            elif not (kept or reader) and openmp.pause and elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
+            elif not (flight.landing or reader) and openmp.pause and elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
                 openmp.pause(openmp.SOFT)
             given = []
             for launch in wave:
@@ -188,22 +185,22 @@ def run(
                 split = len(launch.inplace)
                 read = operands(launch.kept, launch.kept_order) if launch.kept else []
                 if side_by_side:
-                    lanes.choose(side_by_side[len(kept) % len(side_by_side)])
+                    lanes.choose(side_by_side[len(flight.landing) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
                 own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
                 call = launch.program.update if len(launches) > 1 else launch.program.alone
                 new_params, new_state, new_scalars, new_kept, skipped, tokens = call(
                     *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
-                flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars)))
+                copied = launch.kept, launch.kept_order, new_kept
+                flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars), copied))
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
                 if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
-                kept.append(new_kept)
                 del own  # arrays that were donated: gone while the program runs, not behind it
-    return Outcome(kept, flight.moved, skipped, flight.arrived)
+    return Outcome(flight.moved, skipped)
 
 
 @functools.lru_cache(64)
@@ -224,47 +221,42 @@ def refuse_fork() -> None:
         raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
+def check_room(size: int) -> None:
+    """Raise, while nothing has changed, where so many bytes cannot be had: XLA does so when it has taken what is donated."""
+    try:
+        np.empty(size, np.uint8)
+    except MemoryError as error:
+        error.add_note("The step needs this memory for its results, which are copied. Nothing was updated.")
+        raise
+
+
 class _Flight:
-    """The time from the first donation until all results are with their memories.
+    """The time from the first donation until all results are where torch looks."""
 
-    Meanwhile nothing else holds the bytes that torch looks at: an exception raised in between by a signal handler would free
-    them, so handlers written in Python wait. Optimizers of separate parameters may share a pack, which nobody can see: their
-    threads take turns.
-    """
-
-    __slots__ = ("arrived", "copies", "handlers", "landing", "may_fail", "moved", "on_cpu", "order", "packed", "programs", "reader")
-    programs: int  # how many are to be called
-    on_cpu: bool  # whether they run there
-    packed: bool  # whether some work on packs
+    __slots__ = ("copies", "landed", "landing", "launches", "may_fail", "moved", "on_cpu", "order", "reader", "results")
+    on_cpu: bool  # whether the programs run there
     may_fail: bool  # whether some may fail while they run
 
-    def __enter__(self) -> _Flight:
-        self.arrived: list[tuple[Any, Any, Any]] = []
-        self.handlers: dict[int, Any] = {}
-        # Of each call what to wait for, and where its results belong: those in memories, and those of scalars.
-        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]]]] = []
+    def __init__(self, launches: Sequence[Launch], landed: list[Any]) -> None:
+        self.launches, self.landed = launches, landed
+        # Of each call what to wait for, and where its results belong: those in memories, those of scalars, those that are copied.
+        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, Any, Any]]] = []
+        self.results: tuple[list[Any], list[Any], list[Any]] = [], [], []  # that are to be copied: into what, their order, and they
         self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
         self.moved = False
         self.reader: Reader | None = None  # of gradients that must stay until it has read them
         self.order: int | None = None  # of this thread's executions, to go back to
-        if self.packed:
-            _packs_lock.acquire()
-        for number in _HELD_SIGNALS if threading.current_thread() is threading.main_thread() else ():
-            handler = _handler_of(number)
-            if callable(handler):
-                self.handlers[number] = handler
-                _handle(number, lambda n, frame, handler=handler: self.arrived.append((handler, n, frame)))
+
+    def __enter__(self) -> _Flight:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.landing:
-            error.add_note(f"The step is not whole: {len(self.landing)} of its {self.programs} programs have updated their parameters.")
-        landing, failed = iter(self.landing), None
+    def __exit__(self, *_: Any) -> None:
+        landing, each = zip(self.launches, self.landing, strict=False), None
         try:
             # All results of one execution become ready together. Without this wait a call may still be reading the
             # gradients while torch zeroes them: seen with large operands, never with small ones.
-            for failed in landing:
-                tokens, memories, arrays, scalars = failed
+            for each in landing:
+                launch, (tokens, memories, arrays, scalars, copied) = each
                 try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
@@ -278,32 +270,35 @@ class _Flight:
                         ctypes.memmove(cells.address, _pointer(vector), cells.length)
                     else:
                         cells.write(vector)
-            failed = None
+                self.landed.append(launch)
+                for results, new in zip(self.results, copied, strict=True):
+                    results += new
+        except BaseException:
+            if each is not None:
+                self._land_after(each, landing)
+            raise
         finally:
             try:
-                if failed is not None:
-                    self._land_after(failed, landing)
+                if self.order is not None:
+                    lanes.choose(self.order)
+                for copies in self.copies:
+                    copies.clear()
+                if self.reader is not None:
+                    self.reader.end()
             finally:
-                try:
-                    if self.order is not None:
-                        lanes.choose(self.order)
-                    for copies in self.copies:
-                        copies.clear()
-                    if self.reader is not None:
-                        self.reader.end()
-                finally:  # signals go to their handlers again, and other threads may have the packs
-                    for number, handler in self.handlers.items():
-                        _handle(number, handler)
-                    if self.packed:
-                        _packs_lock.release()
+                if self.results[0]:
+                    write_back(*self.results, self.on_cpu)
 
     def _land_after(self, failed: Any, others: Iterable[Any]) -> None:
         """Of a call that failed delete what holds the error, not values: it would be passed on; see those behind it to their end."""
-        for tokens, memories, arrays, scalars in (failed, *others):
+        for launch, (tokens, memories, arrays, scalars, copied) in (failed, *others):
             try:
                 wait_for(tokens, self.may_fail)
                 for cells, vector in zip(*scalars, strict=True):
                     cells.write(vector)
+                self.landed.append(launch)
+                for results, new in zip(self.results, copied, strict=True):
+                    results += new
             except Exception:  # noqa: BLE001 - the first is being raised
                 _delete_errors(arrays)
             self.moved |= elsewhere(
@@ -320,12 +315,12 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
             array.delete()
 
 
-def flight(device: Any, packed: bool, may_fail: bool) -> _Flight:
-    """The flight of one program that is no update alone; `packed`: it works on packs; `may_fail`: while it runs."""
+def flight(device: Any, launch: Launch, may_fail: bool, landed: list[Any]) -> _Flight:
+    """The flight of one program that is no update alone; `may_fail`: while it runs; `landed`: as of `run`."""
     if _forked:
         refuse_fork()
-    alone = _Flight()
-    alone.on_cpu, alone.programs, alone.packed, alone.may_fail = device.platform == "cpu", 1, packed, may_fail
+    alone = _Flight([launch], landed)
+    alone.on_cpu, alone.may_fail = device.platform == "cpu", may_fail
     return alone
 
 

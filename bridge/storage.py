@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, dense_order, device_of, numpy_dtype, operands, to_torch, x64
+from .dlpack import ALIGNMENT, dense_order, device_of, numpy_dtype, operands, results, x64
 from .ownership import is_owned
 from .windows import Window
 
@@ -367,13 +367,10 @@ def renewed(memory: Memory) -> Memory:
     return memory
 
 
-def write_back(tensors: Sequence[torch.Tensor], arrays: Sequence[jax.Array], order: Sequence[tuple[int, ...] | None]) -> None:
+def write_back(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None], arrays: Sequence[jax.Array], on_cpu: bool) -> None:
     """Copy flat results into storage that is not ours alone, all tensors in one fused call."""
-    new = []
-    for tensor, flat, dims in zip(tensors, to_torch(list(arrays)), order, strict=True):
-        dims = tuple(range(tensor.ndim)) if dims is None else dims
-        new.append(flat.view([tensor.shape[d] for d in dims]).permute(tuple(np.argsort(dims))))
-    torch._foreach_copy_([t.detach() for t in tensors], new)
+    into = [t.detach() if dims is None else t.detach().permute(dims) for t, dims in zip(tensors, order, strict=True)]
+    torch._foreach_copy_(into, list(map(torch.Tensor.view_as, results(arrays, on_cpu), into)))
 
 
 def return_freed() -> None:

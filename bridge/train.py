@@ -273,7 +273,6 @@ class Program:
             self.loss = torch_dtype(traced.out_info[-3])
             options = of_training(self.plan.device, contents_of(self.jaxpr.jaxpr))
             self.call: Any = compiled(traced.lower(), False, options)
-        self.packed = any(leaf.count is not None for leaf in self.plan.leaves)
         self.elements = bytes_accessed(self.call) / _ELEMENT
         step.count_compilation()
 
@@ -339,19 +338,18 @@ class Arrays(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a call leaves behind: new values of kept leaves and copied buffers, the loss as a tensor, aux; the rest as of `step.Outcome`."""
+    """What a call leaves behind: the loss as a tensor, aux; `moved` as of `step.Outcome`."""
 
-    kept: list[Any]
-    copied: list[Any]
     loss: torch.Tensor
     aux: list[Any]
     moved: bool
-    arrived: list[tuple[Any, Any, Any]]
 
 
-def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
-    """One call, and a wait for its results; parameters, state, buffers and sums are then in their memories."""
-    flight, new_kept, new_scalars = step.flight(program.plan.device, program.packed, program.calls_back), [], []
+def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]) -> Outcome:
+    """One call, and a wait for its results, which are then in the tensors. To be called within a transaction; `landed` as of `step.run`."""
+    if room := launch.room + sum(t.nbytes for t in arrays.copied if program.plan.device.platform == "cpu"):
+        step.check_room(room)
+    flight, new_kept, new_scalars = step.flight(program.plan.device, launch, program.calls_back, landed), [], []
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
@@ -387,7 +385,9 @@ def run(program: Program, launch: step.Launch, arrays: Arrays) -> Outcome:
         numbers = launch.scalars if program.updates else (), new_scalars
         if copied_loss is not None:
             numbers = [*numbers[0], copied_loss], [*new_scalars, loss]
-        flight.landing.append(([token], memories, arrived, numbers))
+        into = [*(launch.kept if new_kept else ()), *arrays.copied]
+        order = [*(launch.kept_order if new_kept else ()), *arrays.copied_order]
+        flight.landing.append(([token], memories, arrived, numbers, (into, order, [*new_kept, *new_copied])))
         torch.autograd.graph.increment_version(arrays.written)
     loss = results([loss], False)[0] if copied_loss is None else copied_loss.tensor
-    return Outcome(new_kept, new_copied, loss, aux, flight.moved, flight.arrived)
+    return Outcome(loss, aux, flight.moved)

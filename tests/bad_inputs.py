@@ -15,6 +15,7 @@ import bridge
 import torch_api
 from bridge import step
 from bridge.problem import NO_EXTRA
+from bridge.transaction import Transaction
 from torch_api import (
     MaskedAdadelta,
     MaskedAdafactor,
@@ -293,7 +294,7 @@ def on_two_devices(optimizer):
 
 
 def launched(optimizer):
-    optimizer._launches.build((0, 1, 2, 3), NO_EXTRA, False, optimizer._hyperparams())
+    optimizer._launches.build((0, 1, 2, 3), NO_EXTRA, False, optimizer._hyperparams(), False, Transaction(()))
 
 
 def made_in_a_fork(net):

@@ -20,6 +20,7 @@ ORDER = {
         "windows",
         "borrowed",
         "calm",
+        "transaction",
         "meanwhile",
         "cells",
         "tree",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+
+from bridge.transaction import Transaction
 
 
 class Exchange:
@@ -19,20 +21,47 @@ class Exchange:
         raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than those trained. Leave it first.")
 
     @contextmanager
-    def hold(self, owner: str, name: str, values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    def hold(
+        self,
+        owner: str,
+        name: str,
+        values: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        transaction: Callable[[], Transaction],
+    ) -> Iterator[None]:
         """Write a value into each parameter, rounded to its dtype, and on leaving, however that comes, the bits that it had before.
 
         The parameters stay where they are, and may be moved meanwhile. One copy of those named is held meanwhile.
         """
-        if self.inside:
-            self.refuse(f"{owner}.{name}")
-        pairs = [(p, value, p.detach().clone(memory_format=torch.preserve_format)) for p, value in values]
-        self.inside = name
+        held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         try:
-            for p, value, _ in pairs:
-                p.detach().copy_(value)
-            yield
-        finally:
-            for p, _, before in pairs:
-                p.detach().copy_(before)  # where it is now: its data may have been replaced meanwhile
-            self.inside = ""
+            try:
+                with transaction():
+                    if self.inside:
+                        self.refuse(f"{owner}.{name}")
+                    pairs = values()
+                    params = [p for p, _ in pairs]
+                    before = [p.detach().clone(memory_format=torch.preserve_format) for p in params]
+                    held.append((params, before))
+                    self.inside = name
+                    _write(params, [value for _, value in pairs])
+                yield
+            finally:
+                self._give_back(held, transaction)
+        finally:  # another signal may have arrived before the transaction of the first call began
+            self._give_back(held, transaction)
+
+    def _give_back(self, held: list[tuple[list[torch.Tensor], list[torch.Tensor]]], transaction: Callable[[], Transaction]) -> None:
+        if held:
+            with transaction():
+                _write(*held[0])  # to where the parameters are now: their data may have been replaced meanwhile
+                self.inside = ""
+                held.clear()
+
+
+def _write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    into = [p.detach() for p in params]
+    if into and all(type(p) is torch.Tensor for p in into):
+        torch._foreach_copy_(into, list(values))
+    else:
+        for p, value in zip(into, values, strict=True):
+            p.copy_(value)

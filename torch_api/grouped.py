@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from bridge import masks, tree
 from bridge.rules import Rule
+from bridge.transaction import Transaction
 
 from . import betas, groups, options
 from .held import Keeper
@@ -16,6 +19,11 @@ from .plan import Leaf, check_leaves, followed
 from .selectors import Selectors, refuse_decay_mask
 
 _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """The devices that these are on, in the order of transactions."""
+    return tuple(sorted({tensor.device for tensor in tensors}, key=str))
 
 
 class GroupedOptimizer(Keeper, ABC):
@@ -58,6 +66,14 @@ class GroupedOptimizer(Keeper, ABC):
         Raises:
           ValueError, TypeError: as the constructor; the optimizer is then as before.
         """
+        with self._transaction():
+            self._add_group(param_group)
+
+    def _transaction(self) -> Transaction:
+        """On every device that parameters are on."""
+        return Transaction(devices_of(p for group in self.param_groups for p in group["params"]))
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         owner = type(self).__name__
         self._leaves = self._followed()
         if isinstance(param_group, dict):
@@ -190,17 +206,18 @@ class GroupedOptimizer(Keeper, ABC):
           ValueError, TypeError: a selector that fits nothing, or a parameter that the update does not take; the optimizer is
             then as before.
         """
-        self._leaves = self._followed()
-        picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
-        chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
-        if trainable:
-            check_leaves([leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)
-        with self._all_or_nothing():
-            for leaf, rule in chosen:
-                leaf.trained, leaf.rule = trainable, rule
-                leaf.elements = None if trainable else leaf.elements
-            for index, group in enumerate(self.param_groups):
-                group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
-            self._place()
-        for leaf, _ in chosen if not (trainable or keep_state) else ():
-            self.state.pop(leaf.param, None)
+        with self._transaction():
+            self._leaves = self._followed()
+            picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
+            chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
+            if trainable:
+                check_leaves([leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)
+            with self._all_or_nothing():
+                for leaf, rule in chosen:
+                    leaf.trained, leaf.rule = trainable, rule
+                    leaf.elements = None if trainable else leaf.elements
+                for index, group in enumerate(self.param_groups):
+                    group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
+                self._place()
+                for leaf, _ in chosen if not (trainable or keep_state) else ():
+                    self.state.pop(leaf.param, None)

@@ -21,6 +21,7 @@ from bridge.meanwhile import meanwhile
 from bridge.problem import Extra
 from bridge.programs import ON_ONE_CORE
 from bridge.reading import Reader, is_worth, takes
+from bridge.transaction import Transaction
 
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
@@ -72,11 +73,12 @@ class Launches:
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
     def build(
-        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool = False
+        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
     ) -> list[list[Launch]]:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
 
-        `scaled`: the gradients are those of a scaled loss; `checked`: somebody else has seen whether all are finite.
+        `scaled`: the gradients are those of a scaled loss; `checked`: somebody else has seen whether all are finite. Compiling may be
+        interrupted, the rest of the `transaction` not.
         """
         values, key = self._rows.cut(hyperparams), (live, extra, scaled, checked)
         checked = checked and self._max_grad_norm is None  # a norm finds it too, and so there is one program for both
@@ -94,12 +96,12 @@ class Launches:
         firsts = [part[0][0].leaves[0] for part in divided if len(part) > 1]
         opening = [meanwhile(lanes.ready, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
         before = self._cache.info.compilations
-        with uncollected():
+        with uncollected(), transaction.interruptible():
             found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
         if not self._stores and any(program.stores for program in found):
             self._stores = True
             early.clear()
-            return self.build(live, extra, scaled, hyperparams, key[-1])
+            return self.build(live, extra, scaled, hyperparams, key[-1], transaction)
         programs = iter(found)
         self._rows.looked_at.clear()
         blocks = [block for part in divided for tile in part for block in tile]
@@ -276,8 +278,10 @@ class Launches:
             launch.follow()
         self.known.clear()
 
-    def salvage(self, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    def salvage(self, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]], landed: Sequence[Launch] = ()) -> bool:
         """After a call that failed with its donated arguments gone: give all tensors valid memory, and the values of `before`.
+
+        The error gets a note that names the parameters that are updated nevertheless, those of the launches that have `landed`.
 
         Returns:
           Whether there were such; the error then names those whose values are lost.
@@ -286,7 +290,12 @@ class Launches:
         restore(before)
         self.known.clear()  # some may not have come to their call
         if lost and not before:
-            error.add_note(f"The update failed half-way; parameters and state of {lost} are lost and hold NaN. Load a checkpoint.")
+            alone, both = ([leaf.name for leaf in lost if (leaf.memory is None) is is_alone] for is_alone in (True, False))
+            parts = ([f"parameters and state of {both}"] if both else []) + ([f"the state of {alone}"] if alone else [])
+            error.add_note(f"The update failed half-way; {' and '.join(parts)} are lost and hold NaN. Load a checkpoint.")
+        updated = [leaf.name for launch in landed if not (before and launch.program.calls_back) for leaf in launch.leaves]
+        if updated:
+            error.add_note(f"This step has updated {updated} and no other parameter.")
         return bool(lost)
 
 

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import optax
 import optax.contrib
+import torch
 
 from .betas import spread
 from .optimizer import OptaxOptimizer
@@ -161,8 +161,7 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
         super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_given(warmup_steps=warmup_steps), **engine)
 
-    @contextmanager
-    def eval_params(self) -> Iterator[None]:
+    def eval_params(self) -> AbstractContextManager[None]:
         """Have the averaged weights x in the parameters, and the training weights y back afterwards, bit for bit.
 
         x = (y - (1 - b1) z) / b1, as `optax.contrib.schedule_free_eval_params`, written in place: parameters stay the same
@@ -171,10 +170,11 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         Raises:
           RuntimeError: `step`, or `eval_params` again, inside the context.
         """
+        return self._exchange.hold(type(self).__name__, "eval_params", self._evaluated, self._transaction)
+
+    def _evaluated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         members = [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
-        averages = ((p, (p.detach() - (1.0 - b1) * state["z"]) / b1) for p, b1, state in members if "z" in state)
-        with self._exchange.hold(type(self).__name__, "eval_params", averages):
-            yield
+        return [(p, (p.detach() - (1.0 - b1) * state["z"]) / b1) for p, b1, state in members if "z" in state]
 
 
 def _momenta(owner: type, betas: Any, b1: Any, b2: Any) -> tuple[Any, Any]:

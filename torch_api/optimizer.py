@@ -6,26 +6,27 @@ import functools
 import gc
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge import step, storage, update
+from bridge import step, update
 from bridge.dlpack import device_of
 from bridge.dynamo import not_traced
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge.rules import Rule
+from bridge.transaction import Transaction
 
 from . import betas, checkpoint, groups, listeners, options, packs, report
 from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo, few_names, stack_level
-from .grouped import GroupedOptimizer
+from .grouped import GroupedOptimizer, devices_of
 from .held import Asks
 from .launch import Launch, restore
 from .launches import Launches
@@ -83,7 +84,7 @@ class OptaxOptimizer(GroupedOptimizer):
         selector that fits nothing, and what the transformation itself raises. Nothing has been changed then.
     """
 
-    _step_with: Callable[..., Any] | None = None  # a step with other hyper_params, where a class has that
+    _overridden: Any = None  # by hyper_params of one step, where a class has that
     max_grad_norm: Any = Changeable()
     ema_decay: Any = Changeable()
     _carried = ("_rules", "_options", "_selectors", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
@@ -166,6 +167,10 @@ class OptaxOptimizer(GroupedOptimizer):
         Leaves, rows and launches fit together only when all of this is done. The signature is None until then, so that the
         step after an error or an interrupt prepares everything anew.
         """
+        with self._transaction():
+            self._arrange(move)
+
+    def _arrange(self, move: bool) -> None:
         if self._signature is None:
             gc.collect()  # what an interrupted preparation has left, jax's references among it, may share the parameters' memory
         self._signature = None
@@ -177,7 +182,7 @@ class OptaxOptimizer(GroupedOptimizer):
             if self._is_active(leaf) and leaf.param.requires_grad:
                 groups.check_parameter(type(self).__name__, leaf.name, leaf.param)
             leaf.look()  # model.to() gives all of them another dtype at once
-        self._leaves = leaves
+        self._leaves, self._devices = leaves, devices_of(leaf.param for leaf in leaves)
         checkpoint.update_trainable_params(self.param_groups, leaves)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
         kept = self._options.kept(self.ema_decay is not None)
@@ -288,11 +293,10 @@ class OptaxOptimizer(GroupedOptimizer):
           ValueError: a gradient is sparse, or of another shape, dtype or device than its parameter; nothing was updated.
           TypeError: the transformation takes no further arguments, or needs some that are missing.
         """
-        if self._step_with is not None and "hyper_params" in extra_args:
-            return self._step_with(extra_args.pop("hyper_params"), closure, extra_args)
+        numbers = extra_args.pop("hyper_params", None) if self._overridden is not None else None
         if self._exchange.inside:
             self._exchange.refuse(f"{type(self).__name__}.step")
-        loss, given, looked = None, vars(self), vars(self).pop("_looked", False)
+        loss, looked = None, vars(self).pop("_looked", False)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -301,6 +305,24 @@ class OptaxOptimizer(GroupedOptimizer):
             search = Closure(closure, self._leaves, self.arrangement.skeleton)
             offered = {"grad": Same(GRADIENTS), "value_fn": search.value_fn} | ({} if loss is None else {"value": loss})
             extra_args = offered | extra_args
+        done = False
+        while not done:
+            with Transaction(self._devices) as transaction:
+                if numbers is None or self._overridden is None:
+                    done = self._update(transaction, extra_args, looked, search)
+                else:
+                    with self._overridden(numbers):
+                        done = self._update(transaction, extra_args, looked, search)
+        return loss
+
+    def _update(self, transaction: Transaction, extra_args: dict[str, Any], looked: bool, search: Closure | None) -> bool:
+        """The step within a transaction; False where that is not for the devices on which parameters are now.
+
+        `looked`: somebody has looked at all gradients, for the scale of the loss.
+        """
+        given, devices = vars(self), self._devices
+        if self._exchange.inside:  # by now, in another thread
+            self._exchange.refuse(f"{type(self).__name__}.step")
         arguments = self._arguments(extra_args) if extra_args else None
         if self._group_signature() != self._signature:
             self._place()
@@ -308,8 +330,8 @@ class OptaxOptimizer(GroupedOptimizer):
         if self._asks.open and not self._as_left():
             self._place()  # the state was changed by hand: go on from what is there
         live, grads = self._sight.glance() or self._look()
-        if not live:
-            return loss
+        if self._devices != devices or not live:
+            return self._devices == devices
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
         scaled = "found_inf" in given or given.get("grad_scale") is not None  # GradScaler sets and deletes them
@@ -317,33 +339,30 @@ class OptaxOptimizer(GroupedOptimizer):
         on_device = self._launches.known.get((live, extra, scaled, checked))
         self._cache.hits += on_device is not None
         if on_device is None:
-            on_device = self._build_launches(live, extra, scaled, hyperparams, checked)
+            on_device = self._build_launches(live, extra, scaled, hyperparams, checked, transaction)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
             before += launch.copied() if launch.program.calls_back else ()
-        for launches in on_device:
-            scaling = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
-            try:
-                copies, moved, skipped, arrived = step.run(launches, grads, hyperparams, further, scaling)
-            except BaseException as error:
-                if self._launches.salvage(error, before):
-                    self._place()
-                raise
-            if scaled:
-                self._scaling.keep(launches[0].device, skipped[0])
-            if moved:
-                self._launches.follow(launches)
-            for launch, new in zip(launches, copies, strict=True):
-                if new:
-                    storage.write_back(launch.kept, new, launch.kept_order)
-            for handler, number, frame in arrived:
-                handler(number, frame)
+        landed: list[Launch] = []
+        try:
+            for launches in on_device:
+                scaling = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
+                moved, skipped = step.run(launches, grads, hyperparams, further, scaling, landed)
+                if scaled:
+                    self._scaling.keep(launches[0].device, skipped[0])
+                if moved:
+                    self._launches.follow(launches)
+        except BaseException as error:
+            self._launches.follow(landed)
+            if self._launches.salvage(error, before, landed):
+                self._place()
+            raise
         if self._asks.open:
             self._take_back(asked)
         if search is not None and search.error is not None:
             restore(before)
             raise search.error
-        return loss
+        return True
 
     def _arguments(self, given: dict[str, Any]) -> Arguments:
         """The further arguments of a step; the leaves are arranged anew if they are others than at the last."""
@@ -362,11 +381,11 @@ class OptaxOptimizer(GroupedOptimizer):
         return arguments
 
     def _build_launches(
-        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool
+        self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
     ) -> list[list[Launch]]:
         """`Launches.build`; after an error or an interrupt in it the next step prepares everything anew."""
         signature, self._signature = self._signature, None
-        launches = self._launches.build(live, extra, scaled, hyperparams, checked)
+        launches = self._launches.build(live, extra, scaled, hyperparams, checked, transaction)
         self._sight.forget(self._launches.began)
         self._signature = signature
         return launches
@@ -447,8 +466,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """How many steps were skipped inside the program for a gradient that was not finite; reading it waits for the device."""
         return self._scaling.skipped
 
-    @contextmanager
-    def ema_params(self) -> Iterator[None]:
+    def ema_params(self) -> AbstractContextManager[None]:
         """The averages of the trained weights in the parameters, for as long as the context is open; `ema_decay` must be given.
 
         In place, rounded to the parameter's dtype; the trained bits come back on leaving, also by an exception. Parameters
@@ -460,9 +478,10 @@ class OptaxOptimizer(GroupedOptimizer):
         owner = type(self).__name__
         if self.ema_decay is None:
             raise RuntimeError(f"{owner}.ema_params: ema_decay is None, so there is no average. Construct with ema_decay=0.999, say.")
-        averages = ((p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state)
-        with self._exchange.hold(owner, "ema_params", averages):
-            yield
+        return self._exchange.hold(owner, "ema_params", self._averages, self._transaction)
+
+    def _averages(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(p, state[AVERAGE]) for p, state in self.state.items() if AVERAGE in state]
 
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
@@ -484,7 +503,11 @@ class OptaxOptimizer(GroupedOptimizer):
         Raises:
           ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
         """
-        with self._all_or_nothing(), checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
+        with (
+            self._transaction(),
+            self._all_or_nothing(),
+            checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare),
+        ):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import optax
@@ -161,7 +161,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         else:
             known = (str(label) for label in self._rules if label is not _NOBODY)
             raise ValueError(f"{owner}: label {label!r} has no transformation. {near(str(label), known)}")
-        with self._all_or_nothing():
+        with self._transaction(), self._all_or_nothing():
             for part in self._split(group, labels):
                 super().add_param_group(part)
             self._show_label_rules()
@@ -215,20 +215,19 @@ class MultiOptimizer(PartitionedOptimizer):
             raise ValueError(f"{type(self).__name__}: no pair's selector picks {idle[0]!r}, so it cannot be trained. Add a pair for it.")
         super().set_trainable(selector, trainable, keep_state=keep_state)
 
-    def _step_with(self, hyper_params: Sequence[Any], closure: Any, extra_args: dict[str, Any]) -> Any:
+    @contextmanager
+    def _overridden(self, hyper_params: Sequence[Any]) -> Iterator[None]:
         """`step(closure, hyper_params=[...])`: numbers for this step only, for each pair None, a dict, or a definition's `hyper_params`."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         try:
             self._override(hyper_params, before)
-            return inspect.unwrap(OptaxOptimizer.step)(self, closure, **extra_args)  # within the hooks already
+            yield
         finally:
             for group, key, value in reversed(before):
                 group[key] = value
 
-    def _override(self, hyper_params: Sequence[Any] | None, before: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def _override(self, hyper_params: Sequence[Any], before: list[tuple[dict[str, Any], str, Any]]) -> None:
         owner = type(self).__name__
-        if hyper_params is None:
-            return
         if not isinstance(hyper_params, list | tuple):
             raise TypeError(f"{owner}: hyper_params is {hyper_params!r}; expected a list with one entry or None for each pair.")
         if len(hyper_params) != len(self._rules) - 1:

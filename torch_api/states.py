@@ -76,12 +76,12 @@ class States:
         """The tensors of the state that several parameters share, which is in the state of each."""
         return (shared.views.values() for shared in self.shared.values())
 
-    def salvage(self) -> list[str]:
-        """Give tensors whose memory is gone others; the names of the parameters that are lost."""
+    def salvage(self) -> list[Leaf]:
+        """Give tensors whose memory is gone others; the leaves whose state is lost, and whose parameter is if it has a memory."""
         for shared in self.shared.values():
             shared.salvage()
         packed = {memory for pack in self.packs.values() for memory in (pack.memory, *pack.state) if memory.array.is_deleted()}
-        lost = [leaf.name for leaf in self.active if leaf.salvage()]
+        lost = [leaf for leaf in self.active if leaf.salvage()]
         for memory in packed:
             for tensor in memory.tensors():  # rows of others too
                 if storage.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(memory.row_bytes * len(memory.rows)):

@@ -14,6 +14,7 @@ from bridge import storage, train
 from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_torch, x64
 from bridge.dynamo import not_traced
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
+from bridge.transaction import Transaction
 from bridge.update import Plan
 
 from .arguments import Arguments
@@ -29,6 +30,7 @@ from .watch import Watch
 _NO_SEED = np.int64(0)
 # So many programs are one for each batch of some loops: that is said.
 _MANY = 9
+_AGAIN = object()
 
 
 class Ready(NamedTuple):
@@ -98,8 +100,9 @@ class JaxTrainStep:
         self._pending, self._summed = 0, frozenset()
         self._hits = self._misses = self._compilations = 0
         self._loss_like: Any = None
-        optimizer.without_loops()  # a program that reads a row as a matrix copies it first
-        self._look()
+        with optimizer._transaction():
+            optimizer.without_loops()  # a program that reads a row as a matrix copies it first
+            self._look()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -122,44 +125,58 @@ class JaxTrainStep:
         refuse_autocast()
         if self.optimizer._exchange.inside:
             self.optimizer._exchange.refuse(OWNER)
-        updates = self._pending + 1 >= self.accumulate
-        arguments = self._arguments(extra_args) if updates else None
-        if self.optimizer._group_signature() != self.optimizer._signature:
-            self.optimizer._place()
-        if self.optimizer._launches is not self._launches or not self._watch.same():
-            self._look()
-        items = Batch(batch, self._device, self._real)
-        if updates:
-            return _hooked(self.optimizer, self._step, items, arguments)
-        return self._step(items, None, updates=False)
+        result = _AGAIN
+        while result is _AGAIN:
+            if self._pending + 1 >= self.accumulate:
+                result = _hooked(self.optimizer, self._step, batch, extra_args, True)
+            else:
+                result = self._step(batch, extra_args, False)
+        return result
 
     def flush(self, **extra_args: Any) -> None:
         """Update now with the mean of the gradients of the `pending` calls, if there are any: for the end of an epoch."""
-        if not self._pending:
-            return
-        trained = {name: self._watch.params[name] for name in self._summed}
-        before = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
-        try:
-            for p, _ in before:
-                p.grad = None
-            for name, p in trained.items():
-                total = self._sums[name].tensor(p.device).view(p.shape)
-                p.grad = torch.empty_like(p).copy_(total / self._pending)
-            self.optimizer.step(**extra_args)
-        finally:
-            for p, grad in before:
-                p.grad = grad
-        self._pending, self._summed = 0, frozenset()
+        with self.optimizer._transaction():
+            if not self._pending:
+                return
+            trained = {name: self._watch.params[name] for name in self._summed}
+            before = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+            try:
+                for p, _ in before:
+                    p.grad = None
+                for name, p in trained.items():
+                    total = self._sums[name].tensor(p.device).view(p.shape)
+                    p.grad = torch.empty_like(p).copy_(total / self._pending)
+                self.optimizer.step(**extra_args)
+            finally:
+                for p, grad in before:
+                    p.grad = grad
+            self._pending, self._summed = 0, frozenset()
 
     # ------------------------------------------------------------------ one call
 
-    def _step(self, items: Batch, arguments: Arguments | None, updates: bool = True) -> Any:
-        optimizer = self.optimizer
+    def _step(self, batch: Sequence[Any], extra_args: dict[str, Any], updates: bool) -> Any:
+        """The call; `_AGAIN` where another thread's came first, so that this one is to update or not, or parameters have moved."""
+        with Transaction(self.optimizer._devices) as transaction:
+            if updates is (self._pending + 1 >= self.accumulate):
+                return self._update(transaction, batch, extra_args, updates)
+        return _AGAIN
+
+    def _update(self, transaction: Transaction, batch: Sequence[Any], extra_args: dict[str, Any], updates: bool) -> Any:
+        optimizer, devices = self.optimizer, self.optimizer._devices
+        if optimizer._exchange.inside:  # by now, in another thread
+            optimizer._exchange.refuse(OWNER)
+        arguments = self._arguments(extra_args) if updates else None
+        if optimizer._group_signature() != optimizer._signature:
+            optimizer._place()
         asked = optimizer._asks.count
         if optimizer._asks.open and not optimizer._as_left():
             optimizer._place()  # the state was changed by hand: go on from what is there
+        if optimizer._launches is not self._launches or not self._watch.same():
             self._look()
-        forward = self._forward(items)
+        if optimizer._devices != devices:
+            return _AGAIN
+        items = Batch(batch, self._device, self._real)
+        forward = self._forward(items, transaction)
         live = self._live(forward, updates)
         extra, further = (NO_EXTRA, []) if arguments is None else arguments.of([optimizer._active[i] for i in live])
         numbers = optimizer._hyperparams()
@@ -168,7 +185,7 @@ class JaxTrainStep:
         self._hits += ready is not None
         if ready is None:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
-            ready = self._ready[key] = self._prepared(forward, live, extra, loss_at, updates, numbers)
+            ready = self._ready[key] = self._prepared(transaction, forward, live, extra, loss_at, updates, numbers)
         launch = ready.launch
         held = []  # until the call has ended, so that nobody moves what is read
         for position, tensor, order, view in ready.looked_at:
@@ -180,16 +197,15 @@ class JaxTrainStep:
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
         written = [*ready.in_place, *launch.params] if updates else ready.in_place
         before = [*launch.copied(), *((b, b.detach().clone()) for b in ready.in_place)] if ready.program.calls_back else []
+        landed: list[Launch] = []
         try:
-            outcome = train.run(ready.program, launch, train.Arrays(*about, seed, numbers, further, not self._pending, written))
+            outcome = train.run(ready.program, launch, train.Arrays(*about, seed, numbers, further, not self._pending, written), landed)
         except BaseException as error:
-            self._salvage(error, before, ready)
+            self._salvage(error, before, ready, landed if updates else ())
             raise
         self._settle(ready, outcome, updates)
         if optimizer._asks.open:
             optimizer._take_back(asked)
-        for handler, number, frame in outcome.arrived:
-            handler(number, frame)
         return (outcome.loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else outcome.loss
 
     def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
@@ -202,22 +218,18 @@ class JaxTrainStep:
             for memory in ready.sums:
                 storage.renewed(memory)
             self._look()
-        if outcome.kept:
-            storage.write_back(launch.kept, outcome.kept, launch.kept_order)
-        if outcome.copied:
-            storage.write_back(ready.copied, outcome.copied, ready.copied_order)
         if updates:
             self._pending, self._summed = 0, frozenset()
             vars(self.optimizer)["_opt_called"] = True  # schedulers ask
         else:
             self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
 
-    def _salvage(self, error: BaseException, before: Any, ready: Ready) -> None:
+    def _salvage(self, error: BaseException, before: Any, ready: Ready, landed: Sequence[Launch]) -> None:
         """After a failed call: give tensors whose memory is gone others, as the optimizer does after a failed step."""
         for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
             if memory.array.is_deleted():
                 buffer.data = lost_like(buffer)
-        if self.optimizer._launches.salvage(error, before):
+        if self.optimizer._launches.salvage(error, before, landed):
             self.optimizer._place()
         if any(memory.array.is_deleted() for memory in ready.sums):
             if self._pending:
@@ -269,7 +281,7 @@ class JaxTrainStep:
             )
         return live
 
-    def _forward(self, items: Batch) -> Any:
+    def _forward(self, items: Batch, transaction: Transaction) -> Any:
         """The traced loss for this kind of batch, with the values that tensors from outside have now."""
         found = self._traced.get(items.signature)
         if found is not None and found.function.stale():
@@ -280,12 +292,21 @@ class JaxTrainStep:
             key = items.signature, self._watch.signature
             found = self._forwards.get(key)
             if found is None or found.function.stale():
-                found = self._forwards[key] = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
+                with transaction.interruptible():
+                    found = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
+                self._forwards[key] = found
             self._traced[items.signature] = found
         return found
 
     def _prepared(
-        self, forward: Any, live: tuple[int, ...], extra: Extra, loss_at: int | None, updates: bool, numbers: np.ndarray
+        self,
+        transaction: Transaction,
+        forward: Any,
+        live: tuple[int, ...],
+        extra: Extra,
+        loss_at: int | None,
+        updates: bool,
+        numbers: np.ndarray,
     ) -> Ready:
         """The program and all around it."""
         launches, active = self.optimizer._launches, self.optimizer._active
@@ -301,7 +322,9 @@ class JaxTrainStep:
             task = train.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
             key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
             if key not in self._programs:
-                self._programs[key] = train.Program(task, updates)
+                with transaction.interruptible():
+                    program = train.Program(task, updates)
+                self._programs[key] = program
                 self._compilations += 1
                 self._warn()
             return self._programs[key]
