@@ -119,6 +119,7 @@ ORDER = {
     ],
     "torch_api": [
         "groups",
+        "cache",
         "betas",
         "selectors",
         "shards",
@@ -136,7 +137,6 @@ ORDER = {
         "sight",
         "launch",
         "states",
-        "cache",
         "launches",
         "arguments",
         "listeners",

@@ -127,15 +127,16 @@ def update_trainable_params(param_groups: Sequence[dict[str, Any]], leaves: Sequ
 def _put_back_lr_scale(state_dict: dict[str, Any]) -> None:
     """Save the lr_scale that was taken from a group where torch's optimizers have it."""
     for group in state_dict["param_groups"]:
-        if TAKEN_LR_SCALE in group:
+        if "lr_scale" in group and group.setdefault(TAKEN_LR_SCALE, 1.0) is not None:
             group["lr_scale"] = lr_scale(group)
 
 
 def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
-    """Undo `_put_back_lr_scale`; a group of torch's has the lr_scale that was taken from the own one."""
-    taken = saved.get(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE, 1.0))
-    if taken and "lr_scale" in saved:
-        saved["lr_scale"] = saved["lr_scale"] / taken
+    """Undo `_put_back_lr_scale`. In a group of torch's, lr_scale means what it means in the own one; without one there, nothing."""
+    if "lr_scale" in saved:
+        taken = saved.setdefault(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE))
+        if taken:
+            saved["lr_scale"] = saved["lr_scale"] / taken
 
 
 def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:

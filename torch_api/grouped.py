@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from bridge.rules import Rule
 from bridge.transaction import Transaction
 
 from . import betas, groups, options
+from .cache import stack_level
 from .held import Keeper
 from .plan import Leaf, check_leaves, followed
 from .selectors import Selectors, refuse_decay_mask
@@ -34,6 +36,7 @@ class GroupedOptimizer(Keeper, ABC):
     _constructed: bool
     _signature: list[Any] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
     by_label = False  # whether groups have a rule by their label
+    _warned_of_lr_scale = False
     _unscales = False  # whether `step` does what a scaled loss asks for
 
     @abstractmethod
@@ -57,8 +60,9 @@ class GroupedOptimizer(Keeper, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
 
-        Its `lr_scale` is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not the
-        scheduler multiplies by it too. What is written there later is a further factor.
+        Its `lr_scale` beside the default lr is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not
+        the scheduler multiplies by it too. What is written there later is a further factor. Where the group has an lr of its own, other
+        than the default one, `lr_scale` has no effect on the update, as in torch.optim.
 
         Selectors of the constructor decide about the new parameters as if they had been there from the start, but a pattern
         need not match any. A `mask` in the group, and `trainable=True`, take the place of the constructor's mask.
@@ -83,7 +87,7 @@ class GroupedOptimizer(Keeper, ABC):
             param_group = betas.spread(owner, param_group, self._betas_of(rule))
             groups.make_tuples(param_group, rule)
             groups.check_group(owner, self.defaults | param_group, rule)
-            groups.take_lr_scale(param_group)
+            self._warn_of_lr_scale(groups.take_lr_scale(param_group, self._default_lr(param_group)))
             param_group = self._with_betas(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         refuse_decay_mask(owner, mask)
@@ -102,6 +106,15 @@ class GroupedOptimizer(Keeper, ABC):
             self._leaves = self._leaves + leaves
             if self._constructed:
                 self._place()
+
+    def _default_lr(self, _: Mapping[str, Any]) -> Any:
+        """The lr of a group that is given without one."""
+        return self.defaults["lr"]
+
+    def _warn_of_lr_scale(self, text: str | None) -> None:
+        if text is not None and not self._warned_of_lr_scale:
+            self._warned_of_lr_scale = True
+            warnings.warn(f"{type(self).__name__}: {text}", stacklevel=stack_level())
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from bridge.masks import near_and_all
 from bridge.problem import Row
 from bridge.rules import Rule
 
-# A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not.
+# A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not. None where
+# the lr_scale has no effect on the update.
 TAKEN_LR_SCALE = "initial_lr_scale"
 FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale", TAKEN_LR_SCALE})
 # Options of torch.optim that say how torch computes: kept, so that checkpoints look the same, and otherwise ignored.
@@ -116,7 +118,7 @@ def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
             raise check.error(check.text.format(**group))
     checked = hyperparams if rule.checks else ()
     for key, title in _NON_NEGATIVE.items():
-        if key in group and key not in checked and not (rule.scaled and group[key] is None):
+        if key in group and key not in checked and not (group[key] is None and (rule.scaled or key == TAKEN_LR_SCALE)):
             _check_type(owner, key, group[key], 0.0)
             if not group[key] >= 0:
                 raise ValueError(f"Invalid {title}: {group[key]}")
@@ -223,16 +225,36 @@ def _length(value: Any) -> int:
     return len(value) if is_sequence(value) else 0
 
 
-def take_lr_scale(group: dict[str, Any]) -> None:
-    """Take the lr_scale that a group is given with, and leave it a 1 there, so that it acts once under any scheduler."""
-    if "lr_scale" in group:
-        group[TAKEN_LR_SCALE] = group.get(TAKEN_LR_SCALE, 1.0) * group["lr_scale"]
-        group["lr_scale"] = 1.0
+def take_lr_scale(group: dict[str, Any], default_lr: Any) -> str | None:
+    """Decide what the `lr_scale` means that a group is given with; the text of a warning where that is not clear.
+
+    Beside the default lr it scales the lr: it is taken out, and reads 1 from then on, so that it acts once under any scheduler. A group
+    with another lr has lr_scale for the record, as in torch.optim: constructors of the BEiT kind have scaled that lr by it.
+    """
+    if "lr_scale" not in group:
+        return None
+    if TAKEN_LR_SCALE in group:  # the group is a copy of one in which this was decided
+        if group[TAKEN_LR_SCALE] is not None:
+            group[TAKEN_LR_SCALE], group["lr_scale"] = lr_scale(group), 1.0
+        return None
+    scale, lr = group["lr_scale"], float(group.get("lr", default_lr))
+    if scale == 1 or lr == float(default_lr):
+        group[TAKEN_LR_SCALE], group["lr_scale"] = scale, 1.0
+        return None
+    group[TAKEN_LR_SCALE] = None
+    if math.isclose(lr, scale * float(default_lr), rel_tol=1e-6):
+        return None
+    return (
+        f"a param group has lr {lr:g} and lr_scale {scale:g}, beside a default lr of {float(default_lr):g}. As in torch.optim, its lr is "
+        "used as it is, and its lr_scale has no effect but on schedulers that read it. To scale the default lr, leave lr out of the group; "
+        "to scale any lr, give lr_scale=... to the optimizer."
+    )
 
 
 def lr_scale(group: Mapping[str, Any]) -> float:
-    """What the group multiplies the lr by: the scale taken from it, and what was written into it since."""
-    return group.get("lr_scale", 1.0) * group.get(TAKEN_LR_SCALE, 1.0)
+    """What the group multiplies the lr by: the scale taken from it, and what was written into it since; 1 where it is for the record."""
+    taken = group.get(TAKEN_LR_SCALE, 1.0)
+    return 1.0 if taken is None else group.get("lr_scale", 1.0) * taken
 
 
 def listed(owner: str, params: Any) -> Any:

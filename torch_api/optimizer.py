@@ -437,7 +437,8 @@ class OptaxOptimizer(GroupedOptimizer):
         get: Any = dict.get  # in C also for `betas.Group`
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
-                scale = scale * get(group, "lr_scale", 1.0) * get(group, groups.TAKEN_LR_SCALE, 1.0)  # groups.lr_scale, without the call
+                taken = get(group, groups.TAKEN_LR_SCALE, 1.0)
+                scale = scale if taken is None else scale * get(group, "lr_scale", 1.0) * taken  # groups.lr_scale, without the call
                 for name, length in row.traced:
                     value = group[name]
                     if name == "lr" and not row.scaled:

@@ -82,6 +82,9 @@ class PartitionedOptimizer(OptaxOptimizer):
         self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, engine)
         self._show_label_rules()
 
+    def _default_lr(self, group: Mapping[str, Any]) -> Any:
+        return self._defaults_of[group["label"]]["lr"]
+
     def _show_label_rules(self) -> None:
         """Let `report()` show what gave each parameter its label, where no mask has decided about it."""
         for leaf in self.leaves:
