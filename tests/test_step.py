@@ -305,8 +305,9 @@ def test_the_way_that_moves_the_fewest_bytes_is_found_at_once(make, compiled, mo
 
 @pytest.mark.parametrize("make", [torch_api.MaskedAdamW, pytest.param(torch_api.MaskedLamb, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("standard_promotion")
-def test_what_is_only_counted_has_the_bytes_of_what_runs(make, monkeypatch):
-    counts = []
+def test_what_is_only_counted_decides_as_what_runs(make, monkeypatch):
+    """The bytes themselves are those of what runs with jaxlib 0.10; with 0.8 a loop that sums has a few more."""
+    counts, chosen = [], []
     params = random_params(shapes=[(7001, 1)])
     optimizer = make(params, lr=1e-3)
     stepped(optimizer, params)
@@ -317,9 +318,11 @@ def test_what_is_only_counted_has_the_bytes_of_what_runs(make, monkeypatch):
         monkeypatch.setattr(passes, "of_counting", options)
         monkeypatch.setattr(passes, "bytes_accessed", lambda program, found=counts.append: found(asked(program)) or asked(program))
         with x64():
-            passes.chosen(*_asked(optimizer))
-    assert len(counts) >= 2
-    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
+            chosen.append(passes.chosen(*_asked(optimizer)))
+    ways = range(len(counts) // 2)
+    assert len(ways) >= 1
+    assert chosen[0] == chosen[1]
+    assert sorted(ways, key=counts[: len(ways)].__getitem__) == sorted(ways, key=counts[len(ways) :].__getitem__)
 
 
 def test_options_of_counting_are_those_that_this_jaxlib_has(monkeypatch):
