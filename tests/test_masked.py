@@ -133,7 +133,7 @@ def test_adagrads_state_follows_masks_groups_and_copies():
     assert set(optimizer.state) == set(params[:2])
     optimizer.set_trainable("b", False, keep_state=False)
     assert set(optimizer.state) == {params[0]}
-    optimizer.add_param_group({"params": [("c", params[2])], "initial_accumulator_value": 0.5})
+    optimizer.add_param_group({"params": [("c", params[2])], "initial_accumulator_value": 0.5, "trainable": True})
     assert float(optimizer.state[params[2]]["sum"][0]) == 0.5
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert [float(state["sum"][0]) for state in twin.state.values()] == [0.25, 0.5]
@@ -155,7 +155,7 @@ def test_muon_trains_matrices_only_and_says_what_to_do_with_the_rest():
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         optimizer.set_trainable("bias", True)
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
-        optimizer.add_param_group({"params": [("other", torch.nn.Parameter(torch.randn(2, 2, 2)))]})
+        optimizer.add_param_group({"params": [("other", torch.nn.Parameter(torch.randn(2, 2, 2)))], "trainable": True})
     assert len(optimizer.param_groups) == 1
     advance(optimizer, [matrix, bias])
     mixed = torch_api.PartitionedOptimizer(
