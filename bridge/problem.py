@@ -258,7 +258,8 @@ def layout(problem: Problem) -> Layout:
         owner, name = owner_of(path)
         alike = owner is not None and leaf.shape == wide[owner].shape
         like_it = owner is not None and not row.scaled and leaf.ndim > 0  # of one array for each leaf, whatever its shape
-        dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype)
+        # A number is kept as it is computed: of half parameters in float32, since bfloat16 has no 0.999, and a decay of 1 gives NaN.
+        dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype if leaf.ndim or alike else leaf.dtype)
         may_be_asked = owner is not None and (alike or leaf.ndim > 0) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         asked = may_be_asked and row.kept.state_dtype is not None
         dtype = str(row.kept.state_dtype) if asked else dtype
