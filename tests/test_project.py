@@ -140,6 +140,7 @@ ORDER = {
         "launches",
         "arguments",
         "listeners",
+        "wrapper_state",
         "checkpoint",
         "optimizer",
         "masked",

@@ -12,8 +12,9 @@ from bridge.masks import near
 from bridge.precision import BESIDE
 from bridge.problem import Field
 
+from . import wrapper_state
 from .betas import take_betas
-from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_group, lr_scale, make_tuples
+from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, lr_scale, make_plain, make_tuples
 from .plan import Leaf, has_state
 from .shards import laid
 
@@ -75,11 +76,15 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         if missing:
             raise ValueError(f"load_state_dict: a group of the loaded state dict has no {missing[0]!r}, only {sorted(group)}.")
         make_tuples(group, optimizer.rule_of(own))
-        check_group(type(optimizer).__name__, group, optimizer.rule_of(own), allowed=own)
+        check_types(type(optimizer).__name__, group, optimizer.rule_of(own), allowed=own)
         for param, index in zip(own["params"], group["params"], strict=True):
             fields = optimizer.state_fields(leaves[id(param)], group)
             strict = optimizer.rule_of(own).scaled
-            state |= _checked_state(index, saved.get(index), fields, param, next(names), strict)
+            mine, others = wrapper_state.split(saved.get(index) or {}, () if fields is None else fields)
+            state |= _checked_state(index, mine, fields, param, next(names), strict)
+            if others:
+                kept = state[index].fields if index in state else {}
+                state[index] = _Saved(kept | {key: wrapper_state.copied(value, param) for key, value in others.items()})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -103,7 +108,8 @@ def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
             del group["param_names"]  # parameters were added or removed by hand, their names not
     _put_back_lr_scale(state_dict)
     for group in state_dict["param_groups"]:
-        make_tuples(group, optimizer.rule_of(group))  # weights_only=True loads no other sequence
+        make_tuples(group, optimizer.rule_of(group))  # weights_only=True loads no other sequence, and no array of jax or NumPy
+        make_plain(group, optimizer.rule_of(group))
 
 
 def settle(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:

@@ -107,25 +107,47 @@ def _edits(a: str, b: str) -> int:
 
 
 def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
-    """Raise for a group key that is almost a known one and not `allowed`, or a value that the update cannot take."""
-    hyperparams = rule.hyperparams
-    check_keys(owner, group, rule, allowed)
-    for key, default in hyperparams.items():
-        if not rule.scaled or (key in rule.traceable and group[key] is not None):
-            _check_type(owner, key, group[key], default, key in rule.static)
+    """Raise as `check_types`, and for a number out of range: for a group that is given to a constructor or added."""
+    _check_numbers(owner, group, rule, allowed)
     for check in rule.checks:
         if not check.holds(group):
             raise check.error(check.text.format(**group))
-    checked = hyperparams if rule.checks else ()
-    for key, title in _NON_NEGATIVE.items():
-        if key in group and key not in checked and not (group[key] is None and (rule.scaled or key == TAKEN_LR_SCALE)):
-            _check_type(owner, key, group[key], 0.0)
-            if not group[key] >= 0:
-                raise ValueError(f"Invalid {title}: {group[key]}")
-    for index, beta in enumerate(group["betas"] if "betas" in hyperparams and not rule.checks else ()):
+    for key in _beside(group, rule):
+        if not group[key] >= 0:
+            raise ValueError(f"Invalid {_NON_NEGATIVE[key]}: {group[key]}")
+    for index, beta in enumerate(group["betas"] if "betas" in rule.hyperparams and not rule.checks else ()):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if "wd_scale" in group and "weight_decay" not in hyperparams:
+    _check_flags(owner, group, rule)
+
+
+def check_types(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
+    """Raise for a group key that is almost a known one and not `allowed`, or a value of a type that the update cannot take.
+
+    A number may be out of range: as in torch.optim, a step takes what a schedule has written, and so it can be saved and loaded.
+    """
+    _check_numbers(owner, group, rule, allowed)
+    _check_flags(owner, group, rule)
+
+
+def _check_numbers(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str]) -> None:
+    check_keys(owner, group, rule, allowed)
+    for key, default in rule.hyperparams.items():
+        if not rule.scaled or (key in rule.traceable and group[key] is not None):
+            _check_type(owner, key, group[key], default, key in rule.static)
+    for key in _beside(group, rule):
+        _check_type(owner, key, group[key], 0.0)
+
+
+def _beside(group: Mapping[str, Any], rule: Rule) -> list[str]:
+    """The numbers of the group that the checks of the rule say nothing about."""
+    checked = rule.hyperparams if rule.checks else ()
+    known = [key for key in _NON_NEGATIVE if key in group and key not in checked]
+    return [key for key in known if not (group[key] is None and (rule.scaled or key == TAKEN_LR_SCALE))]
+
+
+def _check_flags(owner: str, group: Mapping[str, Any], rule: Rule) -> None:
+    if "wd_scale" in group and "weight_decay" not in rule.hyperparams:
         raise ValueError(f"{owner}: wd_scale is {group['wd_scale']}, but this transformation has no weight_decay in the groups to scale.")
     if group.get("differentiable"):
         raise ValueError(f"{owner}: differentiable=True is not supported: the update runs outside torch's autograd graph.")
@@ -154,13 +176,18 @@ def _check_type(owner: str, key: str, value: Any, default: Any, static: bool = F
         raise TypeError(f"{owner}: {key!r} is {value!r}; expected an integer.")
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor {key} must be 1-element")
-    elif not is_number(value):
+    elif not (is_number(value) or _is_scalar_array(value)):
         raise TypeError(f"{owner}: {key!r} is {value!r}; expected a number.")
 
 
 def is_number(value: Any) -> bool:
     """Whether it may stand for a number: also in a tensor, which torch takes for an lr."""
     return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
+
+
+def _is_scalar_array(value: Any) -> bool:
+    """Whether it is what a schedule of optax gives, or a NumPy array of that kind."""
+    return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
 
 
 def _is_one_number(value: Any) -> bool:
@@ -183,6 +210,14 @@ def as_tuple(value: Any) -> Any:
         return value
     elements = value.unbind() if isinstance(value, torch.Tensor) else value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
     return (list if isinstance(value, list) else tuple)(x.item() if isinstance(x, np.generic) else x for x in elements)
+
+
+def make_plain(group: dict[str, Any], rule: Rule) -> None:
+    """Turn each number of the group that is an array of jax or NumPy into Python's, which any checkpoint can carry."""
+    for key in rule.hyperparams.keys() | {"lr"}:
+        value = group.get(key)
+        if _is_scalar_array(value) or isinstance(value, np.generic):
+            group[key] = value.item()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def make_tuples(group: dict[str, Any], rule: Rule) -> None:

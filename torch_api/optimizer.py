@@ -457,7 +457,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     values.append(scale if has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError, RuntimeError):
             for group in self.param_groups:  # says which value of which key was no number
-                groups.check_group(type(self).__name__, group, self.rule_of(group))
+                groups.check_types(type(self).__name__, group, self.rule_of(group))
             raise
         values += [0.0] * (self.arrangement.width - len(values))
         return np.array(values)

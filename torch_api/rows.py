@@ -22,7 +22,7 @@ from bridge.scattered import part
 from bridge.storage import pack_width
 
 from . import packs
-from .groups import check_group, check_parameter_fits, fixed, group_reader
+from .groups import check_parameter_fits, check_types, fixed, group_reader
 from .plan import Leaf
 from .shards import described
 
@@ -61,7 +61,7 @@ class Rows:
         self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
-            check_group(owner, group, rule)  # it may have been edited
+            check_types(owner, group, rule)  # it may have been edited
         trained = [(leaf, path) for leaf, path in zip(leaves, self.skeleton, strict=True) if active(leaf) and leaf.param.requires_grad]
         keys = {key: i for i, key in enumerate(dict.fromkeys(_key(leaf) for leaf, _ in trained))}
         together: dict[Any, list[tuple[Leaf, Path]]] = {}

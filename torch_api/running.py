@@ -14,7 +14,7 @@ from bridge.precision import BESIDE
 from bridge.problem import Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
 
-from . import shards
+from . import shards, wrapper_state
 from .groups import group_reader, names
 from .optimizer import OptaxOptimizer
 from .rows import tree_paths
@@ -56,17 +56,20 @@ def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Mod
     members = [(p, index) for index, group in enumerate(groups) for p in group["params"]]
     known = _names(optimizer) if module is None else _names_in(what, module, [p for p, _ in members])
     trained = _trained(optimizer)
-    found = []
+    found: list[Param] = []
     for name, path, (p, group) in zip(known, tree_paths(known), members, strict=True):
         rule = rule_of(optimizer, groups[group])
         given = optimizer.state.get(p, {}) if id(p) in trained else {}
-        fields = {key: torch.as_tensor(value).detach() for key, value in given.items() if value is not None and key not in BESIDE}
         if shards.layout_of(p) is not None:
             raise ValueError(
                 f"{what}: {shards.described(p, name)}, and a process holds a part of its state only. Gather it first "
                 "(torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True)."
             )
-        param = Param(name, path, p, group, id(p) in trained, fields, {} if rule is None else rule.hidden)
+        param = Param(name, path, p, group, id(p) in trained, {}, {} if rule is None else rule.hidden)
+        if rule is not None and wrapper_state.may_be_in(given):
+            given, _ = wrapper_state.split(given, expected(optimizer, param))
+        fields = {key: torch.as_tensor(value).detach() for key, value in given.items() if value is not None and key not in BESIDE}
+        param = param._replace(fields=fields)
         found.append(param._replace(stateless=rule is not None and param.trained and not fields and not expected(optimizer, param)))
     return found
 

@@ -1,0 +1,45 @@
+"""Entries of `optimizer.state[p]` that are no optimizer's: a wrapper has put them there, as look-ahead its slow weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from bridge.precision import BESIDE
+
+from .shards import laid
+
+# Fields of torch.optim's classes, and of optax's common transformations: in a state that is loaded these are an optimizer's, this one's or
+# another's.
+_FIELDS = {
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum", "prev",
+    "step_size", "eta", "mu", "ax", "mu_product", "row_var", "col_var", "variance", "count", "nu", "nu_max", "trace", "e_g", "e_x",
+    "sum_of_squares",
+}  # fmt: skip
+
+
+def split(saved: Mapping[Any, Any], fields: Collection[str]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The saved state of a parameter whose own state has these fields: an optimizer's entries, and those of wrappers."""
+    own = {key: value for key, value in saved.items() if key in fields or key in BESIDE or _is_field(key)}
+    return own, {key: value for key, value in saved.items() if key not in own}
+
+
+def may_be_in(state: Collection[Any]) -> bool:
+    """Whether some entry may be a wrapper's: its name is not a common field's."""
+    return not all(map(_is_field, state))
+
+
+def _is_field(key: Any) -> bool:
+    """Whether a field, or a field of a part of a transformation (`0.mu`), has such a name."""
+    return isinstance(key, str) and not _FIELDS.isdisjoint(key.split("."))
+
+
+def copied(value: Any, param: torch.Tensor) -> Any:
+    """A wrapper's entry with copies of its tensors, on the parameter's device; their types stay."""
+    if isinstance(value, torch.Tensor):
+        return laid(value, param).detach().to(param.device, copy=True)
+    if type(value) is dict:
+        return {key: copied(each, param) for key, each in value.items()}
+    return type(value)(copied(each, param) for each in value) if type(value) in (list, tuple) else value
