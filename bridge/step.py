@@ -74,6 +74,8 @@ class Launch(ABC):
     positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `Places` for a loop.
     rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
       are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
+    mirrored, mirrors: tensors of state that the user has put there and that stay where they are, and the tensors over `state` that are
+      updated in their place: copied from them before the call, and back after it.
     masks: a boolean array per leaf with `elements`.
     offsets: int32 (leaves, those of packs one by one): where in the hyperparams the numbers of its row begin.
     live: boolean, one for each row of each pack: whether that row is updated.
@@ -82,8 +84,8 @@ class Launch(ABC):
     """
 
     __slots__ = (
-        "flat", "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "offsets", "params", "positions", "program",
-        "reader", "ready", "room", "rows", "scalars", "state", "targets",
+        "flat", "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "mirrored", "mirrors", "offsets", "params",
+        "positions", "program", "reader", "ready", "room", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
     program: Program
@@ -102,6 +104,8 @@ class Launch(ABC):
     gathered: Sequence[int]
     targets: list[torch.Tensor]
     rows: list[torch.Tensor]
+    mirrored: list[torch.Tensor]
+    mirrors: list[torch.Tensor]
     masks: list[Any]
     offsets: Any
     live: Any
@@ -164,6 +168,8 @@ def run(
             for launch in wave:
                 if not launch.ready:
                     launch.prepare()
+                if launch.mirrored:
+                    torch._foreach_copy_(launch.mirrors, launch.mirrored)
                 for positions, rows in launch.joined:  # in half the time of a copy of each
                     torch.cat(list(map(grads.__getitem__, positions)), out=rows)
                 if launch.gathered:
@@ -192,7 +198,7 @@ def run(
                 new_params, new_state, new_scalars, new_kept, skipped, tokens = call(
                     *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
-                copied = launch.kept, launch.kept_order, new_kept
+                copied = launch.kept, launch.kept_order, new_kept, launch.mirrored, launch.mirrors
                 flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars), copied))
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
@@ -212,7 +218,7 @@ def _on_device(numbers: bytes, device: Any) -> jax.Array:
 def _collected(launches: Sequence[Launch]) -> bool:
     """Collect the numbers of these launches; whether the stream of a GPU was then asked for anything that they read."""
     copies = [cells.collect() for launch in launches for cells in launch.scalars]
-    return any(copies) or any(launch.rows for launch in launches)
+    return any(copies) or any(launch.rows or launch.mirrored for launch in launches)
 
 
 def refuse_fork() -> None:
@@ -240,8 +246,8 @@ class _Flight:
     def __init__(self, launches: Sequence[Launch], landed: list[Any]) -> None:
         self.launches, self.landed = launches, landed
         # Of each call what to wait for, and where its results belong: those in memories, those of scalars, those that are copied.
-        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, Any, Any]]] = []
-        self.results: tuple[list[Any], list[Any], list[Any]] = [], [], []  # that are to be copied: into what, their order, and they
+        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, ...]]] = []
+        self.results: tuple[list[Any], ...] = [], [], [], [], []  # that are to be copied, as of `write_back`
         self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
         self.moved = False
         self.reader: Reader | None = None  # of gradients that must stay until it has read them
@@ -286,7 +292,7 @@ class _Flight:
                 if self.reader is not None:
                     self.reader.end()
             finally:
-                if self.results[0]:
+                if self.results[0] or self.results[3]:
                     write_back(*self.results, self.on_cpu)
 
     def _land_after(self, failed: Any, others: Iterable[Any]) -> None:

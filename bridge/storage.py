@@ -367,10 +367,17 @@ def renewed(memory: Memory) -> Memory:
     return memory
 
 
-def write_back(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None], arrays: Sequence[jax.Array], on_cpu: bool) -> None:
-    """Copy flat results into storage that is not ours alone, all tensors in one fused call."""
+def write_back(
+    tensors: Sequence[torch.Tensor],
+    order: Sequence[tuple[int, ...] | None],
+    arrays: Sequence[jax.Array],
+    mirrored: Sequence[torch.Tensor],
+    mirrors: Sequence[torch.Tensor],
+    on_cpu: bool,
+) -> None:
+    """Copy flat results into tensors whose storage is not ours alone, and `mirrors` into `mirrored`, all in one fused call."""
     into = [t.detach() if dims is None else t.detach().permute(dims) for t, dims in zip(tensors, order, strict=True)]
-    torch._foreach_copy_(into, list(map(torch.Tensor.view_as, results(arrays, on_cpu), into)))
+    torch._foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results(arrays, on_cpu), into), *mirrors])
 
 
 def return_freed() -> None:

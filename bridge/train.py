@@ -358,6 +358,8 @@ def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]
         read = [x.array if isinstance(x, Memory) else x for x in arrays.read]
         for cells in launch.scalars:
             cells.collect()
+        if launch.mirrored and program.updates:
+            torch._foreach_copy_(launch.mirrors, launch.mirrored)
         after = [] if program.plan.device.platform == "cpu" else [behind_torch(program.plan.device)]
         own, sums, buffers = ([memory.array for memory in part] for part in (params, arrays.sums, arrays.buffers))
         first = np.bool_(arrays.first)
@@ -387,7 +389,8 @@ def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]
             numbers = [*numbers[0], copied_loss], [*new_scalars, loss]
         into = [*(launch.kept if new_kept else ()), *arrays.copied]
         order = [*(launch.kept_order if new_kept else ()), *arrays.copied_order]
-        flight.landing.append(([token], memories, arrived, numbers, (into, order, [*new_kept, *new_copied])))
+        mirrors = (launch.mirrored, launch.mirrors) if program.updates else ((), ())
+        flight.landing.append(([token], memories, arrived, numbers, (into, order, [*new_kept, *new_copied], *mirrors)))
         torch.autograd.graph.increment_version(arrays.written)
     loss = results([loss], False)[0] if copied_loss is None else copied_loss.tensor
     return Outcome(loss, aux, flight.moved)

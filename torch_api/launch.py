@@ -15,7 +15,7 @@ from bridge.dlpack import Operands
 from bridge.scattered import AllPlaces, LongerOperands, Places
 
 from .packs import Pack
-from .plan import Leaf
+from .plan import Leaf, Mirrors, Shown
 
 
 class Block:
@@ -113,6 +113,7 @@ class Launch(step.Launch):
             self.flat = LongerOperands(given, dtypes, order, longer) if longer else Operands(given, dtypes, order)
         else:
             self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
+        self.mirrored, self.mirrors = [tensor for tensor, _ in self._mirrors], [view for _, view in self._mirrors]
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
         self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
@@ -126,16 +127,23 @@ class Launch(step.Launch):
         self.offsets, self.live = (storage.constant(np.concatenate(x), program.plan.device) for x in (at, live))
         self._blocks, self.ready = (), True  # last: an interrupted call begins again
 
+    @property
+    def _mirrors(self) -> Mirrors:
+        shared = [pair for part in self.shared for pair in part.shown.mirrors]
+        return [*(pair for leaf in self.leaves for pair in leaf.mirrors), *shared]
+
     def follow(self) -> None:
         """Look at the new places after results came to lie elsewhere."""
         for part in (*self.leaves, *self.shared):
             part.follow()
+        if self.mirrored:
+            torch._foreach_copy_(self.mirrored, self.mirrors)  # what was copied before was read at the old places
 
     def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that the update may change or its failure may take, and a copy of it, for `restore`."""
         packed = dict.fromkeys(memory for pack in self.packs for memory in (pack.memory, *pack.state))
         alone = [leaf for leaf in self.leaves if leaf.slot is None]
-        own = [tensor for leaf in alone for tensor in (leaf.local, *leaf.views)]
+        own = [tensor for leaf in alone for tensor in (leaf.local, *leaf.views)] + [tensor for tensor, _ in self._mirrors]
         return [(tensor, tensor.detach().clone()) for tensor in (*own, *(x for memory in packed for x in memory.tensors()))]
 
 
@@ -148,21 +156,21 @@ def restore(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 class Shared:
     """The state of a transformation that belongs to no parameter; every parameter's state shows the same tensors."""
 
-    __slots__ = ("memories", "views")
+    __slots__ = ("memories", "shown")
 
-    def __init__(self, memories: tuple[storage.Memory, ...], views: dict[str, torch.Tensor]) -> None:
-        self.memories, self.views = memories, views
+    def __init__(self, memories: tuple[storage.Memory, ...], shown: Shown) -> None:
+        self.memories, self.shown = memories, shown
 
     def salvage(self) -> None:
         """Give the tensors valid memory if a failed call took theirs."""
-        for memory, view in zip(self.memories, self.views.values(), strict=True):
+        for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
             if memory.array.is_deleted():
                 view.data = torch.zeros_like(view)
 
     def follow(self) -> None:
         """Look at the new place of the memories after results came to lie elsewhere."""
         self.memories = tuple(map(storage.renewed, self.memories))
-        for memory, view in zip(self.memories, self.views.values(), strict=True):
+        for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
             view.data = memory.tensor(view.device, like=view)
 
 

@@ -152,6 +152,12 @@ class MaskedAdagrad(OptaxOptimizer):
         options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         super().__init__(params, rules.ADAGRAD, **equation, **switches, **options, **engine)
 
+    def share_memory(self) -> None:
+        """Move the state into shared memory, for processes that are given this optimizer; each step then copies it from and to there."""
+        for fields in self.state.values():
+            for tensor in fields.values():
+                tensor.share_memory_()
+
 
 class MaskedAdadelta(OptaxOptimizer):
     """torch.optim.Adadelta with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.

@@ -17,7 +17,7 @@ from bridge.dlpack import device_of, numpy_dtype
 from bridge.ownership import mappings_read_once
 from bridge.problem import Field, buffer_shape
 
-from .plan import Leaf, has_state, is_wider
+from .plan import Leaf, Shown, has_state, is_like, is_wider, may_move
 
 # Bytes of the largest parameter whose gradient is gathered beside those of others, by device: that costs one more reading and writing
 # of it, and saves some microseconds for its own arguments, its own loop and its own views.
@@ -239,19 +239,21 @@ class Pack:
         values: Sequence[Any],
         saved: Mapping[str, Any],
         begin: Callable[[Leaf, Field], torch.Tensor],
-    ) -> dict[str, torch.Tensor]:
-        """The leaf's own rows, begun with `values` (flat tensors or numbers) or as they were saved, as tensors by field name."""
-        views = {}
-        given = has_state(self._fields, saved)
+    ) -> Shown:
+        """The leaf's own rows, begun with `values` (flat tensors or numbers) or as they were saved, and what shows them."""
+        shown = Shown()
+        is_given = has_state(self._fields, saved)
         for position, (field, memory, value) in enumerate(zip(self._fields, self.state, values, strict=True)):
             like = leaf.local.detach() if field.shape is None else None
             looked_at = leaf.slot in memory.windows
+            known = saved.get(field.name) if is_given or field.position is None else None
+            moves = may_move(leaf, field.name, known)
             view = memory.tensor(leaf.device, like, leaf.slot)
             view = view.view(field.shape) if field.shape and like is None else view
             if field.name in hidden:
-                view.fill_(hidden[field.name] if given else float(value))
-            elif field.position is None or given:
-                known = saved.get(field.name)
+                view.fill_(hidden[field.name] if is_given else float(value))
+                continue
+            if field.position is None or is_given:
                 source = torch.as_tensor(begin(leaf, field) if known is None else known, device=leaf.device)
                 source = source.reshape(view.shape) if like is None else source
                 if source.data_ptr() != view.data_ptr():
@@ -262,10 +264,11 @@ class Pack:
                 view.copy_(value.reshape(view.shape) if like is None else value.as_strided(view.shape, view.stride()))
             elif looked_at or self._constants is None or self._constants[position] != value:
                 view.fill_(value)
-            if field.name not in hidden:
-                memory.holders[leaf.slot or 0] = weakref.ref(view)
-                views[field.name] = view
-        return views
+            if known is not None and is_like(known, view) and known.data_ptr() == view.data_ptr():
+                known.data = view  # the window of the row is that of the view
+            shown.add(field.name, view, known, moves)
+            memory.holders[leaf.slot or 0] = weakref.ref(shown.views[field.name])
+        return shown
 
     def gradient(self, leaf: Leaf) -> torch.Tensor:
         """Where the leaf's gradient goes."""

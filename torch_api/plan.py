@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -17,14 +18,17 @@ from bridge.rules import Rule
 from . import shards
 from .groups import check_parameter_fits
 
+# Tensors that the user has put into the state and that stay where they are, each with the view that is updated in its place.
+Mirrors = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
         "address", "decay", "device", "dtype", "elements", "fields", "group", "ignores_mask", "label", "layout", "local", "lr_scale",
-        "memory", "name", "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spare", "spec", "state", "strides",
-        "trained", "views", "why",
+        "memory", "mirrors", "name", "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spare", "spec", "state",
+        "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -49,6 +53,7 @@ class Leaf:
         self.shown: tuple[torch.Tensor, ...] = ()
         self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
         self.seen: list[int] = []  # the addresses of these
+        self.mirrors: Mirrors = []
         self.look()
 
     def decide(self, decision: masks.Decision) -> None:
@@ -125,7 +130,7 @@ class Leaf:
 
     def forget(self) -> None:
         """No longer know of state: what the optimizer's has of the parameter is looked at anew before the next update."""
-        self.state, self.fields, self.shown, self.views, self.seen = None, (), (), (), []
+        self.state, self.fields, self.shown, self.views, self.seen, self.mirrors = None, (), (), (), [], []
 
     def salvage(self) -> bool:
         """Give parameter and state valid memory if a failed call took theirs; True if the values are lost."""
@@ -284,6 +289,65 @@ def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float]
             raise ValueError(f"state {field.name!r} of parameter {leaf.name!r} has shape {shape}, but {owner} {expected}. {remedy}")
 
 
+class Shown:
+    """State by field name: the `tensors` that `optimizer.state` has, and those over jax-owned memory, `views`, mostly the same.
+
+    They differ where the user has put a tensor there that must stay where it is: shared memory, a view into a flat buffer.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.views: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, view: torch.Tensor, given: Any = None, moves: bool = True) -> None:
+        """Show the tensor that was `given` for a field rather than a new view, so that whoever holds it sees each update.
+
+        It comes to look where the view does if it `moves`, as of `may_move`.
+        """
+        self.tensors[name] = self.views[name] = view
+        if not is_like(given, view):
+            return
+        self.tensors[name] = given
+        if (given.data_ptr(), given.stride()) != (view.data_ptr(), view.stride()):
+            if not moves:
+                return
+            given.data = view
+        self.views[name] = given
+
+    def joined(self, other: Shown, order: Sequence[str] = ()) -> Shown:
+        """What shows both, the fields of `order` first."""
+        result = Shown()
+        tensors, views = self.tensors | other.tensors, self.views | other.views
+        for name in dict.fromkeys((*(name for name in order if name in tensors), *tensors)):
+            result.tensors[name], result.views[name] = tensors[name], views[name]
+        return result
+
+    @property
+    def mirrors(self) -> Mirrors:
+        """The tensors that stay where they are, each with its view."""
+        return [(self.tensors[name], view) for name, view in self.views.items() if self.tensors[name] is not view]
+
+
+_kind = attrgetter("shape", "dtype", "device", "layout")
+
+
+def is_like(given: Any, view: torch.Tensor) -> bool:
+    """Whether a value of a field is a tensor that can be shown in the place of a view of the same kind."""
+    plain = type(given) in (torch.Tensor, torch.nn.Parameter) and _kind(given) == _kind(view)
+    return plain and not given.requires_grad and not given.is_inference()
+
+
+def may_move(leaf: Leaf, name: str, given: Any) -> bool:
+    """Whether a tensor in the place of a field may move: it owns its storage alone, or it is the optimizer's.
+
+    To be asked before the tensor is read: a copy that jax makes of it holds it for a while.
+    """
+    known = leaf.scalars.get(name)
+    return isinstance(given, torch.Tensor) and (
+        storage.located(given)[0] is not None or (known is not None and _place(given) == _place(known)) or not storage.cannot_own(given)
+    )
+
+
 def allocate(
     leaf: Leaf,
     fields: Sequence[Field],
@@ -292,27 +356,30 @@ def allocate(
     saved: Mapping[str, Any],
     taken: set[storage.Memory],
     begin: Callable[[Leaf, Field], torch.Tensor],
-) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
-    """Memories for fields of state, begun from `fresh` buffers by name or from saved tensors, and the torch view of each.
+) -> tuple[tuple[storage.Memory, ...], Shown]:
+    """Memories for fields of state, begun from `fresh` buffers by name or from saved tensors, and what shows each.
 
     `taken` are the memories that others have: nothing may be donated twice. `begin` has what `fresh` has not: the fields
     that are kept beside the transformation's state.
 
     Returns:
-      The memories, and field name to tensor over its memory, with the parameter's shape and strides where the field has its shape.
+      The memories, and what shows them, with the parameter's shape and strides where the field has its shape.
     """
-    memories, views = [], {}
+    memories, shown = [], Shown()
     for field in fields:
         like = leaf.local.detach() if field.shape is None else None
+        given, moves = None, False
         if fresh is not None and field.name in fresh:
             memory = storage.register(fresh[field.name])
         elif field.name in hidden:
             memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
-            is_saved = field.name in saved  # else it may be the parameter itself, which another optimizer may have put into jax's memory
-            tensor = torch.as_tensor(saved[field.name] if is_saved else begin(leaf, field), device=leaf.device)
+            given = saved.get(field.name)  # else it may be the parameter itself, which another optimizer may have put into jax's memory
+            moves = may_move(leaf, field.name, given)
+            tensor = torch.as_tensor(begin(leaf, field) if given is None else given, device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
-            memory = storage.memory_of(tensor) if is_saved and (like is None or tensor.stride() == leaf.strides) else None
+            memory = storage.memory_of(tensor) if given is not None and (like is None or tensor.stride() == leaf.strides) else None
+            given = None if memory in taken else given  # it is that of another parameter
             if memory is None or memory in taken:
                 memory = storage.own(tensor, like=like)
         taken.add(memory)
@@ -320,33 +387,43 @@ def allocate(
         if field.name not in hidden:
             view = memory.tensor(leaf.device, like)
             view = view if like is None or leaf.layout is None else leaf.layout.distributed(view)
-            views[field.name] = view.view(field.shape) if field.shape else view
-    return tuple(memories), views
+            shown.add(field.name, view.view(field.shape) if field.shape else view, given if leaf.layout is None else None, moves)
+    return tuple(memories), shown
 
 
 def scalars(
-    leaf: Leaf, fields: Iterable[Field], hidden: Mapping[str, float], fresh: Mapping[str, Any] | None, saved: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """The 0-d fields of a leaf that is updated by itself, by name: `fresh` numbers or arrays, or as they were saved.
+    leaf: Leaf,
+    fields: Iterable[Field],
+    hidden: Mapping[str, float],
+    fresh: Mapping[str, Any] | None,
+    saved: Mapping[str, Any],
+    taken: Mapping[int, Leaf],
+) -> tuple[dict[str, torch.Tensor], Shown]:
+    """The 0-d fields of a leaf that is updated by itself, by name: `fresh` numbers or arrays, or as they were saved; and what shows them.
 
-    A tensor that was the leaf's own before goes on being it, by whatever views others see it.
+    A tensor that was the leaf's own before goes on being it, by whatever views others see it. One that the user has put there and that
+    must stay where it is becomes it. `taken`: the addresses of scalars, and whose they are.
     """
-    found = {}
+    found, shown = {}, Shown()
     for field in fields:
         dtype = getattr(torch, field.dtype)
-        value = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
+        value: Any = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
         value = to_torch(value) if isinstance(value, jax.Array) else value
         known, spare = leaf.scalars.get(field.name), leaf.spare.pop(field.name, None)
-        if (
-            known is not None
-            and isinstance(value, torch.Tensor)
-            and _place(value) == _place(known) == (known.data_ptr(), dtype, leaf.device)
-        ):
-            found[field.name] = known
-            continue
-        new = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
-        found[field.name] = new.copy_(torch.as_tensor(value).detach().reshape(()))
-    return found
+        new: torch.Tensor = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
+        given: Any = value if fresh is None and is_like(value, new) and taken.get(value.data_ptr(), leaf) is leaf else None
+        if given is not None and known is not None and _place(given) == _place(known):
+            new = known
+        elif given is not None and not may_move(leaf, field.name, given) and not given.data_ptr() % given.itemsize:
+            new = given
+        else:
+            new.copy_(torch.as_tensor(value).detach().reshape(()))
+            if given is not None:
+                given.data = new
+        found[field.name] = new
+        if field.name not in hidden:
+            shown.add(field.name, new.detach(), given)
+    return found, shown
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:

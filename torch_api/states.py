@@ -6,6 +6,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from bridge.rules import Rule
 
 from .launch import Shared
 from .packs import Pack
-from .plan import Leaf, allocate, has_state, lost_like, param_array, scalars
+from .plan import Leaf, Shown, allocate, has_state, lost_like, param_array, scalars
 from .rows import Rows
 
 _address = torch.Tensor.data_ptr
@@ -53,6 +54,7 @@ class States:
         self.owner, self.active, self.rows, self.rules = owner, active, rows, rules
         self.shown, self._begin = shown, begin
         self._reserved = False
+        self._cells: dict[int, Leaf] = {}  # whose scalars lie at an address, while state is given
         self.shared: dict[int, Shared] = {}
         self.packs: dict[storage.Memory, Pack] = {}
 
@@ -74,7 +76,8 @@ class States:
 
     def tensors(self) -> Iterator[Iterable[torch.Tensor]]:
         """The tensors of the state that several parameters share, which is in the state of each."""
-        return (shared.views.values() for shared in self.shared.values())
+        shown = [shared.shown for shared in self.shared.values()]
+        return (part.values() for each in shown for part in (each.tensors, each.views))
 
     def salvage(self) -> list[Leaf]:
         """Give tensors whose memory is gone others; the leaves whose state is lost, and whose parameter is if it has a memory."""
@@ -176,6 +179,7 @@ class States:
         if all(leaf.state is not None for leaf in leaves):
             return False
         taken = self._taken()
+        self._cells = {tensor.data_ptr(): leaf for leaf in self.active for tensor in leaf.scalars.values()}
         with torch.inference_mode(False), torch.no_grad():
             self._reserve()
             for unit, part in self.units(leaves).items():
@@ -214,16 +218,19 @@ class States:
                 fresh = [None] * len(fields)
             else:
                 fresh = _as_tensors(fresh, fields)
-            leaf.state, views = pack.state, pack.give(leaf, hidden, fresh, saved, self._begin)
+            leaf.state, shown = pack.state, pack.give(leaf, hidden, fresh, saved, self._begin)
+            leaf.scalars = {}
         else:
-            leaf.state, views = self._apart(leaf, fields, hidden, fresh, leaf.held(saved), taken)
+            leaf.state, shown = self._apart(leaf, fields, hidden, fresh, leaf.held(saved), taken)
         unit = self.unit(leaf)
-        views |= {} if unit is None else self.shared[unit].views
-        leaf.fields, leaf.shown = tuple(views), tuple(views.values())
-        leaf.views = leaf.shown if leaf.layout is None else tuple(leaf.held(views).values())
+        leaf.mirrors = shown.mirrors
+        shown = shown if unit is None else shown.joined(self.shared[unit].shown)
+        leaf.fields, leaf.shown = tuple(shown.tensors), tuple(shown.tensors.values())
+        views = tuple(leaf.held(shown.views).values())
+        leaf.views = leaf.shown if all(map(is_, views, leaf.shown)) else views  # one reference to each, as `held` counts them
         leaf.seen = list(map(_address, leaf.views))
-        if views:
-            self.shown.setdefault(leaf.param, {}).update(views)  # the dict stays the one that a user may hold
+        if leaf.fields:
+            self.shown.setdefault(leaf.param, {}).update(shown.tensors)  # the dict stays the one that a user may hold
 
     def _apart(
         self,
@@ -233,14 +240,14 @@ class States:
         fresh: Sequence[Any] | None,
         saved: Mapping[str, Any],
         taken: set[storage.Memory],
-    ) -> tuple[tuple[storage.Memory, ...], dict[str, torch.Tensor]]:
+    ) -> tuple[tuple[storage.Memory, ...], Shown]:
         """As `allocate`, for a leaf that is updated by itself: its scalars are in no memory."""
         numbers, arrays = ([field for field in fields if (field.shape == ()) is scalar] for scalar in (True, False))
         begun = None if fresh is None else {f.name: x for f, x in zip(fields, fresh, strict=False) if f.position is not None}
-        leaf.scalars = scalars(leaf, numbers, hidden, begun, saved)
-        memories, views = allocate(leaf, arrays, hidden, begun, saved, taken, self._begin)
-        views |= {name: x.detach() for name, x in leaf.scalars.items() if name not in hidden}
-        return memories, {field.name: views[field.name] for field in fields if field.name in views}
+        leaf.scalars, shown_scalars = scalars(leaf, numbers, hidden, begun, saved, self._cells)
+        self._cells |= {tensor.data_ptr(): leaf for tensor in leaf.scalars.values()}
+        memories, shown = allocate(leaf, arrays, hidden, begun, saved, taken, self._begin)
+        return memories, shown.joined(shown_scalars, [field.name for field in fields])
 
     def _begun(self, leaf: Leaf, values: Sequence[float]) -> list[Any]:
         """What the state of a leaf that is updated by itself begins with, each as one number or as a flat tensor, None for what is kept
@@ -285,7 +292,7 @@ class States:
         begun = None if source else {field.name: x for field, x in zip(fields, fresh, strict=True)}
         self.shared[unit] = Shared(*allocate(leaves[0], fields, {}, begun, source, taken, self._begin))
         for leaf in saved:
-            self.shown[leaf.param].update(self.shared[unit].views)
+            self.shown[leaf.param].update(self.shared[unit].shown.tensors)
 
 
 def _as_tensors(buffers: Sequence[Any], fields: Sequence[Field]) -> list[Any]:
