@@ -12,7 +12,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from operator import methodcaller
 from typing import Any
 
 import jax
@@ -21,12 +20,12 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from .backing import shortage
 from .masks import path_name
 
 # jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign), and a program on a GPU
 # an argument below the second (xla/service/gpu/buffer_allocations, kEntryParameterAlignBytes).
 ALIGNMENT, ALIGNMENT_GPU = 64, 16
-_flat = methodcaller("reshape", -1)
 
 EXTENSION_DTYPES = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
@@ -70,6 +69,9 @@ def results(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
     return [from_capsule(to_capsule(array, None)) for array in arrays]
 
 
+_stride, _is_contiguous = torch.Tensor.stride, torch.Tensor.is_contiguous
+
+
 class Views:
     """From addresses on the CPU to flat numpy views of so many elements there, a third of what torch's `numpy()` costs.
 
@@ -89,18 +91,27 @@ class Views:
 
 
 class Operands:
-    """`operands` of tensors on the CPU whose numbers of elements and dtypes are known: of plain ones in a third of the time.
+    """`operands` of tensors on the CPU whose shapes and dtypes are known: of plain ones in a third of the time.
 
-    The memory of those is only looked at: whoever calls holds the tensors until the program has ended.
+    The memory of plain tensors is only looked at. The caller knows that their storages hold them (`backing`), and holds the tensors
+    until the program has ended.
     """
 
-    def __init__(self, elements: Sequence[int], dtypes: Sequence[torch.dtype], order: Sequence[tuple[int, ...] | None]) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], order: Sequence[tuple[int, ...] | None]) -> None:
         self._order = order
-        known = [jax.ShapeDtypeStruct((n,), numpy_dtype(dtype)) for n, dtype in zip(elements, dtypes, strict=True)]
-        self._views = None if any(order) or any(dtype.is_complex for dtype in dtypes) else Views(known)
+        self._contiguous = [dims is None for dims in order]
+        self._turned = [i for i, dims in enumerate(order) if dims is not None]
+        self._strides = [_dense_strides(shapes[i], order[i] or ()) for i in self._turned]
+        known = [jax.ShapeDtypeStruct((math.prod(shape),), numpy_dtype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self._views = None if any(dtype.is_complex for dtype in dtypes) else Views(known)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        if self._views is not None and all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors)):
+        if (
+            self._views is not None
+            and list(map(_is_contiguous, tensors)) == self._contiguous
+            and (not self._turned or list(map(_stride, map(tensors.__getitem__, self._turned))) == self._strides)
+            and not any(map(torch.Tensor.is_neg, tensors))
+        ):
             try:
                 addresses = list(map(torch.Tensor.data_ptr, tensors))
             except RuntimeError:  # one has no memory
@@ -108,6 +119,14 @@ class Operands:
             if all(addresses):
                 return list(self._views.over(self._views.buffers(addresses)))  # as its call, which would be a frame more
         return operands(tensors, self._order)
+
+
+def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in this order."""
+    strides, step = [0] * len(order), 1
+    for d in reversed(order):
+        strides[d], step = step, step * shape[d]
+    return tuple(strides)
 
 
 def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> list[Any]:
@@ -118,39 +137,59 @@ def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | 
     """
     if tensors and tensors[0].device.type != "cpu":
         # Each export orders jax's stream after torch's current one.
-        flat = [(t if d is None else t.permute(d)).detach().reshape(-1) for t, d in zip(tensors, order, strict=True)]
+        flat = [(t if d is None else t.permute(d)).detach().reshape(-1) for t, d in zip(map(with_memory, tensors), order, strict=True)]
         return [_tensor_to_jax(t, None, "") for t in flat]
-    if not any(order):
-        try:
-            return list(map(_flat, map(torch.Tensor.numpy, tensors)))
-        except (RuntimeError, TypeError):  # one requires grad, is a lazy conjugate, without memory, or of a type that numpy has not
-            pass
-    out: list[Any] = []
-    for tensor, dims in zip(tensors, order, strict=True):
-        tensor = with_memory(tensor.detach())
-        if dims is not None:
-            tensor = tensor.permute(dims)
-        if tensor.dtype in EXTENSION_DTYPES:
-            bits, dtype = EXTENSION_DTYPES[tensor.dtype]
-            out.append(tensor.contiguous().view(bits).numpy().view(dtype).reshape(-1))
-        else:
-            out.append(tensor.numpy(force=tensor.is_conj() or tensor.is_neg()).reshape(-1))
-    return out
+    return [host_view(t if d is None else with_memory(t).detach().permute(d)).reshape(-1) for t, d in zip(tensors, order, strict=True)]
+
+
+class _Bytes:
+    """The memory of a contiguous tensor on the CPU as numpy takes it: an array over it holds the tensor.
+
+    `Tensor.numpy()` would forbid to resize the storage from then on, and libraries free gradients and batches in that way.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, bits: str) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": bits, "version": 3}
+
+
+def host_view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor on the CPU as an array over the same memory, which it keeps alive; of a copy where the tensor is not contiguous.
+
+    Raises:
+      ValueError: the elements cannot be read; see `with_memory`.
+    """
+    tensor = with_memory(tensor)
+    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dtype, bits = numpy_dtype(tensor.dtype), _bits(tensor.dtype)
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), dtype)
+    view = np.asarray(_Bytes(tensor, bits))
+    return view.view(dtype) if view.dtype != dtype else view
+
+
+@functools.cache
+def _bits(dtype: torch.dtype) -> str:
+    """How numpy's array interface calls a type, or for a type that only ml_dtypes has, its bits."""
+    return numpy_dtype(EXTENSION_DTYPES[dtype][0] if dtype in EXTENSION_DTYPES else dtype).str
 
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor; where its elements lie elsewhere than it says (a subclass that wraps other tensors, zeros without memory), a copy.
 
     Raises:
-      ValueError: it has no elements that could be read: they were freed, or there never were any.
+      ValueError: it has no elements that could be read: its storage was resized, or there never were any.
     """
-    if torch.Tensor.data_ptr(tensor) or not tensor.numel():
-        return tensor
-    why, cause = "its memory was freed (its storage was resized to 0 bytes)", None
-    if not _was_freed(tensor):
+    why, cause = shortage(tensor), None
+    if not why:
+        if not _wraps_others(tensor):
+            return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         try:
-            copy.copy_(tensor)  # what that gives may be of the subclass
+            copy.copy_(tensor.detach())  # what that gives may be of the subclass
             return copy
         except Exception as error:  # noqa: BLE001 - a subclass may raise anything; it is the cause of the error below
             why, cause = f"it has no memory, and a copy of it fails ({error})", error
@@ -158,13 +197,6 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
         f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} was given, expected a tensor with elements that can be read: {why}. "
         "Give a plain tensor, or set .grad to None."
     ) from cause
-
-
-def _was_freed(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.untyped_storage().nbytes() == 0
-    except RuntimeError:  # it never had any
-        return False
 
 
 def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
@@ -211,6 +243,14 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Array:
     if tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_meta:
         raise ValueError(f"to_jax: {_title(tensor, name)} {_not_exportable(tensor)}")
+    if why := shortage(tensor):
+        raise ValueError(f"to_jax: {_title(tensor, name)} cannot be read: {why}. Pass a tensor whose storage is whole.")
+    if _wraps_others(tensor):
+        if copy is False:
+            raise ValueError(
+                f"to_jax: {_title(tensor, name)} is a {type(tensor).__name__} without memory of its own. Pass copy=None, or a plain tensor."
+            )
+        tensor, copy = with_memory(tensor), None
     if tensor.is_conj() or tensor.is_neg():
         # The raw capsule would drop these bits without a word and hand over the unconjugated memory.
         if copy is False:
@@ -229,6 +269,14 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
         if copy is False:
             raise ValueError(f"to_jax: {_title(tensor, name)} {_reason(tensor, error)}") from error
     return importer(tensor.clone(memory_format=torch.contiguous_format), device)
+
+
+def _wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie elsewhere than it says: in tensors that a subclass wraps, or nowhere, as zeros without memory."""
+    try:
+        return not torch.Tensor.data_ptr(tensor) and tensor.numel() > 0
+    except RuntimeError:  # a tensor of a transformation of torch.func, which no import takes
+        return False
 
 
 def _not_exportable(tensor: torch.Tensor) -> str:

@@ -14,6 +14,7 @@ import torch
 from jax.core import Tracer
 from torch.autograd import forward_ad
 
+from .backing import first_short, shortage
 from .dlpack import dense_order, device_of, numpy_dtype, to_jax
 from .dlpack import x64 as scope
 from .dynamo import not_traced
@@ -76,7 +77,7 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
 
     Raises:
       TypeError: an argument is a tracer (call `fn` itself inside jax) or not hashable; an output is no array.
-      ValueError: tensors lie on several devices, or are sparse or meta.
+      ValueError: tensors lie on several devices, are sparse or meta, or their storage was freed.
       RuntimeError: in a process forked after jax started; jax does not see the tensors' device.
       And whatever `fn` raises.
 
@@ -156,9 +157,19 @@ class JaxFunction:
             others = [_settled(x, program.place) for x in others]
         return out_tree.unflatten(_apply(program, others, tensors, transformed))
 
+    def _refuse_short(self, args: Any, kwargs: Any) -> None:
+        for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+            if isinstance(leaf, torch.Tensor) and (why := shortage(leaf)):
+                raise ValueError(
+                    f"{self._title}: argument {path_name(path[1:])!r} of shape {tuple(leaf.shape)} cannot be read: {why}. "
+                    "Pass a tensor whose storage is whole."
+                )
+
     def _found(self, args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any, list[torch.Tensor], list[Any]]:
         """The program for these arguments, the tree of its outputs, and which of the arguments it is given."""
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        if first_short([x for x in leaves if isinstance(x, torch.Tensor)]) is not None:
+            self._refuse_short(args, kwargs)
         if self._x64 is False:
             leaves = list(map(narrow, leaves))
         signature, tensors, others = _described(leaves, transformed)

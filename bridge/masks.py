@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from .backing import shortage
+
 Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
 
@@ -151,9 +153,11 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
         )
     if hasattr(value, "full_tensor"):  # a DTensor: every process asks for all of it
         value = value.full_tensor()
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if isinstance(value, torch.Tensor) and (why := shortage(value)):
+        raise ValueError(f"mask: the tensor for {name!r} from {rule} cannot be read: {why}. Give a mask whose storage is whole.")
+    array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else np.array(value)
     # All True and all False are plain masks: no array rides along, and False allocates no state.
-    return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array.copy(), rule)
+    return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array, rule)
 
 
 def _resolve(spec: Any, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:

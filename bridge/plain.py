@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .backing import offset_of, storage_of
 from .dlpack import ALIGNMENT, dense_order
 from .storage import align
 
@@ -33,7 +34,8 @@ def plain(leaves: Iterable[Any]) -> Plain | None:
             kind = type(leaf)
             if kind in _TENSORS:
                 address = leaf.data_ptr()  # raises where there is none: sparse, or left over from a transformation
-                if not address or not leaf.is_cpu:  # empty, or with a storage that was freed
+                # Empty, or with gaps, or in a storage that was freed or made smaller.
+                if not address or not leaf.is_cpu or len(storage_of(leaf)) < offset_of(leaf) * leaf.itemsize + leaf.nbytes:
                     return None
                 if address % ALIGNMENT and kind is torch.nn.Parameter:
                     align(leaf)
@@ -67,6 +69,8 @@ def addresses_of(tensors: Sequence[torch.Tensor], specs: Sequence[tuple[torch.dt
         if not plain or tensor.numel() != count or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
         try:
+            if len(storage_of(tensor)) < offset_of(tensor) * tensor.itemsize + tensor.nbytes:  # it was freed or made smaller
+                return None
             found.append(tensor.data_ptr())
         except RuntimeError:  # left over from a transformation
             return None

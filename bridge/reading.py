@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from . import lanes, openmp
-from .dlpack import dense_order, with_memory, x64
+from .dlpack import dense_order, x64
 from .flags import of_update
 from .gradients import found_by
 from .pieces import Piece
@@ -172,8 +172,8 @@ class _Kind:
         """What the program of each core is told, of these gradients of a step; those that are not dense are copied."""
         own = list(map(grads.__getitem__, self._positions))
         starts, size = list(map(_address, own)), self.memory.itemsize
-        if not all(map(_is_contiguous, own)) or any(start % size or not start for start in starts):  # 0: it wraps others
-            own = self.copies = [dense(g, dense_order(g), size) for g in map(with_memory, own)]
+        if not all(map(_is_contiguous, own)) or any(start % size for start in starts):
+            own = self.copies = [dense(g, dense_order(g), size) for g in own]
             starts = list(map(_address, own))
         if starts != self._starts:
             self._starts = starts

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, Operands, numpy_dtype, with_memory, x64
+from .dlpack import ALIGNMENT, Operands, numpy_dtype, x64
 from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
@@ -103,34 +103,30 @@ def everything(dtype: Any) -> np.ndarray[Any, Any]:
     return _Everything((size,), dtype, space)
 
 
-class LongerOperands(Operands):
-    """As `Operands`, those at some positions with so many elements, `longer`: theirs, and whatever stands behind them.
-
-    A tensor that begins at a multiple of 64 bytes is read where it lies, to the end of its last 64 bytes: those are in one page of memory.
-    """
+class PaddedOperands(Operands):
+    """As `Operands`, those at some positions copied to rows of more elements, `longer`, with zeros behind the elements of the tensor."""
 
     def __init__(
         self,
-        elements: Sequence[int],
+        shapes: Sequence[Sequence[int]],
         dtypes: Sequence[torch.dtype],
         order: Sequence[tuple[int, ...] | None],
         longer: Mapping[int, int],
     ) -> None:
-        super().__init__(elements, dtypes, order)
-        self._longer = longer
+        self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), order[at]) for at, length in longer.items()}
+        super().__init__(
+            [(longer[at],) if at in longer else shape for at, shape in enumerate(shapes)],
+            dtypes,
+            [None if at in longer else dims for at, dims in enumerate(order)],
+        )
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        given = super().__call__(tensors)
-        for at, length in self._longer.items():
-            flat, size = given[at], given[at].dtype.itemsize
-            start = flat.__array_interface__["data"][0]
-            is_there = start == tensors[at].data_ptr() and flat.strides == (size,)  # else a copy, which nobody else holds, or with gaps
-            if is_there and start % ALIGNMENT == 0 and length - flat.size < ALIGNMENT // size:
-                given[at] = everything(flat.dtype)[(start - BASE) // size :][:length]
-            else:
-                given[at] = np.zeros(length, flat.dtype)
-                given[at][: flat.size] = flat
-        return given
+        given = list(tensors)
+        for at, (row, dims) in self._rows.items():
+            tensor = given[at].detach()
+            row[: tensor.numel()].copy_((tensor if dims is None else tensor.permute(dims)).reshape(-1))
+            given[at] = row
+        return super().__call__(given)
 
 
 class Places:
@@ -166,9 +162,9 @@ class Places:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         starts = np.array(list(map(_address, tensors))) - BASE
         size = self._memory.itemsize
-        if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any() or starts.min() < 0:
+        if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any():
             dims = self._dims or [None] * len(tensors)
-            readable = [dense(tensor, own, size) for tensor, own in zip(map(with_memory, tensors), dims, strict=True)]
+            readable = [dense(tensor, own, size) for tensor, own in zip(tensors, dims, strict=True)]
             self.copies += [copy for copy, tensor in zip(readable, tensors, strict=True) if copy.data_ptr() != tensor.data_ptr()]
             starts = np.array(list(map(_address, readable))) - BASE
         order = self._order.copy()
@@ -193,8 +189,7 @@ class AllPlaces:
 def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
     """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy."""
     tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
-    fits = tensor.data_ptr() and tensor.data_ptr() % size == 0
-    return tensor if fits else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor if tensor.data_ptr() % size == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def over_live_rows(function: Callable[..., Sequence[Any]], width: int, targets: Sequence[int]) -> Callable[..., list[Any]]:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from .backing import shortage
 from .dlpack import ALIGNMENT, dense_order, device_of, numpy_dtype, operands, results, x64
 from .ownership import is_owned
 from .windows import Window
@@ -411,6 +412,8 @@ def cannot_own(tensor: torch.Tensor) -> str:
         return "no elements"
     if dense_order(tensor) is None:
         return "not dense"
+    if shortage(tensor):
+        return "its memory was freed"
     if tensor._is_view() or tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
     if tensor.is_shared() and tensor.device.type == "cpu":

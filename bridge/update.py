@@ -43,7 +43,7 @@ class Leaf:
     arguments of their own, because reading them in one place would not be worth moving them there. `looped`: rows are updated one
     after the other, their gradients read where they lie; `at_once`: all in one loop, as of `bridge.at_once`. `members`: of leaves that
     their transformation sees together with others, each with its row. `length`: of a single row that is longer than its leaf, the
-    elements of that; what stands behind them, of the gradient too, may be anything.
+    elements of that; what stands behind them may be anything, and in the gradient is zero.
     """
 
     row: Row
@@ -364,14 +364,8 @@ def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measur
 def found_here(plan: Plan, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Any, before: Any) -> Any:
     """As `found_in`, of the gradients of a plan that are not `far`."""
     near = [not plan.far(leaf) for leaf in plan.leaves]
-    grads = [g if leaf.length is None else _cut_off(g, leaf.length) for leaf, g in zip(plan.leaves, grads, strict=True)]
     grads, masks, lives = (list(compress(x, near)) for x in (grads, masks, lives))
     return found_in(plan.clip, grads, masks, lives, scaling, before, plan.device.platform)
-
-
-def _cut_off(row: Any, length: int) -> Any:
-    """One row, with zeros behind so many elements."""
-    return jnp.where(jax.lax.broadcasted_iota(np.int32, row.shape, 1) < length, row, jnp.zeros_like(row))
 
 
 def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:

@@ -280,6 +280,21 @@ def freed(optimizer):
     params_of(optimizer)[-1].grad.untyped_storage().resize_(0)
 
 
+def without_memory(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def functional(optimizer):
+    p = params_of(optimizer)[-1]
+    p.grad = torch._to_functional_tensor(torch.ones_like(p))
+
+
+def scaled_by_nothing(optimizer):
+    optimizer.grad_scale, optimizer.found_inf = without_memory(torch.ones(1)), torch.zeros(1)
+    optimizer.step()
+
+
 def other_gradient(optimizer):
     p = params_of(optimizer)[1]
     p.grad = None
@@ -324,6 +339,13 @@ STEPS = [
     Bad("a norm below zero, later", lambda opt: setattr(opt, "max_grad_norm", -1.0), stepped(averaged)),
     Bad("a sparse gradient", lambda opt: opt.step(), stepped(after=sparse)),
     Bad("a gradient whose memory was freed", lambda opt: opt.step(), stepped(with_a_large_one, freed)),
+    Bad("a gradient that torch cannot copy", lambda opt: opt.step(), stepped(with_a_large_one, functional)),
+    Bad("a scale of the loss whose memory was freed", scaled_by_nothing, stepped(lambda named: MaskedAdamW(named, fused=True))),
+    Bad(
+        "an argument whose memory was freed",
+        lambda opt: opt.step(value=without_memory(torch.ones(1))),
+        stepped(lambda named: OptaxOptimizer(named, optax.adamw, lr=0.1)),
+    ),
     Bad("a gradient of another shape", lambda opt: opt.step(), stepped(after=other_gradient)),
     Bad("a parameter of another shape than its state", lambda opt: opt.step(), stepped(after=other_shape)),
     Bad(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from bad_inputs import Bad
+from bad_inputs import Bad, without_memory
+from torch.testing._internal.two_tensor import TwoTensor
 
 import bridge
 from bridge import rules
@@ -40,6 +41,8 @@ BRIDGE = [
     Bad("a tensor on the meta device", lambda _: bridge.to_jax(torch.zeros(3, device="meta"))),
     Bad("a sparse tensor", lambda _: bridge.to_jax({"w": torch.zeros(3).to_sparse()})),
     Bad("a lazy conjugate", lambda _: bridge.to_jax(torch.zeros(3, dtype=torch.complex64).conj())),
+    Bad("a tensor whose memory was freed", lambda _: bridge.to_jax(without_memory(torch.zeros(3)))),
+    Bad("a tensor that wraps others", lambda _: bridge.to_jax({"w": TwoTensor(torch.zeros(3), torch.zeros(3))})),
     Bad("a tensor with gaps", lambda _: bridge.to_jax(torch.zeros(4, 4)[:, ::2])),
     Bad("a tensor on a device that jax has not", lambda _: device_of(SimpleNamespace(device=torch.device("xpu:0")))),
     Bad("a traced array", lambda _: jax.jit(bridge.to_torch)(jnp.ones(3))),
@@ -56,6 +59,7 @@ BRIDGE = [
 
 JAX = [
     Bad("a traced mask", lambda _: jax.jit(lambda m: bridge.resolve_mask({"w": m}, {"w": jnp.ones(3)}))(jnp.ones(3, bool))),
+    Bad("a mask whose memory was freed", lambda _: bridge.resolve_mask({"w": without_memory(torch.ones(3) > 0)}, {"w": jnp.ones(3)})),
     Bad("freeze without saying what", lambda _: bridge.freeze(frozen=None)),
     Bad("a rule without the parameters", lambda _: rules.sgd(0.1).update(grads(), rules.sgd(0.1).init(TREE))),
     Bad("lookahead without the parameters", lambda _: unpaired().update(grads(), unpaired().init(TREE))),
@@ -146,6 +150,13 @@ def batched_gradient():
     return torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
 
 
+def freed_before_the_backward():
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3)
+    out = bridge.jax_function(jnp.multiply)(x, y)
+    without_memory(y)
+    out.sum().backward()
+
+
 def in_a_forked_process():
     with mock.patch.object(bridge.functions, "_forked", True):
         return bridge.jax_function(jnp.sin)(torch.ones(3))
@@ -155,6 +166,8 @@ FUNCTIONS = [
     Bad("a tracer", lambda _: jax.jit(bridge.jax_function(jnp.sin))(jnp.ones(3))),
     Bad("tensors on two devices", lambda _: bridge.jax_function(jnp.add)(torch.ones(3), torch.ones(3, device="meta"))),
     Bad("a sparse argument", lambda _: bridge.jax_function(jnp.sin)(torch.eye(3).to_sparse())),
+    Bad("an argument whose memory was freed", lambda _: bridge.jax_function(jnp.sin)(without_memory(torch.ones(3)))),
+    Bad("an argument that was freed before the backward", lambda _: freed_before_the_backward()),
     Bad("an argument without a hash", lambda _: bridge.jax_function(lambda x, options: x)(torch.ones(3), options={1, 2})),
     Bad("an output that is no array", lambda _: bridge.jax_function(lambda x: {"y": x, "why": "because"})(torch.ones(3))),
     Bad("gradients batched by torch's old vmap", lambda _: batched_gradient()),

@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import torch
-from bad_inputs import Bad
+from bad_inputs import Bad, without_memory
 from torch.nn import functional as F
 
 from torch_api import JaxTrainStep, MaskedAdamW, train_parts
@@ -59,6 +59,11 @@ def over_two_devices(net):
 def distributed(net):
     with mock.patch.object(torch.nn.parallel, "DistributedDataParallel", torch.nn.ModuleDict):
         JaxTrainStep(net, loss, adamw(net))
+
+
+def with_a_buffer(net):
+    net.register_buffer("scale", torch.ones(2))
+    return made()(net)
 
 
 def sharded(net):
@@ -119,6 +124,8 @@ TABLE = {
         Bad("a loss of frozen parameters", lambda s: (s.optimizer.set_trainable("*", False), s(X, Y)), made()),
         Bad("an input that requires grad", lambda s: s(X.clone().requires_grad_(), Y), made()),
         Bad("an input on another device", lambda s: s(X.to("meta"), Y), made()),
+        Bad("an input whose memory was freed", lambda s: s(without_memory(X.clone()), Y), made()),
+        Bad("a buffer whose memory was freed", lambda s: (without_memory(s.module.scale), s(X, Y)), with_a_buffer),
         Bad("a sparse input", lambda s: s(X.to_sparse(), Y), made()),
         Bad("an input of a type that nobody knows", lambda s: s(X, object()), made()),
         Bad("a call inside jit", lambda s: jax.jit(lambda x: s(x, Y))(jnp.ones((5, 4))), made()),

@@ -185,16 +185,16 @@ def test_the_x64_scope_is_local_to_the_thread():
 def test_operands_of_known_kinds_are_those_that_are_found_by_looking(odd):
     plain, other = torch.randn(7, 5), odd(torch.randn(6, 6))
     for tensors in ([plain], [plain, other], [plain.bfloat16()]):
-        found = dlpack.Operands([t.numel() for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
+        found = dlpack.Operands([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
         looked_at = dlpack.operands(tensors, [None] * len(tensors))
         assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(found, looked_at, strict=True))
-    (flat,) = dlpack.Operands([35], [torch.float32], [None])([plain])
+    (flat,) = dlpack.Operands([(7, 5)], [torch.float32], [None])([plain])
     assert flat.ctypes.data == plain.data_ptr()
 
 
 def test_operands_that_do_not_ask_whether_a_tensor_is_negated_are_seen(monkeypatch):
     negated = torch._neg_view(torch.ones(3))
-    take = dlpack.Operands([3], [torch.float32], [None])
+    take = dlpack.Operands([(3,)], [torch.float32], [None])
     assert take([negated])[0].tolist() == [-1, -1, -1]
     monkeypatch.setattr(torch.Tensor, "is_neg", lambda _: False)
     assert take([negated])[0].tolist() == [1, 1, 1]  # the broken sibling

@@ -33,6 +33,7 @@ OUT_OF_REACH = {
     ("torch_api/rows.py", "{}: {}, but this transformation does not treat"): "needs several processes: tests/test_distributed.py",
     ("torch_api/running.py", "{}: {}, and a process holds a part"): "needs a process group: tests/test_optax_state.py",
     ("bridge/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
+    ("torch_api/plan.py", "{}: parameter {} has a gradient, but"): "its bytes cannot be compared: tests/contract/test_freed_storages.py",
     ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
     ("torch_api/selectors.py", "pickle.PicklingError("): "caught below: the pickle of the optimizer then has a note instead",
     ("bridge/inline.py", "a program has called what it was only loaded with"): "no program calls it: tests/test_inline.py",

@@ -1,4 +1,4 @@
-"""Parameters of an odd number of elements on a few cores: updated in a longer row of their own, their gradients read beyond their end."""
+"""Parameters of an odd number of elements on a few cores: updated in a longer row of their own, their gradients copied to such a row."""
 
 import copy
 import ctypes
@@ -14,14 +14,14 @@ from oracles import FUSES, clones, movement_error, random_grads, run_pair, same,
 
 import torch_api
 from bridge import lanes, loops, passes, programs, reading, scattered, update
-from torch_api import packs
+from torch_api import launch, packs
 
 PRIME = 16411
 SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
 ODD = 4  # of them are padded
 HALF = torch.bfloat16
 
-pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="nothing is read beyond its end here")
+pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="no row is longer here")
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +61,12 @@ def test_the_bytes_and_loops_are_those_of_an_even_number():
     address = p.data_ptr()
     set_grads(params, random_grads(params))
     optimizer.step()
-    (leaf,), (launch,) = padded(optimizer), optimizer._launches.latest
+    (leaf,), (only,) = padded(optimizer), optimizer._launches.latest
     width = leaf.memory.array.shape[1]
     assert width % 16 == 0
     assert PRIME < width < PRIME + 16
     assert optimizer.bytes_accessed() / width == pytest.approx(28, rel=0.01)
-    text = launch.program.update.as_text()
+    text = only.program.update.as_text()
     assert f"[{PRIME}]" not in text
     assert " copy(" not in "".join(line for line in text.splitlines() if f",{width}]" in line)
     places = [x.data_ptr() for x in optimizer.state[p].values()]
@@ -145,16 +145,24 @@ def test_the_numbers_are_those_without_it(masked, dtype, options, bound, monkeyp
             assert error <= max(bound, 1e-6 if x.itemsize > 2 else 1e-3) * y.to(wide).norm()
 
 
+class FullOfOthers(scattered.PaddedOperands):
+    """Rows with other numbers than zero behind the gradient."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for row, _ in self._rows.values():
+            row.fill_(1e3)
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["read ahead", "in the program"])
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
     """The broken sibling takes what stands behind the gradient for a part of it."""
     monkeypatch.setattr(reading, "_LEAST", 1 << 14 if ahead else 1 << 30)
-    if broken:
-        where, name, instead = (
-            (update.Leaf, "size", property(lambda leaf: leaf.spec.shape[0])) if ahead else (update, "_cut_off", lambda g, _: g)
-        )
-        monkeypatch.setattr(where, name, instead)
+    if broken and ahead:
+        monkeypatch.setattr(update.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
+    elif broken:
+        monkeypatch.setattr(launch, "PaddedOperands", FullOfOthers)
     params = parameters([(PRIME,)])
     start, others = clones(params), clones(params)
     ours, theirs = torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=1.0), torch.optim.SGD(others, lr=0.1)
@@ -166,7 +174,7 @@ def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
         ours.step()
         theirs.step()
     assert len(padded(ours)) == 1
-    assert any(launch.reader is not None for launch in ours._launches.latest) is ahead
+    assert any(each.reader is not None for each in ours._launches.latest) is ahead
     assert (movement_error(params[0], others[0], start[0]) <= 1e-5) is not broken
 
 
@@ -187,14 +195,14 @@ def test_a_scaled_loss_is_finite_whatever_stands_behind():
     assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
 
 
-def test_no_page_behind_the_gradient_is_touched():
+def test_nothing_behind_the_gradient_is_read():
+    """The gradient ends where a page begins that nobody may read."""
     params, libc = parameters([(PRIME,)]), ctypes.CDLL(None, use_errno=True)
     length = -(-PRIME * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
     space = mmap.mmap(-1, length + mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(space))
     assert libc.mprotect(ctypes.c_void_p(address + length), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    at = length - -(-PRIME * 4 // 64) * 64  # the gradient ends in the last 64 bytes before it
-    grad = torch.from_numpy(np.frombuffer(space, np.float32, PRIME, at))
+    grad = torch.from_numpy(np.frombuffer(space, np.float32, PRIME, length - PRIME * 4))
     grad.copy_(torch.randn(PRIME))
     (p,), before = params, params[0].detach().clone()
     optimizer = torch_api.MaskedSGD(params, lr=0.5)
@@ -239,7 +247,7 @@ def test_equal_ones_share_a_program():
     set_grads(params, random_grads(params))
     optimizer.step()
     assert len(padded(optimizer)) == 100
-    programs_of_it = {launch.program for launch in optimizer._launches.latest}
+    programs_of_it = {each.program for each in optimizer._launches.latest}
     assert len(optimizer._launches.latest) > len(programs_of_it)
 
 

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent.parent
 # A file imports only files to its left; torch_api may import bridge, never the other way.
 ORDER = {
     "bridge": [
+        "backing",
+        "overlaps",
         "masks",
         "dlpack",
         "widths",

@@ -238,7 +238,7 @@ def without_memory():
     yield "functional", torch._to_functional_tensor(torch.ones(shape)), "it has no memory, and a copy of it fails"
     freed = torch.ones(shape)
     freed.untyped_storage().resize_(0)
-    yield "freed", freed, r"its memory was freed \(its storage was resized to 0 bytes\). Give a plain tensor, or set .grad to None"
+    yield "freed", freed, r"its memory was freed \(its storage was resized to 0 bytes"
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -255,7 +255,7 @@ def test_a_gradient_without_memory_is_copied_or_named_and_nothing_lost(scaled):
         before, states = clones(params), [{k: v.clone() for k, v in optimizer.state[p].items()} for p in params]
         params[0].grad = gradient
         if error is not None:
-            with pytest.raises(ValueError, match=f"of shape \\(1024, 1024\\) was given, expected .* that can be read: {error}"):
+            with pytest.raises(ValueError, match=f"the gradient of 'param0'.* cannot be read: .*{error}.* Nothing was updated"):
                 optimizer.step()
             assert all(map(torch.equal, params, before))
             assert all(torch.equal(optimizer.state[p][k], x) for p, own in zip(params, states, strict=True) for k, x in own.items())

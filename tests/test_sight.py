@@ -69,6 +69,18 @@ def test_leaves_are_looked_at_one_by_one_only_where_others_have_gradients(monkey
     assert way == "guards" or len(count) == 7
 
 
+@pytest.mark.parametrize("change", [lambda g: g.untyped_storage().resize_(0), lambda g: g.untyped_storage().resize_(g.nbytes - 4)])
+def test_a_storage_that_was_resized_is_looked_at(change, monkeypatch):
+    optimizer, params = made()
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    count = looks(optimizer, monkeypatch)
+    change(params[1].grad)
+    with pytest.raises(ValueError, match="Nothing was updated"):
+        optimizer.step()
+    assert count
+
+
 CHANGES = {
     "parameter moved": lambda o, p: setattr(p, "data", p.data.clone()),
     "parameter in another order": lambda o, p: setattr(p, "data", p.data.t().contiguous().t()),

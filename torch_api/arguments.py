@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ import jax
 import numpy as np
 import torch
 
-from bridge.dlpack import to_jax
+from bridge.backing import shortage
+from bridge.dlpack import to_jax, with_memory
 from bridge.masks import path_name
 from bridge.problem import NO_EXTRA, Extra, Path, Same
 from bridge.tree import unnest
@@ -34,12 +36,13 @@ class Arguments:
         self._paths = {".".join(path): path for path in skeleton}
         self._names = {id(leaf): ".".join(path) for leaf, path in zip(leaves, skeleton, strict=True)}
         self._wide = all(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
-        self._given = {name: self._by_parameter(value) for name, value in given.items()}
+        self._given = {name: self._by_parameter(name, value) for name, value in given.items()}
         self.names = tuple(sorted(given))
 
-    def _by_parameter(self, value: Any) -> Any:
+    def _by_parameter(self, argument: str, value: Any) -> Any:
         flat = unnest(value) if isinstance(value, Mapping) else {}
-        return _ByParameter(flat) if flat and flat.keys() == self._paths.keys() else jax.tree.map(self._array, value)
+        whole = flat and flat.keys() == self._paths.keys()
+        return _ByParameter(argument, flat) if whole else jax.tree.map(functools.partial(self._array, argument), value)
 
     def of(self, leaves: Sequence[Leaf]) -> tuple[Extra, list[Any]]:
         """The arguments for these live leaves: what is static about them, and the arrays."""
@@ -56,11 +59,13 @@ class Arguments:
             node = root
             for part in path[:-1]:
                 node = node.setdefault(part, {})
-            node[path[-1]] = self._array(value.by_name[name]) if name in alive else None
+            node[path[-1]] = self._array(f"{value.argument}[{name!r}]", value.by_name[name]) if name in alive else None
         return root
 
-    def _array(self, x: Any) -> Any:
+    def _array(self, argument: str, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
+            if why := shortage(x):
+                raise ValueError(f"step: the argument {argument} cannot be read: {why}. Nothing was updated: pass a tensor that is whole.")
             narrow = None if self._wide else _NARROW.get(x.dtype)
             return to_jax(x.detach() if narrow is None else x.detach().to(narrow), copy=None)
         if not isinstance(x, bool | int | float | np.ndarray | np.generic | jax.Array):
@@ -72,8 +77,8 @@ class Arguments:
 
 
 class _ByParameter:
-    def __init__(self, by_name: dict[str, Any]) -> None:
-        self.by_name = by_name
+    def __init__(self, argument: str, by_name: dict[str, Any]) -> None:
+        self.argument, self.by_name = argument, by_name
 
 
 class Closure:
@@ -104,7 +109,7 @@ class Closure:
                 p.data, p.grad = x.to(p.device, p.dtype).view_as(p), None
             with torch.enable_grad():
                 loss = self._closure()
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p, _ in trial]
+            grads = [torch.zeros_like(p) if p.grad is None else with_memory(p.grad.detach()).clone() for p, _ in trial]
         except BaseException as error:  # noqa: BLE001 - it would be lost among the threads of XLA
             self.error = error
             loss, grads = torch.nan, [torch.full_like(p, torch.nan) for p, _ in trial]

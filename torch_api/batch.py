@@ -11,7 +11,8 @@ import torch
 from jax.core import Tracer
 
 from bridge import storage
-from bridge.dlpack import EXTENSION_DTYPES, to_jax
+from bridge.backing import shortage
+from bridge.dlpack import host_view, to_jax
 
 OWNER = "JaxTrainStep"
 _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
@@ -72,17 +73,11 @@ def _checked(x: Any, position: int) -> Any:
 def _operand(x: torch.Tensor, device: torch.device, position: int) -> Any:
     if x.requires_grad or x.device != device or x.layout is not torch.strided:
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, {_unfit(x, device)}")
+    if why := shortage(x):
+        raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, cannot be read: {why}. Nothing was updated.")
     if storage.shares_memory(x):  # else the program would read what it writes
         x = x.clone()
-    if device.type != "cpu":
-        return to_jax(x, copy=None)
-    if x.dtype in EXTENSION_DTYPES:
-        bits, dtype = EXTENSION_DTYPES[x.dtype]
-        return x.contiguous().view(bits).numpy().view(dtype)
-    try:
-        return x.numpy()
-    except RuntimeError:  # lazily conjugate or negative
-        return x.numpy(force=True)
+    return to_jax(x, copy=None) if device.type != "cpu" else host_view(x)
 
 
 def _unfit(x: torch.Tensor, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from bridge.at_once import READS
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
 from bridge.dlpack import Operands
-from bridge.scattered import AllPlaces, LongerOperands, Places
+from bridge.scattered import AllPlaces, PaddedOperands, Places
 
 from .packs import Pack
 from .plan import Leaf, Mirrors, Shown
@@ -108,9 +108,9 @@ class Launch(step.Launch):
         if scattered:
             self.flat = AllPlaces([block.places for block in scattered])
         elif self.device.type == "cpu":
-            given = [*(block.leaves[0].shape.numel() for block, _ in singly), *(rows.numel() for rows in self.rows)]
+            shapes = [*(block.leaves[0].shape for block, _ in singly), *(rows.shape for rows in self.rows)]
             dtypes = [*(block.leaves[0].dtype for block, _ in singly), *(rows.dtype for rows in self.rows)]
-            self.flat = LongerOperands(given, dtypes, order, longer) if longer else Operands(given, dtypes, order)
+            self.flat = PaddedOperands(shapes, dtypes, order, longer) if longer else Operands(shapes, dtypes, order)
         else:
             self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
         self.mirrored, self.mirrors = [tensor for tensor, _ in self._mirrors], [view for _, view in self._mirrors]

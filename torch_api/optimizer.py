@@ -22,7 +22,7 @@ from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge.rules import Rule
 from bridge.transaction import Transaction
 
-from . import betas, checkpoint, groups, listeners, options, packs, report
+from . import betas, checkpoint, groups, listeners, options, packs, report, scaling
 from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo, few_names, stack_level
@@ -31,7 +31,7 @@ from .held import Asks
 from .launch import Launch, restore
 from .launches import Launches
 from .options import Changeable, Options
-from .plan import Leaf, bad_gradient, check_norm
+from .plan import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
 from .rows import Rows
 from .scaling import Scaling
 from .selectors import Selectors
@@ -194,7 +194,7 @@ class OptaxOptimizer(GroupedOptimizer):
             leaf.state = None
         for leaf in self._active:
             device_of(leaf.param)  # raises before the first parameter is moved
-            leaf.check_writable()
+        check_apart(type(self).__name__, self._active)
         if move:
             self._place_leaves([leaf for leaf in self._active if leaf.param.requires_grad])
         self._active.sort(key=self.arrangement.sort_key)
@@ -209,7 +209,6 @@ class OptaxOptimizer(GroupedOptimizer):
         with torch.inference_mode(False):  # else the parameters would become inference tensors
             key = functools.partial(self.arrangement.pack_key, loops=self._loops)
             packs.place(leaves, key, self._options.writeback)
-        packs.check_apart(type(self).__name__, self._active)
 
     def _warn_of_copies(self) -> None:
         """Warn once of parameters that could be updated in place, if nobody else held their memory; all is in order when this raises."""
@@ -290,7 +289,8 @@ class OptaxOptimizer(GroupedOptimizer):
           The closure's loss, or None.
 
         Raises:
-          ValueError: a gradient is sparse, or of another shape, dtype or device than its parameter; nothing was updated.
+          ValueError: a gradient is sparse, or of another shape, dtype or device than its parameter, or the storage of a gradient or a
+            parameter was freed; nothing was updated.
           TypeError: the transformation takes no further arguments, or needs some that are missing.
         """
         numbers = extra_args.pop("hyper_params", None) if self._overridden is not None else None
@@ -335,6 +335,8 @@ class OptaxOptimizer(GroupedOptimizer):
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
         scaled = "found_inf" in given or given.get("grad_scale") is not None  # GradScaler sets and deletes them
+        if scaled:
+            scaling.check(grad_scale=given.get("grad_scale"), found_inf=given.get("found_inf"))
         checked = scaled and looked
         on_device = self._launches.known.get((live, extra, scaled, checked))
         self._cache.hits += on_device is not None
@@ -346,8 +348,8 @@ class OptaxOptimizer(GroupedOptimizer):
         landed: list[Launch] = []
         try:
             for launches in on_device:
-                scaling = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
-                moved, skipped = step.run(launches, grads, hyperparams, further, scaling, landed)
+                scales = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
+                moved, skipped = step.run(launches, grads, hyperparams, further, scales, landed)
                 if scaled:
                     self._scaling.keep(launches[0].device, skipped[0])
                 if moved:
@@ -409,8 +411,13 @@ class OptaxOptimizer(GroupedOptimizer):
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))
             live.append(i)
             grads.append(g)
-        self._sight.remember(self._active, live, grads)
-        return tuple(live), grads
+        leaves = [self._active[i] for i in live]
+        found = with_elements(type(self).__name__, leaves, grads)
+        if found is grads:
+            self._sight.remember(self._active, live, grads)
+        else:
+            self._sight.forget()  # copies are made anew at each step
+        return tuple(live), found
 
     def _placed_anew(self, leaf: Leaf) -> bool:
         """Follow parameters whose `data` was replaced; True if launches were made for something else and are gone."""
@@ -418,6 +425,8 @@ class OptaxOptimizer(GroupedOptimizer):
         if leaf.spec is None or (leaf.layout is None and (p.shape, p.dtype, p.device) != known):
             self._place()  # it required no grad when the leaves were arranged, or its transformation saw it in another shape or dtype
             return True
+        check_whole(type(self).__name__, leaf)
+        check_apart(type(self).__name__, self._active)
         others = [x for x in self._active if x is not leaf and x.spec is not None and x.layout is None and x.param.requires_grad]
         # Others without a gradient too, for two may have been exchanged; but those whose memory was freed meanwhile stay as they are.
         elsewhere = [leaf, *(x for x in others if x.param.data_ptr() not in (x.address, 0))]

@@ -69,7 +69,7 @@ def is_looped(leaf: Leaf) -> bool:
 
 
 def is_padded(leaf: Leaf) -> bool:
-    """Whether it is better updated with what stands behind it, in a row of its own, its gradient read beyond its end."""
+    """Whether it is better updated in a row of its own that is longer. Its gradient is then copied to such a row."""
     return scattered.SUPPORTED and leaf.device.type == "cpu" and loops.is_ragged(leaf.shape.numel())
 
 
@@ -123,20 +123,6 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
             ahead.begin(leaf.local)
     for leaf, alone in lie:
         leaf.place(writeback, alone=alone, ahead=ahead)
-
-
-def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
-    """Raise for two parameters that would be updated in one memory."""
-    owners: dict[Any, Leaf] = {}
-    for leaf in leaves:
-        if leaf.memory is None or leaf.local.data_ptr() != leaf.address:  # it has left that memory, and is looked at once it has a gradient
-            continue
-        twin = owners.setdefault((leaf.memory, leaf.slot), leaf)
-        if twin is not leaf:
-            raise ValueError(
-                f"{owner}: parameters {twin.name!r} and {leaf.name!r} look into the same memory. Tie them by one Parameter object, or "
-                "give each memory of its own: param.data = param.data.clone()."
-            )
 
 
 def copied_by_others(leaves: Iterable[Leaf]) -> list[str]:

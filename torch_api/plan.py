@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 
 from bridge import masks, storage
-from bridge.dlpack import numpy_dtype, to_torch
+from bridge.backing import first_short, shortage
+from bridge.dlpack import numpy_dtype, to_torch, with_memory
+from bridge.overlaps import first_overlap
 from bridge.problem import Field, buffer_shape
 from bridge.rules import Rule
 
@@ -78,15 +81,7 @@ class Leaf:
         placement = storage.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back, ahead=ahead)
         self.memory, self.order, why, self.slot = placement
         self.why = why if self.layout is None else shards.WHY_COPY
-        self.address = self.local.data_ptr()
-
-    def check_writable(self) -> None:
-        """Raise for an expanded parameter that is to be trained."""
-        if self.param.requires_grad and any(stride == 0 and size > 1 for stride, size in zip(self.strides, self.shape, strict=True)):
-            raise ValueError(  # else the copy would fail after the state has moved on
-                f"parameter {self.name!r} has shape {tuple(self.shape)} and strides {self.strides}: several elements are one in memory, "
-                "and no update can be written to them. Give param.clone()."
-            )
+        self.address = None if shortage(self.local) else self.local.data_ptr()  # None: the next step places it anew, or raises
 
     def look(self) -> None:
         """Take note of how the parameter is now."""
@@ -239,11 +234,62 @@ def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
         return (
             f"{title} is sparse ({grad.layout}); expected a dense one. Use sparse=False in the embedding, or torch.optim.SparseAdam for it."
         )
+    if why := shortage(grad):
+        return (
+            f"{title}, of shape {tuple(grad.shape)}, cannot be read: {why}. Nothing was updated: give it a gradient whose storage is "
+            "whole, or set it to None."
+        )
     part = "" if leaf.layout is None else f" here, a part of {tuple(leaf.param.shape)}: expected a DTensor"
     return (
         f"{title} has shape {tuple(grad.shape)}, dtype {grad.dtype} on {grad.device}; the parameter has shape {tuple(leaf.shape)}{part}, "
         f"dtype {leaf.dtype} on {leaf.device}. Nothing was updated: give it a gradient that fits, or set it to None."
     )
+
+
+def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
+    """Raise where an element in memory is two elements of the parameters that are to be trained: one update of it would be lost."""
+    trained = [leaf for leaf in leaves if leaf.param.requires_grad]
+    found = first_overlap([leaf.local for leaf in trained])
+    if found is None:
+        return
+    first, second = trained[found[0]], trained[found[1]]
+    if first is second:
+        raise ValueError(
+            f"parameter {first.name!r} overlaps itself in memory: with shape {tuple(first.shape)} and strides {first.strides} several "
+            "elements are one in memory, and no update can be written to them. Give param.clone()."
+        )
+    raise ValueError(
+        f"{owner}: parameters {first.name!r} and {second.name!r} look into the same memory. Tie them by one Parameter object, or "
+        "give each memory of its own: param.data = param.data.clone()."
+    )
+
+
+def with_elements(owner: str, leaves: Sequence[Leaf], grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients; in place of those whose elements lie elsewhere than at their address (subclasses that wrap tensors), copies.
+
+    Raises:
+      ValueError: the elements of a gradient cannot be read; the text names its parameter.
+    """
+    short = first_short(grads)
+    if short is not None:
+        raise ValueError(bad_gradient(owner, leaves[short], grads[short]))
+    return grads if all(map(torch.Tensor.data_ptr, grads)) else list(map(_copied, repeat(owner), leaves, grads))
+
+
+def _copied(owner: str, leaf: Leaf, grad: torch.Tensor) -> torch.Tensor:
+    try:
+        return with_memory(grad)
+    except ValueError as error:
+        raise ValueError(f"{owner}: the gradient of {leaf.name!r} cannot be read: {error} Nothing was updated.") from error
+
+
+def check_whole(owner: str, leaf: Leaf) -> None:
+    """Raise for a parameter that has no elements in memory to update."""
+    if why := shortage(leaf.local):
+        raise ValueError(
+            f"{owner}: parameter {leaf.name!r} has a gradient, but cannot be updated: {why}. Nothing was updated: give its storage back "
+            "before step(), or set param.grad to None."
+        )
 
 
 def has_state(fields: Iterable[Field], saved: Mapping[str, Any]) -> bool:

@@ -8,7 +8,15 @@ import jax
 import numpy as np
 import torch
 
+from bridge.backing import shortage
 from bridge.dlpack import operands
+
+
+def check(**given: Any) -> None:
+    """Raise for a tensor of GradScaler's whose storage was freed."""
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and (why := shortage(value)):
+            raise ValueError(f"optimizer.{name} cannot be read: {why}. Nothing was updated: set it to a tensor whose storage is whole.")
 
 
 class Scaling:

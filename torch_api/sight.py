@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from bridge.backing import offset_of, storage_of
+
 from .plan import Leaf
 
 _address, _grad = torch.Tensor.data_ptr, attrgetter("grad")
@@ -58,11 +60,12 @@ class Sight:
         self._known = None if really else self._known
 
     def remember(self, leaves: Sequence[Leaf], live: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take note of the leaves as they are, every one of which has been looked at, or its gradient is None.
+        """Take note of the leaves as they are. Each has been looked at, and so has its gradient, which is None for those that are not live.
 
         Args:
           leaves: the active ones.
-          live: those of them that have a gradient; `grads`: their gradients.
+          live: the positions of those that have a gradient.
+          grads: their gradients.
         """
         self._known = None
         if any(leaf.layout is not None for leaf in leaves):
@@ -73,18 +76,29 @@ class Sight:
             return
         present = [params[i] for i in live]
         absent = [p for i, p in enumerate(params) if i not in chosen and p.requires_grad]
-        self._known = tuple(live), params, present, absent, as_params, as_grads, list(map(_address, present))
+        # torch owns the memory of those that are read and written at their address, so it may be resized too.
+        kept = [params[i] for i in live if leaves[i].memory is None]
+        held = *_held(grads), _held(kept)
+        self._known = tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), *held
 
     def glance(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
         """The active leaves that have a gradient, and the gradients; None where anything has changed since `remember`."""
         if self._known is None:
             return None
-        live, params, present, absent, as_params, as_grads, addresses = self._known
+        live, params, present, absent, kept, as_params, as_grads, addresses, sizes, offsets, held = self._known
         grads = list(map(_grad, present))
         as_before = (
             as_grads(*grads)
             and as_params(*params)
             and list(map(_address, present)) == addresses
             and all(map(is_, map(_grad, absent), repeat(None)))
+            and list(map(len, map(storage_of, grads))) == sizes
+            and list(map(offset_of, grads)) == offsets
+            and (not kept or _held(kept) == held)
         )
         return (live, grads) if as_before else None
+
+
+def _held(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any]]:
+    """The bytes of each tensor's storage, and where the tensor begins in it. Equal strides and these: equal reach (`backing.shortage`)."""
+    return list(map(len, map(storage_of, tensors))), list(map(offset_of, tensors))

@@ -9,6 +9,7 @@ import jax
 import torch
 
 from bridge import storage, train
+from bridge.backing import shortage
 from bridge.dlpack import Views, dense_order, numpy_dtype, to_jax
 from bridge.plain import is_dense
 from bridge.problem import Spec
@@ -106,8 +107,8 @@ def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it lies on the CPU as its elements are, in some order of dimensions."""
-    return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0
+    """Whether it lies on the CPU as its elements are, in some order of dimensions, and in no memory that a program changes."""
+    return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0 and not storage.shares_memory(tensor)
 
 
 def _flat(tensor: torch.Tensor) -> list[Any]:
@@ -175,6 +176,15 @@ def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:
             "Train it with loss.backward() and optimizer.step()."
         )
     return next(iter(by_device))
+
+
+def check_whole(watch: Watch) -> None:
+    """Raise for a parameter or buffer whose elements cannot be read."""
+    for name, tensor in (*watch.params.items(), *watch.buffers.items()):
+        if why := shortage(tensor):
+            raise ValueError(
+                f"{OWNER}: {name!r} of the module cannot be read: {why}. Nothing was updated: give its storage back before the call."
+            )
 
 
 def refuse_autocast() -> None:

@@ -24,7 +24,7 @@ from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
 from .traced_loss import traced_loss
-from .train_parts import Parts, check_arguments, check_fit, refuse_autocast
+from .train_parts import Parts, check_arguments, check_fit, check_whole, refuse_autocast
 from .watch import Watch
 
 _NO_SEED = np.int64(0)
@@ -192,6 +192,7 @@ class JaxTrainStep:
             if view is not None and storage.align(tensor):
                 self._watch.look()
             held.append(tensor.untyped_storage())
+            tensor = tensor.clone() if view is None and storage.shares_memory(tensor) else tensor  # a part of what the program writes
             (ready.read[position],) = operands([tensor], [order]) if view is None else view([tensor.data_ptr()])
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
@@ -254,12 +255,14 @@ class JaxTrainStep:
     def _look(self) -> None:
         """Follow whatever has changed of module and optimizer; what was made ready for something else is forgotten."""
         optimizer = self.optimizer
+        self._launches = None  # after an error below the next call looks again
         self._watch = watch = Watch(self.module)
         self._device = check_fit(watch, optimizer)
         self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
         if any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
             optimizer._place()
             watch.look()
+        check_whole(watch)
         self._launches = optimizer._launches
         self._names = {id(p): name for name, p in watch.params.items()}
         self._candidates = [i for i, leaf in enumerate(optimizer._active) if leaf.param.requires_grad]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge.backing import storage_of
 from bridge.problem import Same
 
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
@@ -62,7 +63,8 @@ class Watch:
         return list(chain.from_iterable(map(dict.values, self._parts)))
 
     def _places(self) -> Sequence[Any]:
-        return list(map(_address, self._tensors)), list(map(_strides, self._tensors)), list(map(_kind, self._tensors))
+        held = list(map(len, map(storage_of, self._tensors)))  # a storage that is freed and given back may lie where it did
+        return list(map(_address, self._tensors)), held, list(map(_strides, self._tensors)), list(map(_kind, self._tensors))
 
     def _same_attributes(self) -> bool:
         if self._keys() != self._names:

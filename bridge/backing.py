@@ -1,0 +1,45 @@
+"""Whether the storage of a tensor still holds all elements of the tensor.
+
+`tensor.untyped_storage().resize_()` frees a storage or makes it smaller (FSDP and offloading do), and the tensors over the storage keep
+their shapes. A program that reads a tensor by its address would then read memory that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# One C call for each tensor. torch.UntypedStorage has its length in bytes.
+storage_of, offset_of = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
+_bytes_of, _is_contiguous = torch.Tensor.nbytes.__get__, torch.Tensor.is_contiguous  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def shortage(tensor: torch.Tensor) -> str:
+    """Return why the elements of a tensor cannot be read, for an error text; '' where its storage reaches to the last of them.
+
+    A tensor without a storage of its own (sparse, or a subclass that wraps other tensors) lacks nothing.
+    """
+    try:
+        held = len(storage_of(tensor))
+    except RuntimeError:
+        return ""
+    if not tensor.numel():
+        return ""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (offset_of(tensor) + last + 1) * tensor.element_size()
+    if held >= needed:
+        return ""
+    state = "was freed" if not held else "is too small"
+    return f"its memory {state} (its storage was resized to {held} bytes, and its elements need {needed})"
+
+
+def first_short(tensors: Sequence[torch.Tensor]) -> int | None:
+    """Return the position of the first tensor with a `shortage`; None where there is none."""
+    try:
+        whole = not any(map(offset_of, tensors)) and all(map(_is_contiguous, tensors))
+        if whole and list(map(len, map(storage_of, tensors))) == list(map(_bytes_of, tensors)):
+            return None
+    except RuntimeError:  # one has no storage
+        pass
+    return next((i for i, tensor in enumerate(tensors) if shortage(tensor)), None)
