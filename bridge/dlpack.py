@@ -345,7 +345,7 @@ def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Ten
 def _jax_device(platform: str, index: int) -> Any:
     backend = {"cuda": "gpu"}.get(platform, platform)
     try:
-        devices = jax.devices(backend)
+        devices = jax.local_devices(backend=backend)  # after jax.distributed.initialize, `jax.devices` has those of other processes too
     except RuntimeError as error:
         raise RuntimeError(
             f"jax has no {backend} backend, but a tensor is on {platform}:{index}. Install the matching jax "
