@@ -67,6 +67,6 @@ def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
     if _reach(first) == first.numel() and _reach(second) == second.numel():  # no gaps
         return True
     try:
-        return np.shares_memory(np.asarray(_Place(first)), np.asarray(_Place(second)), max_work=10**6)
+        return np.shares_memory(np.asarray(_Place(first)), np.asarray(_Place(second)), max_work=10**6)  # pyright: ignore[reportArgumentType]
     except np.exceptions.TooHardError:
         return True
