@@ -98,7 +98,7 @@ def alone(make, cls=MaskedAdamW, **options):
 
 
 def lazy_conjugate():
-    return torch.zeros(2, dtype=torch.complex64).conj()
+    return torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64).conj())
 
 
 def over_one_memory(optimizer):
@@ -115,9 +115,13 @@ PARAMETERS = [
     Bad("a complex parameter for Adafactor", lambda _: MaskedAdafactor([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))])),
     Bad("one parameter twice", lambda net: MaskedAdamW([*net.parameters(), net["head"].bias])),
     Bad("a group without params", lambda _: MaskedAdamW([{"lr": 0.1}])),
-    Bad("integers", alone(lambda: torch.arange(3))),
+    Bad(
+        "training integers",
+        lambda opt: opt.set_trainable("positions", True),
+        stepped(lambda named: MaskedAdamW([*named, ("positions", torch.arange(3))], mask=lambda name: name != "positions")),
+    ),
     Bad("a parameter on the meta device", alone(lambda: torch.nn.Parameter(torch.zeros(3, device="meta")))),
-    Bad("a sparse parameter", alone(lambda: torch.zeros(3).to_sparse())),
+    Bad("a sparse parameter", alone(lambda: torch.nn.Parameter(torch.zeros(3).to_sparse()))),
     Bad("a lazy module", lambda _: MaskedAdamW(torch.nn.LazyLinear(2).parameters())),
     Bad("a lazy conjugate", alone(lazy_conjugate)),
     Bad("an expanded parameter", alone(lambda: torch.nn.Parameter(torch.zeros(1).expand(4)))),

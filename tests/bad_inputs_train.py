@@ -102,6 +102,7 @@ TABLE = {
         Bad("accumulate of 0", lambda net: JaxTrainStep(net, loss, adamw(net), accumulate=0), itself),
         Bad("a module in DistributedDataParallel", distributed, itself),
         Bad("a sharded parameter", sharded, itself),
+        Bad("a sparse buffer", with_optimizer(adamw, lambda net: net.register_buffer("graph", torch.eye(2).to_sparse())), itself),
         Bad("a module on two devices", with_optimizer(adamw, over_two_devices), itself),
         Bad(
             "a parameter that the optimizer has not",

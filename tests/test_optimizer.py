@@ -85,6 +85,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*updated nothing")
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_optimizer_is_caught_by_the_torch_oracle(broken):
     ours = random_params()

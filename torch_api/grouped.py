@@ -107,7 +107,7 @@ class GroupedOptimizer(Keeper, ABC):
             if self._constructed:
                 self._place()
 
-    def _default_lr(self, _: Mapping[str, Any]) -> Any:
+    def _default_lr(self, group: Mapping[str, Any]) -> Any:
         """The lr of a group that is given without one."""
         return self.defaults["lr"]
 
@@ -143,7 +143,7 @@ class GroupedOptimizer(Keeper, ABC):
     def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
         leaves = []
         for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
-            groups.check_parameter(type(self).__name__, name, p)
+            groups.check_initialized(type(self).__name__, name, p)
             leaves.append(Leaf(name, p, len(self.param_groups) - 1))
             leaves[-1].label = group.get("label")
         return leaves
@@ -184,7 +184,7 @@ class GroupedOptimizer(Keeper, ABC):
             if is_trained is not None and not leaf.ignores_mask:
                 leaf.decide(is_trained)
             leaf.decay, leaf.lr_scale = decay, scale.value
-        check_leaves(new, self.rule_of, self.param_groups)
+        check_leaves(type(self).__name__, new, self.rule_of, self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -224,7 +224,7 @@ class GroupedOptimizer(Keeper, ABC):
             picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
             chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
             if trainable:
-                check_leaves([leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)
+                check_leaves(type(self).__name__, [leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)
             with self._all_or_nothing():
                 for leaf, rule in chosen:
                     leaf.trained, leaf.rule = trainable, rule

@@ -323,11 +323,18 @@ def names(group: dict[str, Any], start: int) -> list[str]:
     return names if len(names) == len(group["params"]) else [f"param{start + i}" for i in range(len(group["params"]))]
 
 
-def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
-    """Raise for a tensor that no update could be written into."""
-    title = f"{owner}: parameter {name!r}"
+def check_initialized(owner: str, name: str, p: torch.Tensor) -> None:
+    """Raise for a parameter that has no shape yet."""
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
-        raise ValueError(f"{title} is not initialized yet (a lazy module). Run one forward pass before building the optimizer.")
+        raise ValueError(
+            f"{owner}: parameter {name!r} is not initialized yet (a lazy module). Run one forward pass before building the optimizer."
+        )
+
+
+def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
+    """Raise for a parameter that is to be trained and that no update could be written into; a frozen one may be of any kind."""
+    check_initialized(owner, name, p)
+    title = f"{owner}: parameter {name!r}"
     if p.is_meta or p.layout is not torch.strided:
         what = (
             "is on the meta device and has no memory; materialise the model first"
@@ -336,6 +343,6 @@ def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
         )
         raise ValueError(f"{title} of shape {tuple(p.shape)} {what}.")
     if not (p.is_floating_point() or p.is_complex()):
-        raise ValueError(f"{title} has dtype {p.dtype}; expected a floating or complex type.")
+        raise ValueError(f"{title} has dtype {p.dtype} and cannot be trained; expected a floating or complex type, or a frozen parameter.")
     if p.is_conj() or p.is_neg():
         raise ValueError(f"{title} is a lazy conjugate or negative; pass param.resolve_conj().resolve_neg().")

@@ -142,7 +142,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._group_sizes: list[int] = []  # how many keys each group had when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
-        self._warned = False
+        self._warned = self._warned_of_frozen = False
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -192,11 +192,12 @@ class OptaxOptimizer(GroupedOptimizer):
         self._active = list(filter(self._is_active, self._leaves))
         for leaf in self._leaves:
             leaf.state = None
-        for leaf in self._active:
+        trained = [leaf for leaf in self._active if leaf.param.requires_grad]
+        for leaf in trained:
             device_of(leaf.param)  # raises before the first parameter is moved
         check_apart(type(self).__name__, self._active)
         if move:
-            self._place_leaves([leaf for leaf in self._active if leaf.param.requires_grad])
+            self._place_leaves(trained)
         self._active.sort(key=self.arrangement.sort_key)
         rules = list(map(self.rule_of, self.param_groups))
         states = States(type(self).__name__, self._active, self.arrangement, rules, vars(self)["state"], self._options.begin)
@@ -204,6 +205,17 @@ class OptaxOptimizer(GroupedOptimizer):
         states.begin_eager(self._hyperparams)
         self._signature = self._group_signature()
         self._warn_of_copies()
+
+    def _warn_of_frozen(self) -> None:
+        """Warn once of a step that updates nothing because every gradient belongs to a frozen parameter."""
+        names = [] if self._warned_of_frozen else [leaf.name for leaf in self._leaves if leaf.param.grad is not None]
+        if names:
+            self._warned_of_frozen = True
+            warnings.warn(
+                f"{type(self).__name__}.step updated nothing: the only gradients are of frozen parameters ({few_names(names)}). report() "
+                "says what froze each of them: the mask, trainable=False of its group, or requires_grad=False, maybe set after backward().",
+                stacklevel=stack_level(),
+            )
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
@@ -331,6 +343,8 @@ class OptaxOptimizer(GroupedOptimizer):
             self._place()  # the state was changed by hand: go on from what is there
         live, grads = self._sight.glance() or self._look()
         if self._devices != devices or not live:
+            if not live:
+                self._warn_of_frozen()
             return self._devices == devices
         extra, further = (NO_EXTRA, ()) if arguments is None else arguments.of([self._active[i] for i in live])
         hyperparams = self._hyperparams()
@@ -401,11 +415,13 @@ class OptaxOptimizer(GroupedOptimizer):
             g = p.grad
             if g is None or not p.requires_grad:
                 continue
+            if leaf.spec is None and self._placed_anew(leaf):
+                return self._look()
             here = p
             if leaf.layout is not None:
                 here, g = leaf.layout.local(p), leaf.layout.gradient(g)
             elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
-            if (elsewhere or leaf.spec is None) and self._placed_anew(leaf):
+            if elsewhere and self._placed_anew(leaf):
                 return self._look()
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
                 raise ValueError(bad_gradient(type(self).__name__, leaf, g))

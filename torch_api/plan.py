@@ -19,7 +19,7 @@ from bridge.problem import Field, buffer_shape
 from bridge.rules import Rule
 
 from . import shards
-from .groups import check_parameter_fits
+from .groups import check_parameter, check_parameter_fits
 
 # Tensors that the user has put into the state and that stay where they are, each with the view that is updated in its place.
 Mirrors = list[tuple[torch.Tensor, torch.Tensor]]
@@ -87,7 +87,8 @@ class Leaf:
         """Take note of how the parameter is now."""
         self.layout = shards.layout_of(self.param)
         p = self.local = self.param if self.layout is None else self.layout.local(self.param)
-        self.shape, self.strides, self.dtype, self.device = p.shape, p.stride(), p.dtype, p.device
+        self.shape, self.dtype, self.device = p.shape, p.dtype, p.device
+        self.strides = p.stride() if p.layout is torch.strided else ()  # a frozen one may be sparse
 
     @property
     def alone(self) -> bool:
@@ -167,12 +168,15 @@ def lost_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_leaves(
-    leaves: Iterable[Leaf], rule_of: Callable[[Any], Rule], param_groups: Sequence[Mapping[str, Any]], thawed: bool = False
+    owner: str, leaves: Iterable[Leaf], rule_of: Callable[[Any], Rule], param_groups: Sequence[Mapping[str, Any]], thawed: bool = False
 ) -> None:
-    """Raise for a leaf that is trained, or is to be `thawed`, and that its rule's equation does not take."""
+    """Raise for a leaf that is trained, or is to be `thawed`, but that no update can be written into, or that its rule does not take."""
     for leaf in leaves:
         group = param_groups[leaf.group]
-        if ((leaf.trained and group.get("trainable", True)) or thawed) and leaf.param.requires_grad:
+        is_trained = leaf.trained and group.get("trainable", True) and leaf.param.requires_grad
+        if is_trained or thawed:
+            check_parameter(owner, leaf.name, leaf.param)
+        if is_trained or (thawed and leaf.param.requires_grad):
             check_parameter_fits(rule_of(group), leaf.name, leaf.param)
 
 

@@ -223,11 +223,12 @@ class Rows:
         return plan.own[positions[id(leaf)]], plan.shared
 
     def state_fields(self, leaf: Leaf, group: Mapping[str, Any], rule: Rule) -> dict[str, Field] | None:
-        """What the state_dict of a parameter in such a group has, by name; None for a frozen one of a transformation not of ours.
+        """What the state_dict of a parameter in such a group has, by name; None for a frozen one of a transformation not of ours, or that
+        cannot be trained.
 
         What all share may be of another size for all than for some (optax.flatten): its `position` is -1, its shape says nothing.
         """
-        if rule.scaled and leaf.spec is None:
+        if leaf.spec is None and (rule.scaled or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)):
             return None
         if not rule.scaled:
             row = replace(group_reader(rule, ())(group), kept=self._kept)

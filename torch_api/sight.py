@@ -70,14 +70,17 @@ class Sight:
         self._known = None
         if any(leaf.layout is not None for leaf in leaves):
             return
-        params, chosen = [leaf.param for leaf in leaves], set(live)
+        # The guard cannot look at sparse parameters, which are frozen: only a gradient that one gets makes a difference.
+        params = [leaf.param for leaf in leaves if leaf.param.layout is torch.strided]
         as_params, as_grads = _guard(params), _guard(grads)
         if as_params is None or as_grads is None:
             return
-        present = [params[i] for i in live]
-        absent = [p for i, p in enumerate(params) if i not in chosen and p.requires_grad]
+        chosen = set(live)
+        present = [leaves[i].param for i in live]
+        rest = [leaf.param for i, leaf in enumerate(leaves) if i not in chosen]
+        absent = [p for p in rest if p.requires_grad or p.layout is not torch.strided]
         # torch owns the memory of those that are read and written at their address, so it may be resized too.
-        kept = [params[i] for i in live if leaves[i].memory is None]
+        kept = [leaves[i].param for i in live if leaves[i].memory is None]
         held = *_held(grads), _held(kept)
         self._known = tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), *held
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from .batch import OWNER
 from .launch import Block
 from .optimizer import OptaxOptimizer
 from .plan import Leaf
+from .shards import layout_of
 from .watch import Watch
 
 
@@ -145,6 +148,21 @@ def check_arguments(module: Any, loss_fn: Any, optimizer: Any, accumulate: Any) 
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"{OWNER}: accumulate is {accumulate!r}; expected a whole number of calls, 1 or more.")
+
+
+_dispatch = attrgetter("__torch_dispatch__")
+
+
+def check_readable(module: torch.nn.Module) -> None:
+    """Raise for a parameter or buffer that no array can stand for, whether it is trained or not."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        is_subclass = _dispatch(type(tensor)) is not _dispatch(torch.Tensor) and layout_of(tensor) is None
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_subclass:
+            kind = type(tensor).__name__ if is_subclass else f"of layout {tensor.layout} and dtype {tensor.dtype}"
+            raise ValueError(
+                f"{OWNER}: {name!r} is {kind}, and no JAX array can stand for it. Train with loss.backward() and optimizer.step(), or "
+                "give the train step a module without it."
+            )
 
 
 def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:

@@ -24,7 +24,7 @@ from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
 from .traced_loss import traced_loss
-from .train_parts import Parts, check_arguments, check_fit, check_whole, refuse_autocast
+from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast
 from .watch import Watch
 
 _NO_SEED = np.int64(0)
@@ -244,7 +244,8 @@ class JaxTrainStep:
         optimizer = self.optimizer
         if not any(rule.takes_extra for rule in optimizer._rules.values()):
             return optimizer._arguments(given) if given else None
-        wide = all(leaf.dtype in (torch.float64, torch.complex128) for leaf in optimizer._leaves)
+        floating = [leaf.dtype for leaf in optimizer._leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
+        wide = all(dtype in (torch.float64, torch.complex128) for dtype in floating)
         if self._loss_like is None or (self._loss_like.dtype == np.float64) is not wide:
             with x64():
                 self._loss_like = jax.numpy.zeros((), np.float64 if wide else np.float32)
@@ -256,6 +257,7 @@ class JaxTrainStep:
         """Follow whatever has changed of module and optimizer; what was made ready for something else is forgotten."""
         optimizer = self.optimizer
         self._launches = None  # after an error below the next call looks again
+        check_readable(self.module)
         self._watch = watch = Watch(self.module)
         self._device = check_fit(watch, optimizer)
         self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
