@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .contents import calls_back
+from .contents import calls_back, draws_otherwise_in_batches
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .flat import Flat
@@ -46,8 +46,8 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
       Whatever the transformation raises for these leaves.
     """
     together = _together(Problem(row, specs, skeleton), extra)
-    if calls_back(together.jaxpr):
-        return None  # two Python functions cannot be told apart by what they are called
+    if calls_back(together.jaxpr) or draws_otherwise_in_batches(together.jaxpr):
+        return None  # two Python functions cannot be told apart by what they are called; and equal leaves are evaluated as one batch
     if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
         return None
     chosen: dict[Any, Spec] = {}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from .problem import is_key
 from .whole import body_of, fuses
 
 SMALL = 2**16  # elements of the smallest of the three sides of a product
@@ -30,6 +31,12 @@ def operations(jaxpr: Any) -> Iterator[Any]:
 def calls_back(jaxpr: Any) -> bool:
     """Whether there is one of jax's callbacks, or a print of its own."""
     return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in operations(jaxpr))
+
+
+def draws_otherwise_in_batches(jaxpr: Any) -> bool:
+    """Whether random numbers come from a generator that gives other numbers under `jax.vmap`: from any but jax's default one."""
+    keys = {str(v.aval.dtype) for eqn in operations(jaxpr) for v in (*eqn.invars, *eqn.outvars) if is_key(v.aval)}
+    return not keys <= {"key<fry>"} or any(eqn.primitive.name == "rng_bit_generator" for eqn in operations(jaxpr))
 
 
 def work(jaxpr: Any) -> float:

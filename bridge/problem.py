@@ -242,8 +242,8 @@ def layout(problem: Problem) -> Layout:
     def init(values: Any, leaves: list[Any]) -> Any:
         with problem.types():
             state = row.transformation(problem.scalars(values), specs[0].dtype).init(problem.tree(leaves))
-            keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(state)]
-            return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), state)
+            keys[:] = [jax.random.key_impl(x) if is_key(x) else None for x in jax.tree.leaves(state)]
+            return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else jnp.asarray(x), state)
 
     with x64():
         avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
@@ -275,7 +275,8 @@ def layout(problem: Problem) -> Layout:
     return Layout(structure, tuple(map(tuple, own)), tuple(shared))
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+    """Whether an array, or its abstract value, has random keys as elements."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from .operands import apart
 from .pieces import part
+from .problem import is_key
 from .rest import Rest, read_by, run, sums_up
 from .tiles import equals
 from .whole import bound, literal, params_text, slices
@@ -199,7 +200,7 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
             return None if buffer is None or len(buffer) != count else buffer
         eqns: list[Any] = [made.get(v) for v in each]
         one = eqns[0]
-        if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 for v in one.invars):
+        if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 or is_key(v.aval) for v in one.invars):
             return None
         if len({(eqn.primitive, params_text(eqn.params), len(eqn.invars)) for eqn in eqns}) > 1:
             return None

@@ -25,6 +25,7 @@ from .at_once import over_rows
 from .loops import by_bits
 from .operands import fewer
 from .pieces import part
+from .problem import is_key
 from .scattered import Scattered, over_live_rows
 from .scattered import part as part_of
 from .whole import apply, at_start, in_turn, inlined, kind_text, params_text, slice_of, spreads, traced
@@ -152,7 +153,8 @@ class _Cut:
                 continue
             # A number in all elements of a leaf of few is none: the cut would depend on whether that was traced, or a larger one before it.
             depends = all(isinstance(v, Literal) or v in small for v in eqn.invars) and not spreads(eqn, kind.size)
-            if depends and all(v.aval.size <= _FEW for v in eqn.outvars) and not eqn.effects:
+            # A random key fits in no table of numbers: it is made anew where it is read.
+            if depends and all(v.aval.size <= _FEW and not is_key(v.aval) for v in eqn.outvars) and not eqn.effects:
                 numbers.add(eqn)
                 small.update(eqn.outvars)
             else:
