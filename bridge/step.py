@@ -247,7 +247,7 @@ class _Flight:
         self.launches, self.landed = launches, landed
         # Of each call what to wait for, and where its results belong: those in memories, those of scalars, those that are copied.
         self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, ...]]] = []
-        self.results: tuple[list[Any], ...] = [], [], [], [], []  # that are to be copied, as of `write_back`
+        self.results: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = [], [], [], [], []  # as of `write_back`
         self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
         self.moved = False
         self.reader: Reader | None = None  # of gradients that must stay until it has read them
