@@ -144,7 +144,9 @@ class Program:
     def bytes_accessed(self) -> float:
         """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
         `reading` the gradients are counted, once."""
-        far = sum(leaf.size * (leaf.count or 1) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf))
+        far = sum(
+            leaf.size * (leaf.count or 1) * jnp.dtype(leaf.gradient_dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf)
+        )
         turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
         update = self._counted() if self._rows else self._either
         return (bytes_accessed(update) - held(update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far

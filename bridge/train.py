@@ -173,7 +173,9 @@ class Task:
 
     def gathered(self, grads: Mapping[str, Any]) -> list[Any]:
         """The gradient of each leaf of the plan, as `update` takes them: flat, or the rows of a pack, with zeros where nothing is live."""
-        return [self._rows(*leaf.buffer, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)]
+        return [
+            self._rows(leaf.buffer[0], leaf.gradient_dtype, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)
+        ]
 
     def _rows(self, shape: tuple[int, ...], dtype: str, leaves: Sequence[tuple[str, int | None]], grads: Mapping[str, Any]) -> Any:
         own = {row: flatten(grads[name].astype(dtype), self.tensors[name].spec) for name, row in leaves}

@@ -43,7 +43,8 @@ class Leaf:
     arguments of their own, because reading them in one place would not be worth moving them there. `looped`: rows are updated one
     after the other, their gradients read where they lie; `at_once`: all in one loop, as of `bridge.at_once`. `members`: of leaves that
     their transformation sees together with others, each with its row. `length`: of a single row that is longer than its leaf, the
-    elements of that; what stands behind them may be anything, and in the gradient is zero.
+    elements of that; what stands behind them may be anything, and in the gradient is zero. `other_gradient`: the dtype of a gradient that
+    has another than the leaf.
     """
 
     row: Row
@@ -57,6 +58,12 @@ class Leaf:
     members: tuple[tuple[int, Spec], ...] = ()
     length: int | None = None
     at_once: bool = False
+    other_gradient: str | None = None
+
+    @property
+    def gradient_dtype(self) -> str:
+        """That of its gradient, which is mostly its own."""
+        return self.other_gradient or self.spec.dtype
 
     @property
     def scattered(self) -> bool:
@@ -115,12 +122,12 @@ class Plan:
     def far(self, leaf: Leaf) -> bool:
         """Whether the gradient of a leaf is measured before the program, where it lies."""
         lies = leaf.count is None or leaf.length is not None or leaf.scattered
-        return self.ahead and lies and not leaf.elements and reading.takes(leaf.spec.dtype, leaf.size)
+        return self.ahead and lies and not leaf.elements and reading.takes(leaf.gradient_dtype, leaf.size)
 
     @property
     def far_dtypes(self) -> list[str]:
         """Those of the leaves that are far, each once."""
-        return list(dict.fromkeys(leaf.spec.dtype for leaf in self.leaves if self.far(leaf)))
+        return list(dict.fromkeys(leaf.gradient_dtype for leaf in self.leaves if self.far(leaf)))
 
     def problem(self, leaf: Leaf) -> Problem:
         """A leaf that is updated by itself."""
@@ -283,7 +290,14 @@ def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
         if len(_of_any_size) >= 256:
             _of_any_size.clear()
         _of_any_size[key] = in_parts(leaf.row, plan.skeleton, leaf.spec, plan.extra, (size,))
-    return rule, () if _of_any_size.get(key) else leaf.spec.shape, tuple(dtype for _, dtype in leaf.state), leaf.elements, passes
+    return (
+        rule,
+        () if _of_any_size.get(key) else leaf.spec.shape,
+        tuple(dtype for _, dtype in leaf.state),
+        leaf.other_gradient,
+        leaf.elements,
+        passes,
+    )
 
 
 def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pieces: bool) -> list[Any]:
@@ -378,7 +392,7 @@ def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:
     state = [array(*s) for s in (*own, *(s for signatures in plan.shared for s in signatures))]
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
     grads = []
-    for (shape, dtype), leaf in ((leaf.buffer, leaf) for leaf in plan.leaves):
+    for shape, dtype, leaf in ((leaf.buffer[0], leaf.gradient_dtype, leaf) for leaf in plan.leaves):
         if leaf.scattered:
             own = at_once(shape[0], dtype, shape[1] if counted else None) if leaf.at_once else scattered(shape[0], dtype)
             grads += [array(*each) for each in own]

@@ -126,6 +126,8 @@ def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
         yield f"the dtype is {now.spec.dtype}, was {before.spec.dtype},"
     elif before.spec != now.spec:
         yield "the shape is another"
+    if before.gradient_dtype != now.gradient_dtype:
+        yield f"the dtype of the gradient is {now.gradient_dtype}, was {before.gradient_dtype},"
     if before.inplace != now.inplace:
         yield "the way of writing back is another"
     if [dtype for _, dtype in before.state] != [dtype for _, dtype in now.state]:

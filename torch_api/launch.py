@@ -86,7 +86,7 @@ class Launch(step.Launch):
         """The gradients that are measured before the program, where they lie: position, elements and dtype of each."""
         plan = self.program.plan
         blocks = [block for block in self._blocks if plan.far(block.described)]
-        return [(position, block.described.size, block.described.spec.dtype) for block in blocks for position in block.positions]
+        return [(position, block.described.size, block.described.gradient_dtype) for block in blocks for position in block.positions]
 
     def prepare(self) -> None:
         """Find all that a call needs."""
@@ -109,7 +109,7 @@ class Launch(step.Launch):
             self.flat = AllPlaces([block.places for block in scattered])
         elif self.device.type == "cpu":
             shapes = [*(block.leaves[0].shape for block, _ in singly), *(rows.shape for rows in self.rows)]
-            dtypes = [*(block.leaves[0].dtype for block, _ in singly), *(rows.dtype for rows in self.rows)]
+            dtypes = [*(block.leaves[0].gradient_dtype for block, _ in singly), *(rows.dtype for rows in self.rows)]
             self.flat = PaddedOperands(shapes, dtypes, order, longer) if longer else Operands(shapes, dtypes, order)
         else:
             self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))

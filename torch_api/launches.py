@@ -64,7 +64,7 @@ class Launches:
         # program is called.
         self._are_few = sum(leaf.shape.numel() for leaf in trainable) <= ON_ONE_CORE
         lie = [leaf for leaf in trainable if leaf.elements is None and (leaf.alone or self._rows.is_looped(leaf))]
-        sizes = [(str(numpy_dtype(leaf.dtype)), leaf.shape.numel()) for leaf in lie]
+        sizes = [(str(numpy_dtype(leaf.gradient_dtype)), leaf.shape.numel()) for leaf in lie]
         self._readable = sum(size for dtype, size in sizes if takes(dtype, size))
 
     @property
@@ -200,14 +200,15 @@ class Launches:
             saved = self.states.shown.get(each.param, {})
             if each.state is None and has_state(fields, saved):
                 check_saved(each, fields, hidden, saved)
+        other = None if leaf.gradient_dtype is leaf.dtype else str(numpy_dtype(leaf.gradient_dtype))
         if pack is None:
             state = state_signature(leaf, fields, hidden, leaf.held(self.states.shown.get(leaf.param, {})))
-            return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None)
+            return update.Leaf(row, leaf.spec, state, leaf.memory is not None, leaf.elements is not None, other_gradient=other)
         count, width = pack.memory.array.shape
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
         length = leaf.shape.numel() if leaf.alone else None
         spec = leaf.spec._replace(shape=(width,))
-        return update.Leaf(row, spec, state, True, False, count, pack.singly, pack.looped, length=length)
+        return update.Leaf(row, spec, state, True, False, count, pack.singly, pack.looped, length=length, other_gradient=other)
 
     def _divided(self, blocks: list[Block], apart: bool) -> Iterator[list[Block]]:
         """The blocks of each program; `apart`: none need wait for what another has found of its gradients."""

@@ -410,6 +410,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""
         live: list[int] = []
         grads: list[torch.Tensor] = []
+        other_dtype = False
         for i, leaf in enumerate(self._active):
             p = leaf.param
             g = p.grad
@@ -423,10 +424,15 @@ class OptaxOptimizer(GroupedOptimizer):
             elsewhere = here.data_ptr() != leaf.address or here.stride() != leaf.strides or here.shape != leaf.shape
             if elsewhere and self._placed_anew(leaf):
                 return self._look()
-            if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.dtype or g.device != leaf.device:
-                raise ValueError(bad_gradient(type(self).__name__, leaf, g))
+            if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.gradient_dtype or g.device != leaf.device:
+                if g.is_sparse or not leaf.takes(g):
+                    raise ValueError(bad_gradient(type(self).__name__, leaf, g))
+                other_dtype = True
             live.append(i)
             grads.append(g)
+        if other_dtype:
+            self._place()  # gradients are gathered and read in the dtype that they have now
+            return self._look()
         leaves = [self._active[i] for i in live]
         found = with_elements(type(self).__name__, leaves, grads)
         if found is grads:

@@ -63,6 +63,7 @@ def is_looped(leaf: Leaf) -> bool:
         scattered.SUPPORTED
         and leaf.device.type == "cpu"
         and leaf.device.type not in SINGLY_ON
+        and leaf.gradient_dtype is leaf.dtype
         and min(SMALL, GATHERED["cpu"]) < _bytes(leaf) <= LOOPED
         and (is_gathered(leaf) or scattered.part(leaf.shape.numel()) is not None)
     )
@@ -277,7 +278,7 @@ class Pack:
         """The rows of all gradients."""
         if self._gradients is None:
             with torch.inference_mode(False):
-                self._gradients = torch.zeros(self.memory.array.shape, dtype=leaf.dtype, device=leaf.device)
+                self._gradients = torch.zeros(self.memory.array.shape, dtype=leaf.gradient_dtype, device=leaf.device)
         return self._gradients
 
 

@@ -29,9 +29,9 @@ class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
-        "address", "decay", "device", "dtype", "elements", "fields", "group", "ignores_mask", "label", "layout", "local", "lr_scale",
-        "memory", "mirrors", "name", "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot", "spare", "spec", "state",
-        "strides", "trained", "views", "why",
+        "address", "decay", "device", "dtype", "elements", "fields", "gradient_dtype", "group", "ignores_mask", "label", "layout",
+        "local", "lr_scale", "memory", "mirrors", "name", "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot",
+        "spare", "spec", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
@@ -56,6 +56,7 @@ class Leaf:
         self.shown: tuple[torch.Tensor, ...] = ()
         self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
         self.seen: list[int] = []  # the addresses of these
+        self.dtype = self.gradient_dtype = param.dtype
         self.mirrors: Mirrors = []
         self.look()
 
@@ -87,8 +88,17 @@ class Leaf:
         """Take note of how the parameter is now."""
         self.layout = shards.layout_of(self.param)
         p = self.local = self.param if self.layout is None else self.layout.local(self.param)
+        if p.dtype is not self.dtype or self.address is None:
+            declared = getattr(self.param, "grad_dtype", None) if self.param.is_leaf else None
+            self.gradient_dtype = declared if declared is not None and _are_combined(p.dtype, declared) else p.dtype
         self.shape, self.dtype, self.device = p.shape, p.dtype, p.device
         self.strides = p.stride() if p.layout is torch.strided else ()  # a frozen one may be sparse
+
+    def takes(self, grad: torch.Tensor) -> bool:
+        """Whether a dense gradient fits the parameter; it may have another dtype, in which it is then expected."""
+        fits = grad.shape == self.shape and grad.device == self.device and _are_combined(self.dtype, grad.dtype)
+        self.gradient_dtype = grad.dtype if fits else self.gradient_dtype
+        return fits
 
     @property
     def alone(self) -> bool:
@@ -229,6 +239,14 @@ def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
             f"{owner}: max_grad_norm is {bound}, but {shards.described(sharded.param, sharded.name)}, and the norm over all of them needs "
             "communication. Give max_grad_norm=None, and call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before step()."
         )
+
+
+# The dtypes that the arithmetic has in float32: of these a gradient may have another than its parameter (`p.grad_dtype` in torch).
+_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _are_combined(dtype: torch.dtype, gradient_dtype: torch.dtype) -> bool:
+    return dtype is gradient_dtype or (dtype in _IN_FLOAT32 and gradient_dtype in _IN_FLOAT32)
 
 
 def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:

@@ -159,7 +159,7 @@ class Rows:
     def sort_key(self, leaf: Leaf) -> tuple[Any, ...]:
         """Leaves in this order give equal programs for equal sets of shapes, whichever parameters they are."""
         kind = -1 if leaf.spec is None else self._kinds[leaf.row]
-        alike = str(leaf.device), kind, str(leaf.dtype), leaf.buffer_shape, leaf.elements is not None
+        alike = str(leaf.device), kind, str(leaf.dtype), str(leaf.gradient_dtype), leaf.buffer_shape, leaf.elements is not None
         return *alike, leaf.memory is not None, leaf.row
 
     def pack_key(self, leaf: Leaf, loops: bool = True) -> Any:
@@ -171,7 +171,7 @@ class Rows:
         row, size = self.static[leaf.row], leaf.shape.numel()
         if row.unit is not None:
             kind = self._alike.get(id(leaf))
-            return None if kind is None else packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.device, size, kind))
+            return None if kind is None else packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, size, kind))
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
@@ -184,7 +184,7 @@ class Rows:
         sizes = (size, width, part(size) or size) if looped else (size, width)
         if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
             return None
-        return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.device, width, whole), looped)
+        return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), looped)
 
     def is_looped(self, leaf: Leaf) -> bool:
         """Whether in a pack it may be updated in a loop over rows: by elements, in rows of its very length."""

@@ -145,7 +145,7 @@ class JaxTrainStep:
                     p.grad = None
                 for name, p in trained.items():
                     total = self._sums[name].tensor(p.device).view(p.shape)
-                    p.grad = torch.empty_like(p).copy_(total / self._pending)
+                    p.grad = torch.empty_like(p, dtype=getattr(p, "grad_dtype", None)).copy_(total / self._pending)
                 self.optimizer.step(**extra_args)
             finally:
                 for p, grad in before:
