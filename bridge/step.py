@@ -227,6 +227,9 @@ def refuse_fork() -> None:
         raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
+APART = 256  # bytes between two results in memory, at most
+
+
 def check_room(size: int) -> None:
     """Raise, while nothing has changed, where so many bytes cannot be had: XLA does so when it has taken what is donated."""
     try:

@@ -349,7 +349,7 @@ class Outcome(NamedTuple):
 
 def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]) -> Outcome:
     """One call, and a wait for its results, which are then in the tensors. To be called within a transaction; `landed` as of `step.run`."""
-    if room := launch.room + sum(t.nbytes for t in arrays.copied if program.plan.device.platform == "cpu"):
+    if room := launch.room + sum(t.nbytes + step.APART for t in arrays.copied if program.plan.device.platform == "cpu"):
         step.check_room(room)
     flight, new_kept, new_scalars = step.flight(program.plan.device, launch, program.calls_back, landed), [], []
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None

@@ -67,7 +67,7 @@ class Launch(step.Launch):
         self._blocks, self._offsets = blocks, offsets
         self.leaves = [leaf for block in blocks for leaf in block.leaves]
         self.device = self.leaves[0].device
-        self.room = sum(leaf.local.nbytes for leaf in self.leaves if leaf.memory is None and leaf.device.type == "cpu")
+        self.room = sum(leaf.local.nbytes + step.APART for leaf in self.leaves if leaf.memory is None and leaf.device.type == "cpu")
         self.packs = [block.pack for block in blocks if block.pack is not None]
         self.rows, self.joined, self.gathered, self.targets = [], [], [], []
         for block in blocks:
