@@ -255,8 +255,7 @@ class JaxTrainStep:
 
     def _look(self) -> None:
         """Follow whatever has changed of module and optimizer; what was made ready for something else is forgotten."""
-        optimizer = self.optimizer
-        self._launches = None  # after an error below the next call looks again
+        optimizer, self._launches = self.optimizer, None  # until all is known: the call after an error looks again
         check_readable(self.module)
         self._watch = watch = Watch(self.module)
         self._device = check_fit(watch, optimizer)
@@ -265,10 +264,10 @@ class JaxTrainStep:
             optimizer._place()
             watch.look()
         check_whole(watch)
-        self._launches = optimizer._launches
         self._names = {id(p): name for name, p in watch.params.items()}
         self._candidates = [i for i, leaf in enumerate(optimizer._active) if leaf.param.requires_grad]
         self._ready, self._traced, self._lives = {}, {}, {}
+        self._launches = optimizer._launches
 
     def _live(self, forward: train.Forward, updates: bool) -> tuple[int, ...]:
         """The parameters that this call trains: those that the loss reaches, or that an earlier one did whose gradient waits."""
@@ -334,9 +333,11 @@ class JaxTrainStep:
                 self._warn()
             return self._programs[key]
 
+        signature, self.optimizer._signature = self.optimizer._signature, None  # after an error the optimizer prepares everything anew
         launch = launches.whole(live, extra, numbers, compiled)
-        self._watch.look()  # buffers have moved, and weights that were not aligned
         self.optimizer._sight.forget(launches.began)
+        self.optimizer._signature = signature
+        self._watch.look()  # buffers have moved, and weights that were not aligned
         program: Any = launch.program
         self._misses += 1
         own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
