@@ -144,6 +144,7 @@ def test_the_name_of_a_leaf_may_decide_but_not_leak_into_another():
     assert [view.path for view in found] == [PATHS[0], PATHS[1], PATHS[2]]
 
 
+@pytest.mark.filterwarnings("ignore:.*with a learning rate of")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_and_gives_what_it_gives_in_pure_jax(name):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
 from bridge import step, update
-from bridge.dlpack import device_of
+from bridge.dlpack import device_of, numpy_dtype
 from bridge.dynamo import not_traced
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
@@ -32,14 +34,15 @@ from .launch import Launch, restore
 from .launches import Launches
 from .options import Changeable, Options
 from .plan import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
-from .rows import Rows
+from .rows import Rows, tree_paths
 from .scaling import Scaling
 from .selectors import Selectors
 from .sight import Sight
 from .states import States
-from .transformation import as_rule
+from .transformation import as_rule, last_factor, multiplies
 
 _ALL = "all"  # the key of the only rule
+_FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
 _ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
 
 
@@ -132,6 +135,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._begin()
         super().__init__(params, self._with_momentum(defaults))
         self._resolve([], self._leaves)
+        self._warn_of_products(self.param_groups)
         self._constructed = True
         self._place()
         self._follow_fused()
@@ -142,7 +146,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._group_sizes: list[int] = []  # how many keys each group had when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
-        self._warned = self._warned_of_frozen = False
+        self._warned = self._warned_of_frozen = self._warned_of_products = False
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -216,6 +220,37 @@ class OptaxOptimizer(GroupedOptimizer):
                 "says what froze each of them: the mask, trainable=False of its group, or requires_grad=False, maybe set after backward().",
                 stacklevel=stack_level(),
             )
+
+    def _warn_of_products(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn once where the lr of a group that was given multiplies an update that is multiplied with a learning rate already."""
+        for group in param_groups:
+            rule, lr = self.rule_of(group), float(group["lr"])
+            if self._warned_of_products or not multiplies(rule) or math.isclose(lr, 1.0, rel_tol=1e-3):
+                continue
+            seen = [leaf for leaf in self._leaves if self.rule_of(self.param_groups[leaf.group]) is rule and self._is_active(leaf)]
+            seen = [leaf for leaf in seen if leaf.param.requires_grad]
+            seen = seen if len(seen) <= _FEW else seen[:1]
+            factor = last_factor(rule, self._tree_of(seen)) if seen else None
+            if factor is not None:
+                self._warned_of_products = True
+                warnings.warn(
+                    f"{type(self).__name__}: lr is {lr:g}, and the transformation multiplies its update by {abs(factor):g} already, so "
+                    f"parameters move with a learning rate of {lr * abs(factor):g}. Give the learning rate once: to the transformation, "
+                    "or as lr=... beside the function that makes it (optax.adam, lr=1e-3) or beside optax.adam(1.0).",
+                    stacklevel=stack_level(),
+                )
+
+    def _tree_of(self, leaves: Sequence[Leaf]) -> Any:
+        """The tree of shapes in which a transformation sees these leaves, None in the place of the others."""
+        paths = tree_paths([leaf.name for leaf in self._leaves])
+        kinds = {id(leaf): jax.ShapeDtypeStruct(tuple(leaf.param.shape), numpy_dtype(leaf.dtype)) for leaf in leaves}
+        root: dict[str, Any] = {}
+        for leaf, (*above, last) in zip(self._leaves, paths, strict=True):
+            node = root
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = kinds.get(id(leaf))
+        return root
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
@@ -579,7 +614,8 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def report(self) -> report.Report:
         """One line per parameter, as text when printed, as a table in a notebook, and as `rows` for programs."""
-        return report.Report(type(self).__name__, self._followed(), self.param_groups, self.state)
+        made_by_tx = [i for i, group in enumerate(self.param_groups) if multiplies(self.rule_of(group))]
+        return report.Report(type(self).__name__, self._followed(), self.param_groups, self.state, made_by_tx)
 
     def __str__(self) -> str:
         return str(self.report())

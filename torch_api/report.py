@@ -15,11 +15,25 @@ COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr",
 
 
 class Report:
-    """A table of one line per parameter. `rows` holds the same as dicts, numbers as numbers."""
+    """A table of one line per parameter. `rows` holds the same as dicts, numbers as numbers; `note` is what to know of the lr, if anything.
 
-    def __init__(self, title: str, leaves: Sequence[Leaf], param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    `multiplied`: the groups whose lr multiplies an update that a transformation has made with a learning rate of its own, or none.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        leaves: Sequence[Leaf],
+        param_groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Any, Any],
+        multiplied: Sequence[int] = (),
+    ) -> None:
         self.title = title
         self.rows = [_row(leaf, param_groups[leaf.group], state.get(leaf.param, {})) for leaf in leaves]
+        trained = {leaf.group for leaf, row in zip(leaves, self.rows, strict=True) if row["status"] != "frozen"}
+        numbers = [i for i in multiplied if i in trained]
+        where = "" if trained <= set(numbers) else f" of group {', '.join(map(str, numbers))}"
+        self.note = f"lr{where} multiplies what the transformation gives, which may have a learning rate of its own." if numbers else ""
 
     @property
     def summary(self) -> str:
@@ -32,14 +46,15 @@ class Report:
         cells = [COLUMNS, *([_text(row[column]) for column in COLUMNS] for row in self.rows)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([self.summary, *lines])
+        return "\n".join([self.summary, *lines, *([self.note] if self.note else [])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(_text(row[c]))}</td>" for c in COLUMNS) + "</tr>" for row in self.rows)
-        return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        note = f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
 def _row(leaf: Leaf, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:

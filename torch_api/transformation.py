@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from jax.extend.core import Literal
 
 from bridge.masks import near_and_all
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
 from bridge.rules import Rule
 from bridge.transforms import unpaired
+from bridge.whole import inlined, numbers_of
 
 from . import betas
 from .groups import as_tuple, is_number, is_sequence
@@ -145,6 +148,62 @@ def _rule(factory: _Factory, values: dict[str, Any], traceable: frozenset[str], 
     else:
         raise TypeError(f"tx gave {transformation!r}; expected an optax transformation, with init and update.")
     return Rule(factory, given=values, traceable=traceable, scaled=True, ready=ready, takes_extra=takes_extra)
+
+
+def multiplies(rule: Rule) -> bool:
+    """Whether `lr` of the groups multiplies what the transformation gives, instead of being one of its own hyperparams."""
+    return rule.scaled and "lr" not in rule.hyperparams
+
+
+def last_factor(rule: Rule, params: Any) -> float | None:
+    """The constant by which a transformation multiplies its update last, such as -1e-3 in `optax.adam(1e-3)`; None where there is none.
+
+    Read from the traced update. A schedule, or a learning rate in the state, is no constant.
+
+    Args:
+      rule: of an optax transformation.
+      params: the tree that it sees, of `jax.ShapeDtypeStruct`.
+    """
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return transformation.update(grads, state, params)[0]
+
+    try:
+        plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in rule.hyperparams.items()}
+        transformation = rule.factory(**plain)
+        closed = jax.make_jaxpr(update)(params, jax.eval_shape(transformation.init, params), params)
+        program = inlined(closed.jaxpr, closed.consts)
+    except Exception:  # noqa: BLE001 - the transformation may need arguments that only `step` has; what is wrong is said elsewhere
+        return None
+    factors = (_last_factor(program, result) for result in program.jaxpr.outvars)
+    return next((factor for factor in factors if not math.isclose(abs(factor), 1.0, rel_tol=1e-6)), None)
+
+
+def _last_factor(program: Any, var: Any) -> float:
+    """The product of the constants that a result is multiplied with last; 1 where there are none."""
+    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    number_of = numbers_of(program.jaxpr)
+
+    def number(var: Any) -> float | None:
+        value = number_of(var) if isinstance(var, Literal) or var not in constants else constants[var]
+        return None if value is None or np.size(value) != 1 or np.iscomplexobj(value) else float(np.reshape(value, ()))
+
+    made = {result: eqn for eqn in program.jaxpr.eqns for result in eqn.outvars}
+    factor = 1.0
+    while not isinstance(var, Literal) and var in made:
+        name, operands = made[var].primitive.name, made[var].invars
+        known = [number(operand) for operand in operands]
+        if name == "mul" and (known[0] is None) is not (known[1] is None):
+            factor *= known[0] if known[0] is not None else known[1]  # pyright: ignore[reportOperatorIssue]
+            var = operands[known[0] is not None]
+        elif name == "div" and known[0] is None and known[1]:
+            factor /= known[1]
+            var = operands[0]
+        elif name in ("neg", "convert_element_type", "reshape", "squeeze", "copy", "copy_p"):
+            var = operands[0]
+        else:
+            break
+    return factor
 
 
 def _group_name(name: str) -> str:
