@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap, zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .evaluate import Arrays, evaluate_buffers
+from .evaluate import Arrays, begin, buffered, evaluate_buffers
 from .loops import one_type_each
-from .problem import Extra, Field, Problem, layout
+from .problem import Extra, Field, Problem, layout, looks_across, unflatten
 from .stages import Stages
 
 # Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
@@ -58,11 +60,13 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
             new = evaluate_buffers(problem, Arrays([p], [g], [state], []), values, [values[-1]], scale, factor, extra.restored(further))
             return new.params[0], list(new.own[0])
 
-        inputs = kept_in(mask, p, problem), kept_in(mask, g, problem), state, values, scale, further
+        kept = kept_in(mask, p, problem)
+        (read,) = selected_state(problem, [mask], [kept], [state], values)
+        inputs = kept, kept_in(mask, g, problem), read, values, scale, further
         if problem.specs[0].whole:
             result = Stages(evaluated, inputs, p.size).begin(inputs, passes.stored, ones[ONES - 1])
         else:
-            result = functools.partial(evaluated, inputs)
+            result = partial(evaluated, inputs)
 
         # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
         # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
@@ -93,8 +97,26 @@ def repeatable(fields: Sequence[Field], beside: bool) -> list[int]:
 
 def kept_in(mask: Any, x: Any, problem: Problem) -> Any:
     """The array with 0 where the mask is False, if the transformation may look from one element to another."""
-    spec = problem.specs[0]
-    return x if mask is None or (spec.path is None and not spec.whole and not problem.row.shaped) else jnp.where(mask, x, jnp.zeros_like(x))
+    return x if mask is None or not looks_across(problem) else jnp.where(mask, x, jnp.zeros_like(x))
+
+
+def selected_state(
+    problem: Problem, masks: Sequence[Any], params: Sequence[Any], state: Sequence[Sequence[Any]], values: Any
+) -> list[list[Any]]:
+    """Return the state that an update reads: where a mask is False, what `init` gives of parameters as of `kept_in`.
+
+    A state that begins at the parameter would else be compared with the 0 that the update sees there.
+    """
+    if all(mask is None for mask in masks) or not looks_across(problem):
+        return list(map(list, state))
+    plan = layout(problem)
+    fresh = begin(problem, problem.scalars(values), [unflatten(p, spec) for p, spec in zip(params, problem.specs, strict=True)])
+    columns = zip(plan.own, masks, state, buffered(problem, plan, fresh).own, strict=True)
+    return [list(starmap(partial(_begun_outside, mask), zip_longest(fields, own, begun))) for fields, mask, own, begun in columns]
+
+
+def _begun_outside(mask: Any, field: Field, x: Any, begun: Any) -> Any:
+    return x if mask is None or begun is None or field.shape is not None else jnp.where(mask, x, begun.astype(x.dtype))
 
 
 def masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:

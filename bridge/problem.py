@@ -188,6 +188,12 @@ class Problem(NamedTuple):
         return [Scalar(values[i], np.float64 if self.wide else np.float32) for i in range(self.row.width)] if self.row.scaled else values
 
 
+def looks_across(problem: Problem) -> bool:
+    """Whether the transformation may look from one element of a leaf to another."""
+    spec = problem.specs[0]
+    return spec.path is not None or spec.whole or problem.row.shaped
+
+
 def real(x: Any) -> Any:
     """Half types as float32, complex as its (..., 2) real view."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

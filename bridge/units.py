@@ -10,7 +10,7 @@ import jax
 from .analysis import flat_of
 from .evaluate import Arrays, evaluate_buffers
 from .joint import Old, Way, settled, updated
-from .leaf_update import kept_in
+from .leaf_update import kept_in, selected_state
 from .problem import Extra, Problem, layout
 from .side_by_side import Slot, cut, packed
 
@@ -55,7 +55,10 @@ def unit_update(
         leaves.append(Old(of(given.params[i], row), state, shaped, given.masks[i], multiplier))
     params = [kept_in(leaf.mask, leaf.param, problem) for leaf in leaves]
     grads = [kept_in(leaf.mask, of(given.grads[i], row), problem) for leaf, (i, row) in zip(leaves, places, strict=True)]
-    inputs = Arrays(params, grads, [leaf.state for leaf in leaves], shared), cut(values[0]), multipliers, scale, further
+    state = [leaf.state for leaf in leaves]
+    if any(leaf.mask is not None for leaf in leaves):
+        state = selected_state(problem, [leaf.mask for leaf in leaves], list(map(cut, params)), state, cut(values[0]))
+    inputs = Arrays(params, grads, state, shared), cut(values[0]), multipliers, scale, further
 
     def evaluated(inputs: Any) -> Arrays:
         arrays, values, multipliers, scale, further = inputs

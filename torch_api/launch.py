@@ -15,7 +15,7 @@ from bridge.dlpack import Operands
 from bridge.scattered import AllPlaces, PaddedOperands, Places
 
 from .packs import Pack
-from .plan import Leaf, Mirrors, Shown
+from .plan import Leaf, Mirrors, Shown, mask_buffer
 
 
 class Block:
@@ -115,7 +115,7 @@ class Launch(step.Launch):
             self.flat = Borrowed(order, any(leaf.dtype.is_complex for leaf in self.leaves))
         self.mirrored, self.mirrors = [tensor for tensor, _ in self._mirrors], [view for _, view in self._mirrors]
         self.state = [memory for block in blocks for memory in block.state] + [m for part in shared for m in part.memories]
-        self.masks = [_in_order(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
+        self.masks = [mask_buffer(leaf.elements, leaf.order) for leaf in alone if leaf.elements is not None]
         at, live = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)]
         for block in blocks:
             own = [offsets[leaf.row] for leaf in block.leaves]
@@ -172,7 +172,3 @@ class Shared:
         self.memories = tuple(map(storage.renewed, self.memories))
         for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
             view.data = memory.tensor(view.device, like=view)
-
-
-def _in_order(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
-    return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)

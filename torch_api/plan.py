@@ -498,6 +498,11 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
     return tensor.data_ptr(), tensor.dtype, tensor.device
 
 
+def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+    """Return a mask of elements in the order of the parameter's buffer."""
+    return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
+
+
 def param_array(leaf: Leaf) -> Any:
     """The parameter's buffer as jax has it, or a copy."""
     if leaf.memory is not None and leaf.slot is None:

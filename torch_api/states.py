@@ -19,12 +19,12 @@ from bridge.beginning import begin_buffers, constants
 from bridge.cells import reserve
 from bridge.dlpack import device_of, to_torch
 from bridge.precision import BESIDE
-from bridge.problem import Field, Problem, buffer_shape, layout
+from bridge.problem import Field, Problem, buffer_shape, layout, looks_across
 from bridge.rules import Rule
 
 from .launch import Shared
 from .packs import Pack
-from .plan import Leaf, Shown, allocate, has_state, lost_like, param_array, scalars
+from .plan import Leaf, Shown, allocate, has_state, lost_like, mask_buffer, param_array, scalars
 from .rows import Rows
 
 _address = torch.Tensor.data_ptr
@@ -161,7 +161,7 @@ class States:
             known = constants(problem := self.rows.problem(leaf), tuple(values[leaf.row]))
             own = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
             if any(value is None for _, value in own):
-                begun[leaf] = list(begin_buffers(problem, values[leaf.row], [param_array(leaf)]).own[0])
+                begun[leaf] = list(_begun_buffers(problem, values[leaf.row], [leaf]).own[0])
                 continue
             begun[leaf] = column = [value for _, value in own]
             arrays = [(i, (buffer_shape(f, leaf.spec), jnp.dtype(f.dtype), value)) for i, (f, value) in enumerate(own) if f.shape != ()]
@@ -256,7 +256,7 @@ class States:
         known = constants(problem, tuple(values))
         if all(value is not None or field.position is None for field, value in zip(fields, known, strict=True)):
             return list(known)
-        return _as_tensors(begin_buffers(problem, values, [param_array(leaf)]).own[0], fields)
+        return _as_tensors(_begun_buffers(problem, values, [leaf]).own[0], fields)
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
@@ -265,7 +265,7 @@ class States:
         if new or unit not in self.shared:
             problem = self._problem(new or leaves)
             known = self.rows.begun.get(unit) if problem == self.rows.units[unit][0] else None
-            fresh = begin_buffers(problem, values, [param_array(leaf) for leaf in new or leaves], known)
+            fresh = _begun_buffers(problem, values, new or leaves, known)
             if unit not in self.shared:
                 self._share(unit, leaves, fresh.shared, taken)
             for position, leaf in enumerate(new):
@@ -293,6 +293,28 @@ class States:
         self.shared[unit] = Shared(*allocate(leaves[0], fields, {}, begun, source, taken, self._begin))
         for leaf in saved:
             self.shown[leaf.param].update(self.shared[unit].shown.tensors)
+
+
+def _begun_buffers(problem: Problem, values: Sequence[float], leaves: Sequence[Leaf], known: Any = None) -> Any:
+    """Return what `begin_buffers` gives for these leaves. Where it looks across elements, `init` sees 0 outside a mask, as `update` does.
+
+    Elements outside begin as without a mask all the same: a mask may be lifted.
+    """
+    whole = [param_array(leaf) for leaf in leaves]
+    fresh = begin_buffers(problem, values, whole, known)
+    masks = [None if leaf.elements is None else mask_buffer(leaf.elements, leaf.order) for leaf in leaves]
+    if known is not None or all(mask is None for mask in masks) or not looks_across(problem):
+        return fresh
+    zeros = [p if mask is None else jnp.where(mask, p, jnp.zeros_like(p)) for p, mask in zip(whole, masks, strict=True)]
+    seen = begin_buffers(problem, values, zeros)
+    own = [
+        [
+            jnp.where(mask, x, y) if mask is not None and field.shape is None else x
+            for field, x, y in zip(fields, inside, outside, strict=False)
+        ]
+        for fields, mask, inside, outside in zip(layout(problem).own, masks, seen.own, fresh.own, strict=True)
+    ]
+    return seen._replace(own=own)
 
 
 def _as_tensors(buffers: Sequence[Any], fields: Sequence[Field]) -> list[Any]:
