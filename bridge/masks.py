@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import inspect
 import math
 import numbers
@@ -92,6 +93,20 @@ def snapshot(spec: Any) -> Any:
 def path_name(path: Sequence[Any]) -> str:
     """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # of torch.compile, FSDP and activation checkpointing
+
+
+def without_wrappers(names: Sequence[str]) -> list[str]:
+    """The names as they are in the model without wrappers.
+
+    A first `module` (DistributedDataParallel, DataParallel, AveragedModel) counts as a wrapper's where all names have it.
+    """
+    split = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
+    while split and all(len(parts) > 1 and parts[0] == "module" for parts in split):
+        split = [parts[1:] for parts in split]
+    return [".".join(parts) or name for parts, name in zip(split, names, strict=True)]
 
 
 def near(text: str, names: Iterable[str]) -> str:
@@ -194,13 +209,11 @@ def _picked(hits: set[int], leaves: Leaves, rule: str) -> list[Decision]:
 
 
 def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set[int]:
-    """Indices of the names that a glob (whole name, case counts) or a regex (`search`) matches; never none."""
+    """Indices of the names that a glob (whole name, case counts) or a regex (`search`) matches, with or without wrappers; never none."""
     if not leaves.named:
         raise ValueError(f"{where}: the pattern {_show(pattern)} needs parameter names. {_PASS_NAMES}")
-    if isinstance(pattern, str):
-        hits = {i for i, name in enumerate(leaves.names) if fnmatch.fnmatchcase(name, pattern)}
-    else:
-        hits = {i for i, name in enumerate(leaves.names) if pattern.search(name)}
+    matches = pattern.search if isinstance(pattern, re.Pattern) else functools.partial(fnmatch.fnmatchcase, pat=pattern)
+    hits = {i for names in (leaves.names, without_wrappers(leaves.names)) for i, name in enumerate(names) if matches(name)}
     if not (hits or leaves.resolved):
         text = pattern if isinstance(pattern, str) else pattern.pattern
         raise ValueError(
@@ -273,7 +286,11 @@ def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Deci
     """
     used: set[str] = set()
     flat = dict(_flat_items(spec, ()))
-    decisions = [_longest_prefix(flat, name, used, where) for name in leaves.names]
+    exact = {"", *_prefixes(leaves.names)}
+    plain_keys = {plain: key for plain, key in zip(without_wrappers(list(flat)), flat, strict=True) if key not in exact}
+    known = plain_keys | {key: key for key in flat}
+    both = zip(leaves.names, without_wrappers(leaves.names), strict=True)
+    decisions = [_longest_prefix(flat, known, names, used, where) for names in both]
     idle = [key for key in flat if key not in used]
     if idle and not leaves.resolved:
         known = near(idle[0], _prefixes(leaves.names)) if leaves.named else _PASS_NAMES
@@ -297,9 +314,10 @@ def _flat_items(spec: Mapping[Any, Any], path: tuple[str, ...]) -> Iterable[tupl
             yield ".".join(here), _UNMATCHED if isinstance(value, Mapping) else value
 
 
-def _longest_prefix(flat: dict[str, Any], name: str, used: set[str], where: str) -> Decision:
-    parts = name.split(".")
-    matching = [prefix for n in range(len(parts), -1, -1) if (prefix := ".".join(parts[:n])) in flat]
+def _longest_prefix(flat: dict[str, Any], known: dict[str, str], names: tuple[str, str], used: set[str], where: str) -> Decision:
+    """The value of the longest key that is a prefix of the name, given or without wrappers; `known`: the key of each form of it."""
+    prefixes = [parts[:n] for parts in (name.split(".") for name in dict.fromkeys(names)) for n in range(len(parts) + 1)]
+    matching = [known[prefix] for prefix in map(".".join, sorted(prefixes, key=len, reverse=True)) if prefix in known]
     used.update(matching)
     if matching:
         return Decision(flat[matching[0]], f"{where}[{matching[0]!r}]")
@@ -350,9 +368,10 @@ def _by_attributes(spec: Any, leaves: Leaves) -> dict[str, Any] | None:
     """A tree of other nodes (an Equinox module) as a dict by name, if its attributes have the parameters' names and leave none out."""
     flat = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_value)[0]
     named = {path_name(path): value for path, value in flat if not callable(value)}
-    prefixes = _prefixes(leaves.names)
+    names = without_wrappers(leaves.names)
+    prefixes = _prefixes([*leaves.names, *names])
     fits = all(name in prefixes for name in named)
-    covers = all(any(name == key or name.startswith(f"{key}.") for key in named) for name in leaves.names)
+    covers = all(any(name == key or name.startswith(f"{key}.") for key in named) for name in names)
     return named if fits and covers else None
 
 

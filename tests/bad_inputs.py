@@ -178,6 +178,8 @@ ARGUMENTS = [
         with_optax(lambda lr, betas=(0.9, 0.99): optax.adam(lr, *betas), lr=0.1, betas=(0.9, 1.0)),
     ),
     Bad("betas that are no pair", adamw(betas=0.9)),
+    Bad("betas of three numbers for MaskedLion", lambda net: torch_api.MaskedLion(net.parameters(), lr=0.1, betas=(0.9, 0.99, 0.5))),
+    Bad("betas beside b1", lambda net: torch_api.MaskedLion(net.parameters(), lr=0.1, b1=0.8, betas=(0.9, 0.99))),
     Bad("one beta in a tensor", adamw(betas=(0.9, torch.tensor(0.99)))),
     Bad("lr in a tensor with foreach", adamw(lr=torch.tensor(0.1), foreach=True)),
     *(Bad(f"{name}={bad} for {cls.__name__}", refused(cls, **{name: bad})) for cls, name, bad in TORCHS),
@@ -406,16 +408,24 @@ def labelled(named):
 
 
 def of_another_size(optimizer):
-    """optax.flatten has one vector for all: here of 7 elements instead of 23, which only the step can tell."""
+    """optax.flatten has one vector for all that have a gradient: here it was saved when only the head had one."""
     saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {index: fields for index, fields in saved["state"].items() if index >= 2}
+    size = sum(p.numel() for p in params_of(optimizer)[2:])
     for fields in saved["state"].values():
-        fields.update({key: torch.zeros(7) for key, value in fields.items() if value.numel() == 23})
+        fields.update({key: torch.zeros(size) for key, value in fields.items() if value.numel() > 1})
     optimizer.load_state_dict(saved)
+
+
+def shared_of_another_size(saved):
+    saved["state"][1].update(mu=torch.zeros(7))
 
 
 CHECKPOINTS = [
     Bad("a dict without param_groups", **loading(lambda d: d.pop("param_groups"))),
-    Bad("another number of groups", **loading(lambda d: d["param_groups"].append(d["param_groups"][0]))),
+    Bad(
+        "another number of groups", **loading(lambda d: d["param_groups"].append(d["param_groups"][0] | {"params": [], "param_names": []}))
+    ),
     Bad("a parameter that it lacks", **loading(lambda d: renamed(d, "neck.weight"))),
     Bad("a parameter too many", **loading(one_more)),
     Bad("another number of parameters", **loading(fewer, lambda named: MaskedAdamW([p for _, p in named]))),
@@ -423,10 +433,19 @@ CHECKPOINTS = [
     Bad("state of another optimizer", **loading(lambda d: d["state"].update({0: {"square_avg": torch.zeros(3, 4)}}))),
     Bad("state that lacks a field", **loading(lambda d: d["state"][0].pop("exp_avg_sq"))),
     Bad("state of another shape", **loading(lambda d: d["state"][1].update(exp_avg=torch.zeros(5)))),
+    Bad("shared state of another shape", **loading(shared_of_another_size, lambda named: OptaxOptimizer(named, norm_sized()))),
+    Bad("sparse state", **loading(lambda d: d["state"][1].update(exp_avg=torch.zeros(4).to_sparse()))),
+    Bad("state that is no tensor", **loading(lambda d: d["state"][1].update(exp_avg="zeros"))),
+    Bad("complex state of a real parameter", **loading(lambda d: d["state"][1].update(exp_avg=d["state"][1]["exp_avg"] * 1j))),
+    Bad("state of a parameter that is no dict", **loading(lambda d: d["state"].update({1: torch.zeros(4)}))),
+    Bad("a state that is no dict", **loading(lambda d: d.update(state=None))),
+    Bad("groups that are no dicts", **loading(lambda d: d.update(param_groups=[None]))),
+    Bad("a group without params", **loading(lambda d: d["param_groups"][0].pop("params"))),
+    Bad("a parameter in two places", **loading(lambda d: d["param_groups"][0].update(params=[0, 1, 0, 3]))),
     Bad("a group without a number that is needed", **loading(lambda d: d["param_groups"][0].pop("lr"), lambda named: labelled(named))),
     Bad("a group with another label", **loading(lambda d: d["param_groups"][0].update(label="c"), labelled)),
     Bad(
-        "shared state of another shape",
+        "shared state of a part of the parameters",
         lambda opt: opt.step(),
         stepped(lambda named: OptaxOptimizer(named, norm_sized()), of_another_size),
     ),

@@ -143,6 +143,7 @@ ORDER = {
         "arguments",
         "listeners",
         "wrapper_state",
+        "saved_groups",
         "checkpoint",
         "optimizer",
         "masked",

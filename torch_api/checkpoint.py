@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
-from bridge.masks import near
 from bridge.precision import BESIDE
 from bridge.problem import Field
 
-from . import wrapper_state
+from . import saved_groups, wrapper_state
 from .betas import take_betas
-from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, lr_scale, make_plain, make_tuples
+from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, make_plain, make_tuples, put_back_lr_scale
 from .plan import Leaf, has_state
 from .shards import laid
 
@@ -50,18 +52,15 @@ def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
 
 def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state_dict that torch may load by position, or the error that says why it does not fit. Changes nothing."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(
-                f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', got {sorted(map(str, state_dict))}."
-            )
-    groups = _aligned(optimizer, _in_order(optimizer.param_groups, [dict(group) for group in state_dict["param_groups"]]))
-    saved = dict(state_dict["state"])
+    saved, groups = saved_groups.checked(state_dict)
+    optimizer._follow()
+    trained = {id(leaf) for leaf in optimizer._active if leaf.param.requires_grad}
+    groups = saved_groups.aligned(optimizer.param_groups, groups, optimizer.leaves, trained)
     indices = {index for group in groups for index in group["params"]}
     state = {key: value for key, value in saved.items() if key not in indices}
     names = iter(optimizer.names())
-    optimizer._follow()
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves}
+    entries: dict[int, dict[str, Any]] = {}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         _take_lr_scale(own, group)
         take_betas(group, optimizer._betas_of(optimizer.rule_of(own)))
@@ -78,24 +77,19 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         make_tuples(group, optimizer.rule_of(own))
         check_types(type(optimizer).__name__, group, optimizer.rule_of(own), allowed=own)
         for param, index in zip(own["params"], group["params"], strict=True):
-            fields = optimizer.state_fields(leaves[id(param)], group)
-            strict = optimizer.rule_of(own).scaled
-            mine, others = wrapper_state.split(saved.get(index) or {}, () if fields is None else fields)
-            state |= _checked_state(index, mine, fields, param, next(names), strict)
+            leaf, strict, name = leaves[id(param)], optimizer.rule_of(own).scaled, next(names)
+            entry = _checked_entry(saved.get(index), name)
+            fields = optimizer.state_fields(leaf, group)
+            guess = optimizer.arrangement.frozen_fields(leaf, group, optimizer.rule_of(own)) if fields is None and entry else {}
+            mine, others = wrapper_state.split(entry, guess if fields is None else fields)
+            checked = _checked_state(index, mine, fields, guess, param, name, strict)
+            entries |= {id(leaf): kept.fields for kept in checked.values()}
+            state |= checked
             if others:
                 kept = state[index].fields if index in state else {}
                 state[index] = _Saved(kept | {key: wrapper_state.copied(value, param) for key, value in others.items()})
+    _check_shared(optimizer, entries)
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups in the optimizer's order: with the same names, or else the same labels, where both sides have the same."""
-    for key in (lambda group: sorted(group.get("param_names", ())), lambda group: repr(group.get("label"))):
-        mine, theirs = list(map(key, own)), list(map(key, saved))
-        if sorted(mine) == sorted(theirs) and all(mine):
-            rest = list(zip(theirs, saved, strict=True))
-            return [rest.pop(next(i for i, (name, _) in enumerate(rest) if name == wanted))[1] for wanted in mine]
-    return saved
 
 
 def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -106,8 +100,8 @@ def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for group in state_dict["param_groups"]:
         if len(group.get("param_names", group["params"])) != len(group["params"]):
             del group["param_names"]  # parameters were added or removed by hand, their names not
-    _put_back_lr_scale(state_dict)
     for group in state_dict["param_groups"]:
+        put_back_lr_scale(group)
         make_tuples(group, optimizer.rule_of(group))  # weights_only=True loads no other sequence, and no array of jax or NumPy
         make_plain(group, optimizer.rule_of(group))
 
@@ -130,15 +124,8 @@ def update_trainable_params(param_groups: Sequence[dict[str, Any]], leaves: Sequ
             group[TRAINABLE_PARAMS] = [leaf.trained for leaf in leaves if leaf.group == index]
 
 
-def _put_back_lr_scale(state_dict: dict[str, Any]) -> None:
-    """Save the lr_scale that was taken from a group where torch's optimizers have it."""
-    for group in state_dict["param_groups"]:
-        if "lr_scale" in group and group.setdefault(TAKEN_LR_SCALE, 1.0) is not None:
-            group["lr_scale"] = lr_scale(group)
-
-
 def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
-    """Undo `_put_back_lr_scale`. In a group of torch's, lr_scale means what it means in the own one; without one there, nothing."""
+    """Undo `put_back_lr_scale`. In a group of torch's, lr_scale means what it means in the own one; without one there, nothing."""
     if "lr_scale" in saved:
         taken = saved.setdefault(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE))
         if taken:
@@ -153,89 +140,91 @@ def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
             state_dict["state"][index] = {}
 
 
-def _aligned(optimizer: Any, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups with `params` in the optimizer's order: by name where both sides have names, else as they are."""
-    own = optimizer.param_groups
-    for position, group in enumerate(saved):
-        if len(group.get("param_names", group["params"])) != len(group["params"]):
-            raise ValueError(
-                f"load_state_dict: group {position} of the loaded state dict has {len(group['params'])} parameters, but "
-                f"{len(group['param_names'])} param_names. It is damaged."
-            )
-    if len(own) != len(saved):
-        raise ValueError(
-            f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}."
-        )
-    if all(len(group.get("param_names", ())) == len(group["params"]) for group in [*own, *saved]):
-        index = _by_name(saved, "params")
-        names = [name for group in own for name in group["param_names"]]
-        if len(set(names)) == len(names) and len(index) == sum(len(group["params"]) for group in saved):
-            _same_names(names, index)
-            columns = {"params": index}
-            if all(TRAINABLE_PARAMS in group for group in saved):
-                columns[TRAINABLE_PARAMS] = _by_name(saved, TRAINABLE_PARAMS)
-            return [
-                group
-                | {key: [c[n] for n in mine["param_names"]] for key, c in columns.items()}
-                | {"param_names": list(mine["param_names"])}
-                for mine, group in zip(own, saved, strict=True)
-            ]
-    for position, (mine, group) in enumerate(zip(own, saved, strict=True)):
-        if not len(mine["params"]) == len(group["params"]) == len(group.get(TRAINABLE_PARAMS, group["params"])):
-            raise ValueError(
-                f"load_state_dict: group {position} of the loaded state dict has {len(group['params'])} parameters, expected "
-                f"{len(mine['params'])}: a parameter group that doesn't match the size of optimizer's group. Were layers frozen or added?"
-            )
-    return saved
-
-
-def _by_name(groups: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
-    return {name: value for group in groups for name, value in zip(group["param_names"], group[key], strict=True)}
-
-
-def _same_names(own: list[str], saved: Mapping[str, Any]) -> None:
-    known = set(own)
-    missing = [name for name in own if name not in saved]
-    extra = [name for name in saved if name not in known]
-    if missing:
-        hint = near(missing[0], saved)
-        raise ValueError(f"load_state_dict: the loaded state dict has no parameter {missing[0]!r} ({len(missing)} are missing). {hint}")
-    if extra:
-        raise ValueError(
-            f"load_state_dict: the loaded state dict has a parameter {extra[0]!r} that this optimizer has not ({len(extra)} such)."
-        )
+def _checked_entry(saved: Any, name: str) -> Mapping[Any, Any]:
+    if saved is not None and not isinstance(saved, Mapping):
+        raise ValueError(f"load_state_dict: the state of {name!r} is {saved!r}; expected a dict from field to tensor. It is damaged.")
+    return saved or {}
 
 
 def _checked_state(
-    index: Any, saved: Mapping[str, Any] | None, fields: Mapping[str, Field] | None, param: torch.Tensor, name: str, strict: bool
+    index: Any,
+    saved: Mapping[Any, Any],
+    fields: Mapping[str, Field] | None,
+    guess: Mapping[str, Field],
+    param: torch.Tensor,
+    name: str,
+    strict: bool,
 ) -> dict[Any, _Saved]:
     """The entry of one parameter, copied; nothing where there is none, or only a scalar that stands for none.
 
-    `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
+    `fields`: those that the parameter has, None for a frozen one whose fields are not known for certain; `guess` has them then, as far
+    as they can be told. `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
     """
     idle = BESIDE - (BESIDE if fields is None else fields.keys())  # kept by the optimizer that was saved, not by this one
-    given = {key: value for key, value in (saved or {}).items() if value is not None and key not in idle}
-    if given.keys() == {FROZEN} and not has_state((fields or {}).values(), given):
+    given = {key: value for key, value in saved.items() if value is not None and key not in idle}
+    if given.keys() == {FROZEN} and fields is None:
         given = {}
-    if fields is None and given:  # frozen: it is looked at when it is thawed
-        tensors = {key: laid(torch.as_tensor(value), param) for key, value in given.items()}
-        return {index: _Saved({key: tensor.detach().to(param.device, copy=True) for key, tensor in tensors.items()})}
-    only_scalars = fields is not None and given.keys() <= fields.keys() - BESIDE and not has_state(fields.values(), given)
-    if fields is None or not given or only_scalars:
-        return {}
-    needed = {key for key, field in fields.items() if field.position is not None}
-    if (given.keys() - BESIDE and not needed <= given.keys()) or (strict and given.keys() - fields.keys()):
+    known = guess if fields is None else fields
+    for key, value in given.items():
+        if key in known or fields is None:
+            _check_value(f"load_state_dict: state {key!r} of {name!r}", value, param, known.get(key))
+    only_scalars = given.keys() <= known.keys() - BESIDE and not has_state(known.values(), given)
+    if only_scalars and not any(map(torch.count_nonzero, map(torch.as_tensor, given.values()))):
+        return {}  # nothing was counted: a scalar stands for the state of a parameter that was frozen when it was saved
+    needed = {key for key, field in known.items() if field.position is not None}
+    is_part = bool(given.keys() - BESIDE if fields is not None else given.keys() & needed)
+    absent = sorted(needed - given.keys()) if is_part else []
+    if absent or (fields is not None and strict and given.keys() - fields.keys()):
+        lacks = f" {absent[0]!r} is {'None' if absent[0] in saved else 'missing'}." if absent else ""
         raise ValueError(
-            f"load_state_dict: state of {name!r} has the fields {sorted(given)}, expected {sorted(fields)}. It was saved by another "
+            f"load_state_dict: state of {name!r} has the fields {sorted(given)}, expected {sorted(known)}.{lacks} It was saved by another "
             "optimizer, or with another option such as amsgrad or momentum."
         )
-    for key in fields.keys() & given.keys():
-        field = fields[key]
-        shape = tuple(given[key].shape) if torch.is_tensor(given[key]) else ()
-        expected = tuple(param.shape if field.shape is None else field.shape)
-        if expected and shape != expected and field.position != -1:
-            raise ValueError(f"load_state_dict: state {key!r} of {name!r} has shape {shape}, expected {expected}.")
+    if not given:
+        return {}
+    if fields is None:  # frozen: it is looked at when it is thawed
+        tensors = {key: laid(torch.as_tensor(value), param) for key, value in given.items()}
+        return {index: _Saved({key: tensor.detach().to(param.device, copy=True) for key, tensor in tensors.items()})}
     return {index: _Saved({key: _copied(value, param, fields[key]) if key in fields else value for key, value in given.items()})}
+
+
+def _check_value(title: str, value: Any, param: torch.Tensor, field: Field | None) -> None:
+    """Raise for a saved value that is no dense tensor or number, or does not fit the field; any shape fits where that is not known."""
+    if not isinstance(value, torch.Tensor | numbers.Number | np.generic):
+        raise ValueError(f"{title} is {value!r}; expected a tensor. It is damaged.")
+    if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_nested):
+        kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout} and dtype {value.dtype}"
+        raise ValueError(f"{title} is a tensor {kind}; expected a dense one. It is damaged.")
+    if field is None:
+        return
+    shape = _shape(value)
+    expected = tuple(param.shape if field.shape is None else field.shape)
+    fits = shape == expected or (field.position == -1 and expected) or (not expected and math.prod(shape) == 1)
+    if not fits:
+        raise ValueError(f"{title} has shape {shape}, expected {expected}.")
+    is_complex = value.is_complex() if isinstance(value, torch.Tensor) else isinstance(value, complex)
+    if is_complex and not getattr(torch, field.dtype).is_complex:
+        raise ValueError(f"{title} is complex, expected a value of dtype {field.dtype}.")
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _check_shared(optimizer: Any, entries: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise where saved state that several parameters share has a shape that it has neither for those with saved state nor for all.
+
+    `entries`: the saved fields by id of the leaf.
+    """
+    for leaves, shapes in optimizer.arrangement.shared_shapes(entries.keys()):
+        for leaf in leaves:
+            for key, expected in shapes.items():
+                shape = _shape(entries[id(leaf)][key]) if key in entries[id(leaf)] else None
+                if shape is not None and shape not in expected:
+                    raise ValueError(
+                        f"load_state_dict: state {key!r} of {leaf.name!r}, which several parameters share, has shape {shape}, expected "
+                        f"{' or '.join(map(str, sorted(expected)))}."
+                    )
 
 
 def _copied(value: Any, param: torch.Tensor, field: Field) -> torch.Tensor:

@@ -292,6 +292,12 @@ def lr_scale(group: Mapping[str, Any]) -> float:
     return 1.0 if taken is None else group.get("lr_scale", 1.0) * taken
 
 
+def put_back_lr_scale(group: dict[str, Any]) -> None:
+    """Put the lr_scale that was taken from a group where torch's optimizers have it, in a copy of the group that is to be saved."""
+    if "lr_scale" in group and group.setdefault(TAKEN_LR_SCALE, 1.0) is not None:
+        group["lr_scale"] = lr_scale(group)
+
+
 def listed(owner: str, params: Any) -> Any:
     """What torch.optim takes, with the message of an empty list that says what may have happened."""
     if isinstance(params, torch.Tensor):

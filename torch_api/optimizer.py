@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -564,17 +564,14 @@ class OptaxOptimizer(GroupedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
 
-        As torch's, and: parameters are matched by name where both sides have names; state keeps a wider type than its
-        parameter's; group flags that the saved groups lack stay as they are; tensors are copied, never shared.
+        As torch's, and: parameters are matched by name where both sides have names, which need not have the same wrappers
+        (`_orig_mod.`, `module.`); frozen parameters may be missing; state keeps a wider type than its parameter's; group flags
+        that the saved groups lack stay as they are; tensors are copied, never shared.
 
         Raises:
-          ValueError: other groups, parameters, state fields or shapes; parameters and state are then as before.
+          ValueError: other groups, parameters, state fields or shapes, or damaged values; parameters and state are then as before.
         """
-        with (
-            self._transaction(),
-            self._all_or_nothing(),
-            checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare),
-        ):
+        with self._transaction(), checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -583,7 +580,12 @@ class OptaxOptimizer(GroupedOptimizer):
         return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a loaded state and groups, which `checkpoint.prepare` has checked, or all of a copied or unpickled optimizer."""
         decided = state.pop("_decided", None)
+        with self._all_or_nothing() if decided is None else nullcontext():
+            self._set_state(state, decided)
+
+    def _set_state(self, state: dict[str, Any], decided: Any) -> None:
         defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
         self.defaults = self._with_momentum(defaults)  # torch adds "differentiable", which would come into the groups of every loaded state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -53,7 +53,7 @@ class Rows:
         extra: Extra,
         kept: Kept,
     ) -> None:
-        self._owner, self._extra, self._kept = owner, extra, kept
+        self._owner, self._leaves, self._extra, self._kept = owner, leaves, extra, kept
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
         self.begun: dict[int, Any] = {}  # by unit what its state begins with, as of `analysis.begun`
@@ -239,6 +239,31 @@ class Rows:
             own, shared = self.fields(leaf) if row.unit is not None else (layout(self.problem(leaf)._replace(row=read)).own[0], ())
         fields = [*own, *(field._replace(position=-1) for field in shared)]
         return {field.name: field for field in fields if field.name not in rule.hidden}
+
+    def frozen_fields(self, leaf: Leaf, group: Mapping[str, Any], rule: Rule) -> dict[str, Field]:
+        """The state of a frozen leaf if its transformation were put before it alone, by name; empty where that cannot be told."""
+        path = self.skeleton[[id(other) for other in self._leaves].index(id(leaf))]
+        try:
+            row = replace(group_reader(rule, ())(group), kept=self._kept).together(0)
+            plan = layout(Problem(row, (_whole(leaf, path),), self.skeleton))
+        except Exception:  # noqa: BLE001 - the transformation may want other leaves too
+            return {}
+        fields = [*plan.own[0], *(field._replace(position=-1) for field in plan.shared)]
+        return {field.name: field for field in fields if field.name not in rule.hidden}
+
+    def shared_shapes(self, chosen: Collection[int]) -> Iterator[tuple[list[Leaf], dict[str, set[tuple[int, ...]]]]]:
+        """For each transformation that looks at several leaves: those whose id is chosen, and the shapes of what they share, by field.
+
+        Each may have the shape that it has for the chosen leaves, or for all.
+        """
+        for problem, positions in self.units.values():
+            leaves = [leaf for leaf in self._leaves if id(leaf) in positions and id(leaf) in chosen]
+            if leaves:
+                some = problem._replace(specs=tuple(problem.specs[positions[id(leaf)]] for leaf in leaves))
+                shapes: dict[str, set[tuple[int, ...]]] = {}
+                for field in (*layout(problem).shared, *layout(some).shared):
+                    shapes.setdefault(field.name, set()).add(tuple(field.shape or ()))
+                yield leaves, shapes
 
     def problem(self, leaf: Leaf) -> Problem:
         """A leaf that is updated by itself."""

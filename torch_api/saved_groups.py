@@ -1,0 +1,206 @@
+"""The groups of a saved state_dict in the order of an optimizer's own: by name where both sides have names, else by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from bridge.masks import near, without_wrappers
+
+from .groups import TRAINABLE_PARAMS, put_back_lr_scale
+from .plan import Leaf
+
+
+def checked(state_dict: Any) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """Copies of `state` and `param_groups`, or the error that says what is damaged."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"load_state_dict: there is no {key!r} in it; expected 'state' and 'param_groups', got {sorted(map(str, state_dict))}."
+            )
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping):
+        raise ValueError(f"load_state_dict: 'state' is {state!r}; expected a dict from parameter to the dict of its state. It is damaged.")
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(f"load_state_dict: 'param_groups' is {groups!r}; expected a list of dicts. It is damaged.")
+    for position, group in enumerate(groups):
+        title = f"load_state_dict: group {position} of the loaded state dict"
+        for key in ("params", "param_names", TRAINABLE_PARAMS):
+            column = group.get(key, () if key != "params" else None)
+            if not isinstance(column, Sequence) or isinstance(column, str):
+                raise ValueError(f"{title} has {column!r} for {key!r}; expected a list. It is damaged.")
+        if len(group.get("param_names", group["params"])) != len(group["params"]):
+            raise ValueError(f"{title} has {len(group['params'])} parameters, but {len(group['param_names'])} param_names. It is damaged.")
+    indices = [index for group in groups for index in group["params"]]
+    if len(set(indices)) != len(indices):
+        twice = next(index for index in indices if indices.count(index) > 1)
+        raise ValueError(f"load_state_dict: the loaded state dict has the parameter {twice!r} in two places of its groups. It is damaged.")
+    return dict(state), [dict(group) for group in groups]
+
+
+def aligned(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]], leaves: Sequence[Leaf], trained: Collection[int]) -> list[Any]:
+    """The saved groups in the optimizer's order, with `params` in the order of its parameters.
+
+    Args:
+      own: the optimizer's groups.
+      saved: those of the state_dict.
+      leaves: the optimizer's parameters in the order of its groups.
+      trained: the ids of those leaves that are trained. The others may be missing in `saved`, and have no state then.
+    """
+    if _is_named(own) and _is_named(saved):
+        saved = _renamed(own, saved)
+        saved = _with_frozen(own, saved, leaves, trained) or _in_order(own, saved)
+    else:
+        saved = _in_order(own, saved)
+        saved = _with_frozen_by_position(own, saved, leaves, trained) or saved
+    if len(own) != len(saved):
+        raise ValueError(
+            f"load_state_dict: loaded state dict has a different number of parameter groups: {len(saved)}, expected {len(own)}."
+        )
+    if _is_named(own) and _is_named(saved):
+        index = _by_name(saved, "params")
+        names = _names(own)
+        if len(set(names)) == len(names) and len(index) == sum(len(group["params"]) for group in saved):
+            _same_names(names, index)
+            columns = {"params": index}
+            if all(TRAINABLE_PARAMS in group for group in saved):
+                columns[TRAINABLE_PARAMS] = _by_name(saved, TRAINABLE_PARAMS)
+            return [
+                group
+                | {key: [c[n] for n in mine["param_names"]] for key, c in columns.items()}
+                | {"param_names": list(mine["param_names"])}
+                for mine, group in zip(own, saved, strict=True)
+            ]
+    for position, (mine, group) in enumerate(zip(own, saved, strict=True)):
+        if not len(mine["params"]) == len(group["params"]) == len(group.get(TRAINABLE_PARAMS, group["params"])):
+            raise ValueError(
+                f"load_state_dict: group {position} of the loaded state dict has {len(group['params'])} parameters, expected "
+                f"{len(mine['params'])}: a parameter group that doesn't match the size of optimizer's group. Were layers frozen or added?"
+            )
+    return saved
+
+
+# ------------------------------------------------------------------ names
+
+
+def _is_named(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return all(len(group.get("param_names", ())) == len(group["params"]) for group in groups)
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group["param_names"]]
+
+
+def _by_name(groups: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    return {name: value for group in groups for name, value in zip(group["param_names"], group[key], strict=True)}
+
+
+# What may be done to the names of a side so that they are those of the other, the least first.
+_FORMS: tuple[Callable[[Sequence[str]], list[str]], ...] = (list, without_wrappers)
+
+
+def _renamed(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups with the optimizer's own names where only wrappers of the model (torch.compile, DDP) differ."""
+    mine, theirs = _names(own), _names(saved)
+    names, most = theirs, 0
+    for of_mine in _FORMS:
+        for of_theirs in _FORMS:
+            known, seen = dict(zip(of_mine(mine), mine, strict=True)), of_theirs(theirs)
+            count = len(known.keys() & set(seen)) if len(known) == len(mine) and len(set(seen)) == len(seen) else 0
+            if count > most:
+                names, most = [known.get(name, given) for name, given in zip(seen, theirs, strict=True)], count
+    rest = iter(names)
+    return [group | {"param_names": [next(rest) for _ in group["params"]]} for group in saved]
+
+
+def _same_names(own: list[str], saved: Mapping[str, Any]) -> None:
+    known = set(own)
+    missing = [name for name in own if name not in saved]
+    extra = [name for name in saved if name not in known]
+    if missing:
+        hint = near(missing[0], saved)
+        raise ValueError(f"load_state_dict: the loaded state dict has no parameter {missing[0]!r} ({len(missing)} are missing). {hint}")
+    if extra:
+        raise ValueError(
+            f"load_state_dict: the loaded state dict has a parameter {extra[0]!r} that this optimizer has not ({len(extra)} such)."
+        )
+
+
+def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups in the optimizer's order: with the same names, or else the same labels, where both sides have the same."""
+    for key in (lambda group: sorted(group.get("param_names", ())), lambda group: repr(group.get("label"))):
+        mine, theirs = list(map(key, own)), list(map(key, saved))
+        if sorted(mine) == sorted(theirs) and all(mine):
+            rest = list(zip(theirs, saved, strict=True))
+            return [rest.pop(next(i for i, (name, _) in enumerate(rest) if name == wanted))[1] for wanted in mine]
+    return saved
+
+
+# ------------------------------------------------------------------ frozen parameters that were not saved
+
+
+def _with_frozen(
+    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], leaves: Sequence[Leaf], trained: Collection[int]
+) -> list[dict[str, Any]] | None:
+    """The saved groups, completed by frozen parameters that were not saved; None where none is missing, or one that is trained."""
+    home = {name: group for group in saved for name in group["param_names"]}
+    names = _names(own)
+    missing = [leaf for name, leaf in zip(names, leaves, strict=True) if name not in home]
+    if not missing or any(id(leaf) in trained for leaf in missing) or len(set(names)) < len(names) or not home.keys() <= set(names):
+        return None
+    found, used, rest = [], [], iter(leaves)
+    for group in own:
+        members = [next(rest) for _ in group["params"]]
+        homes = {id(home[name]): home[name] for name in group["param_names"] if name in home}
+        if len(homes) > 1:
+            return None
+        used += homes
+        known = next(iter(homes.values()), None)
+        place = {} if known is None else {name: i for i, name in enumerate(known["param_names"])}
+        found.append(_completed(group, known, members, [place.get(name) for name in group["param_names"]]))
+    return found if len(set(used)) == len(used) else None
+
+
+def _with_frozen_by_position(
+    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], leaves: Sequence[Leaf], trained: Collection[int]
+) -> list[dict[str, Any]] | None:
+    """As `_with_frozen`, where a side has no names: the saved parameters are then the trained ones, in their order."""
+    rest = iter(leaves)
+    members = [[next(rest) for _ in group["params"]] for group in own]
+    if len(own) == len(saved):
+        homes: list[Any] = list(saved)
+    else:
+        some = [any(id(leaf) in trained for leaf in group) for group in members]
+        if sum(some) != len(saved):
+            return None
+        given = iter(saved)
+        homes = [next(given) if is_some else None for is_some in some]
+    found = []
+    for group, home, mine in zip(own, homes, members, strict=True):
+        if home is not None and len(home["params"]) == len(mine):
+            found.append(dict(home))
+            continue
+        present = [id(leaf) in trained for leaf in mine]
+        if home is not None and sum(present) != len(home["params"]):
+            return None
+        count = iter(range(len(mine)))
+        found.append(_completed(group, home, mine, [next(count) if is_present else None for is_present in present]))
+    return found
+
+
+def _completed(
+    own: Mapping[str, Any], saved: Mapping[str, Any] | None, members: Sequence[Leaf], places: Sequence[int | None]
+) -> dict[str, Any]:
+    """A saved group of all members of the optimizer's group: `places` says where each is in the saved one, if there is one."""
+    if saved is None:
+        group = dict(own)
+        put_back_lr_scale(group)
+    else:
+        group = dict(saved)
+    pairs = list(zip(members, places, strict=True))
+    columns: dict[str, list[Any]] = {"params": [("not saved", id(leaf)) if at is None else group["params"][at] for leaf, at in pairs]}
+    if TRAINABLE_PARAMS in group:
+        column = group[TRAINABLE_PARAMS]
+        columns[TRAINABLE_PARAMS] = [leaf.trained if at is None else column[at] for leaf, at in pairs]
+    group.pop("param_names", None)
+    return group | columns | ({"param_names": list(own["param_names"])} if "param_names" in own else {})
