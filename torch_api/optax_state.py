@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -17,6 +18,7 @@ from bridge.masks import near, path_name
 from bridge.problem import nested as dict_path
 from bridge.problem import owners, tails
 
+from .optimizer import OptaxOptimizer
 from .running import Param, expected, nested, parameters, scalar_device, transformation
 
 # torch's fields by the names that optax gives to the same numbers. Some have no such name: torch's amsgrad keeps the maximum
@@ -123,6 +125,11 @@ def load_optax_state(
       ValueError: a trained parameter has no array for a field, an array belongs to none (or to a frozen parameter), shapes
         differ, a dtype would lose digits, or a leaf is a tracer, donated, or on several devices. Nothing is changed then.
     """
+    with optimizer._transaction() if isinstance(optimizer, OptaxOptimizer) else nullcontext():
+        _load(optimizer, state, module, count)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: Any, module: torch.nn.Module | None, count: int | None) -> None:
     what = "load_optax_state"
     params = parameters(what, optimizer, module)
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
