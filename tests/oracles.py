@@ -101,12 +101,16 @@ def jitted(function):
     return jax.jit(function, compiler_options=of_counting(jax.devices()[0]))
 
 
-# How near the movement is to that of the same transformation in pure JAX.
-CLOSE = 1e-6
+# How near the movement is to that of the same transformation in pure JAX. The oldest jaxlib adds a long sum in another order there than
+# in an update of ours, and is further from the sum in float64.
+CLOSE = 1e-6 if jax.__version_info__ >= (0, 10) else 1e-5
 
 
-# For tests of bytes.
+# For tests of bytes: of one leaf by itself, and of leaves that one transformation sees together.
 FUSES = pytest.mark.skipif(not requested(), reason="the environment asks that XLA writes each result from a loop of its own")
+FUSES_JOINTLY = pytest.mark.skipif(
+    not requested() or jax.__version_info__ < (0, 10), reason="this XLA writes only some of these results from one loop"
+)
 
 
 def project_frames(call):

@@ -7,7 +7,7 @@ import optax
 import pytest
 import torch
 from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure
-from oracles import CLOSE, FUSES, movement_error, random_grads, random_params, run_pair, same, set_grads
+from oracles import CLOSE, FUSES_JOINTLY, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
 from bridge import joint, programs, side_by_side, split, units
@@ -51,7 +51,7 @@ def test_twenty_steps_equal_optax(name):
         assert max(map(movement_error, moved_by(tx, start, grads, lr=1.001), expected, start)) < bound
 
 
-@FUSES
+@FUSES_JOINTLY
 @pytest.mark.parametrize("shapes", [SHAPES[:4], [SHAPES[0], (3,)]], ids=["large", "large and small"])
 @pytest.mark.parametrize("name", FEWEST)
 def test_what_must_see_all_leaves_moves_the_fewest_bytes_and_stores_nothing(name, shapes, monkeypatch):
@@ -136,7 +136,12 @@ def test_other_types_are_as_without_the_cut(dtype, monkeypatch):
     bound = {torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.complex64: 1e-6}[dtype]
     exact = clipped_momentum(starts, grads)
     assert max(map(movement_error, ours, exact, starts)) < bound
-    assert max(map(movement_error, ours, theirs, starts)) < bound
+    # Without the cut jaxlib 0.8 is off by some 1e-6 in complex64, which says nothing of ours.
+    if max(map(movement_error, theirs, exact, starts)) < bound:
+        assert max(map(movement_error, ours, theirs, starts)) < bound
+    else:
+        assert dtype is torch.complex64
+        assert jax.__version_info__ < (0, 10)
 
 
 def test_a_skipped_update_and_a_masked_element_keep_their_bits():
