@@ -66,6 +66,15 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
     return tuple(found)
 
 
+def fails(problem: Problem, extra: Extra) -> bool:
+    """Return whether `init` or `update` raises for these leaves of those of the skeleton, evaluated together."""
+    try:
+        _Program(problem._replace(row=problem.row.together(0)), extra)
+    except Exception:  # noqa: BLE001 - user code may raise anything
+        return True
+    return False
+
+
 @functools.lru_cache(64)
 def kinds(problem: Problem, extra: Extra) -> tuple[int | None, ...]:
     """Of leaves that are updated together a number: equal for those of equal state whose elements are updated alike, each by itself.

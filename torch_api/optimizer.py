@@ -436,7 +436,8 @@ class OptaxOptimizer(GroupedOptimizer):
     ) -> list[list[Launch]]:
         """`Launches.build`; after an error or an interrupt in it the next step prepares everything anew."""
         signature, self._signature = self._signature, None
-        launches = self._launches.build(live, extra, scaled, hyperparams, checked, transaction)
+        with self.arrangement.explaining([self._active[i] for i in live]):
+            launches = self._launches.build(live, extra, scaled, hyperparams, checked, transaction)
         self._sight.forget(self._launches.began)
         self._signature = signature
         return launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from operator import is_
 from typing import Any
 
 import numpy as np
+import torch
 
 from bridge import analysis, update
 from bridge.calm import uncollected
@@ -53,7 +55,8 @@ class Rows:
         extra: Extra,
         kept: Kept,
     ) -> None:
-        self._owner, self._leaves, self._extra, self._kept = owner, leaves, extra, kept
+        self._owner, self._extra, self._kept = owner, extra, kept
+        self._leaves, self._is_active = leaves, active
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
         self.begun: dict[int, Any] = {}  # by unit what its state begins with, as of `analysis.begun`
@@ -76,6 +79,10 @@ class Rows:
             group = own[0][0].group
             try:
                 row = self._seen(number, [leaf for leaf, _ in own], [path for _, path in own], rules[group], groups[group])
+            except Exception as error:
+                if rules[group].scaled:
+                    self._explain(group_reader(rules[group], ())(groups[group]), [leaf for leaf, _ in own], error)
+                raise
             finally:
                 looked_at = analysis.given_up()
             self.looked_at += looked_at if number in self.units else []
@@ -138,6 +145,48 @@ class Rows:
         for leaf, spec in zip(leaves, specs if views is None else views, strict=True):
             leaf.spec = self._local(leaf, spec, row)
         return row
+
+    @contextlib.contextmanager
+    def explaining(self, live: Sequence[Leaf]) -> Iterator[None]:
+        """Name a parameter that takes no part in an error of a transformation that fails for lack of it.
+
+        Args:
+          live: the leaves that are to be updated.
+        """
+        try:
+            yield
+        except Exception as error:
+            for problem, positions in self.units.values():
+                self._explain(problem.row, [leaf for leaf in live if id(leaf) in positions], error)
+            raise
+
+    def _explain(self, row: Row, present: Sequence[Leaf], error: Exception) -> None:
+        """Raise an error that names the absent leaves if the transformation fails without them, and not with all leaves."""
+        here = set(map(id, present))
+        absent = [leaf for leaf in self._leaves if id(leaf) not in here]
+        plain = [(leaf, path) for leaf, path in zip(self._leaves, self.skeleton, strict=True) if id(leaf) in here or _is_plain(leaf.param)]
+        specs = {id(leaf): _whole(leaf, path) for leaf, path in plain}
+        some = Problem(row, tuple(spec for key, spec in specs.items() if key in here), self.skeleton)
+        if not present or not absent or not analysis.fails(some, self._extra):
+            return
+        if analysis.fails(some._replace(specs=tuple(specs.values())), self._extra):
+            return
+        first, *_ = str(error).splitlines() or [""]
+        named = ", ".join(f"{leaf.name!r} ({self._absence(leaf)})" for leaf in absent[:3])
+        raise ValueError(
+            f"{self._owner}: the transformation fails where it sees None in place of a parameter that takes no part: {named}"
+            f"{' and more' if len(absent) > 3 else ''}. Nothing was updated. A transformation that closes over a tree of all parameters "
+            "must leave these out: jax.tree.map(lambda g, a: None if g is None else ..., updates, tree, is_leaf=lambda x: x is None). "
+            f"Or train all of them, with a gradient each. The error was {type(error).__name__}: {first}"
+        ) from error
+
+    def _absence(self, leaf: Leaf) -> str:
+        """Say why a leaf takes no part."""
+        if not leaf.param.requires_grad:
+            return "frozen: requires_grad=False"
+        if not self._is_active(leaf):
+            return f"frozen: {leaf.rule}"
+        return "without a gradient" if leaf.param.grad is None else "of another transformation"
 
     def _local(self, leaf: Leaf, spec: Spec, row: Row) -> Spec:
         """How the transformation sees what this process holds of the leaf: that part, if it treats each element by itself."""
@@ -277,6 +326,10 @@ def _decisive(rule: Rule, name: str, is_traced: bool) -> Callable[[Any], Any] | 
     if name not in rule.whole:
         return bool
     return fixed if isinstance(rule.hyperparams[name], tuple | list) else None
+
+
+def _is_plain(param: torch.Tensor) -> bool:
+    return param.layout is torch.strided and (param.is_floating_point() or param.is_complex()) and not param.is_meta
 
 
 def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:

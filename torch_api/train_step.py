@@ -334,7 +334,8 @@ class JaxTrainStep:
             return self._programs[key]
 
         signature, self.optimizer._signature = self.optimizer._signature, None  # after an error the optimizer prepares everything anew
-        launch = launches.whole(live, extra, numbers, compiled)
+        with self.optimizer.arrangement.explaining([active[i] for i in live]):
+            launch = launches.whole(live, extra, numbers, compiled)
         self.optimizer._sight.forget(launches.began)
         self.optimizer._signature = signature
         self._watch.look()  # buffers have moved, and weights that were not aligned
