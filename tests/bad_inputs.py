@@ -262,6 +262,12 @@ def norm_sized():
     return optax.flatten(optax.adam(0.1))
 
 
+def with_all(named):
+    """A transformation that closes over a tree of all parameters."""
+    anchor = {"body": {"weight": 0.0, "bias": 0.0}, "head": {"weight": 0.0, "bias": 0.0}}
+    return OptaxOptimizer(named, optax.stateless(lambda g, p: jax.tree.map(lambda g, p, a: -0.1 * (g + p - a), g, p, anchor)))
+
+
 def without_last(optimizer):
     params_of(optimizer)[-1].grad = None
 
@@ -352,6 +358,7 @@ STEPS = [
         lambda opt: opt.step(value=without_memory(torch.ones(1))),
         stepped(lambda named: OptaxOptimizer(named, optax.adamw, lr=0.1)),
     ),
+    Bad("no gradient where a transformation needs all", lambda opt: opt.step(), stepped(with_all, without_last)),
     Bad("a gradient of another shape", lambda opt: opt.step(), stepped(after=other_gradient)),
     Bad("a parameter of another shape than its state", lambda opt: opt.step(), stepped(after=other_shape)),
     Bad(
