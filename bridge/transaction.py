@@ -92,8 +92,9 @@ class Transaction:
 
     def _give_back(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._note:  # else a handler has replaced itself
-                signal.signal(number, handler)
+            replaced = signal.signal(number, handler)
+            if replaced not in (self._note, handler):  # by a handler that has set another
+                signal.signal(number, replaced)
 
     def _deliver(self) -> None:
         """Call the handlers of all signals that have arrived, also behind one that raises."""
