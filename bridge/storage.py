@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -414,17 +415,28 @@ def cannot_own(tensor: torch.Tensor) -> str:
         return "not dense"
     if shortage(tensor):
         return "its memory was freed"
-    if tensor._is_view() or tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+    if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
+    if tensor._is_view() and _holders_of_base(tensor) != _ONLY_ITS_VIEW:
+        return "a view of another tensor"
     if tensor.is_shared() and tensor.device.type == "cpu":
         return "in shared memory"
     if tensor.is_pinned():
         return "in pinned memory"
-    if _use_count(tensor) != 1:
+    if _use_count(tensor) != (2 if tensor._is_view() else 1):
         return SHARED
     if not tensor.untyped_storage().resizable() and located(tensor)[0] is None and not is_owned(tensor):
         return FOREIGN
     return ""
+
+
+def _holders_of_base(view: torch.Tensor) -> tuple[int, int]:
+    """How many references there are to the tensor that a view was made of, from Python and in all; safetensors gives such views."""
+    base: Any = view._base
+    return sys.getrefcount(base), base._use_count()
+
+
+_ONLY_ITS_VIEW = _holders_of_base(torch.zeros(2).view(2))
 
 
 def _use_count(tensor: torch.Tensor) -> int:

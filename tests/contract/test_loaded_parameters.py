@@ -96,6 +96,26 @@ def test_loaded_parameters_are_updated_in_their_own_memory(load, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_tensors_of_a_file_are_trained_as_they_are(is_held, tmp_path):
+    safetensors.torch.save_file({"w": torch.ones(4, 4)}, tmp_path / "weights.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    other = loaded["w"].view(16) if is_held else None
+    for tensor in loaded.values():
+        tensor.requires_grad_()
+    optimizer = torch_api.MaskedSGD(loaded.items(), lr=0.1)
+    steps(list(loaded.values()), optimizer)
+    (row,) = optimizer.report().rows
+    assert (row["write-back"] == "inplace") is not is_held
+    assert loaded["w"][0, 0] > 1
+    if other is not None:
+        torch.testing.assert_close(other.view(4, 4), loaded["w"].detach())
+    loss = (3 * loaded["w"]).sum()
+    loaded["w"].grad = None
+    loss.backward()
+    assert (loaded["w"].grad == 3).all()
+
+
 def test_a_train_step_updates_loaded_parameters_in_their_own_memory(tmp_path):
     loaded, x = by_safetensors(tmp_path), torch.ones(2, 8)
     optimizer = torch_api.MaskedSGD(loaded.named_parameters(), lr=0.1)
