@@ -446,7 +446,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""
         live: list[int] = []
         grads: list[torch.Tensor] = []
-        other_dtype = False
+        in_other_dtypes: list[tuple[Leaf, torch.dtype]] = []
         for i, leaf in enumerate(self._active):
             p = leaf.param
             g = p.grad
@@ -463,11 +463,14 @@ class OptaxOptimizer(GroupedOptimizer):
             if g.is_sparse or g.shape != leaf.shape or g.dtype is not leaf.gradient_dtype or g.device != leaf.device:
                 if g.is_sparse or not leaf.takes(g):
                     raise ValueError(bad_gradient(type(self).__name__, leaf, g))
-                other_dtype = True
+                in_other_dtypes.append((leaf, g.dtype))
             live.append(i)
             grads.append(g)
-        if other_dtype:
-            self._place()  # gradients are gathered and read in the dtype that they have now
+        if in_other_dtypes:
+            self._signature = None  # an interrupt in here would leave launches that read gradients as of another dtype
+            for leaf, dtype in in_other_dtypes:
+                leaf.gradient_dtype = dtype
+            self._place()
             return self._look()
         leaves = [self._active[i] for i in live]
         found = with_elements(type(self).__name__, leaves, grads)

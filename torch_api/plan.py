@@ -95,10 +95,8 @@ class Leaf:
         self.strides = p.stride() if p.layout is torch.strided else ()  # a frozen one may be sparse
 
     def takes(self, grad: torch.Tensor) -> bool:
-        """Whether a dense gradient fits the parameter; it may have another dtype, in which it is then expected."""
-        fits = grad.shape == self.shape and grad.device == self.device and _are_combined(self.dtype, grad.dtype)
-        self.gradient_dtype = grad.dtype if fits else self.gradient_dtype
-        return fits
+        """Whether a dense gradient fits the parameter, perhaps in another dtype than is expected."""
+        return grad.shape == self.shape and grad.device == self.device and _are_combined(self.dtype, grad.dtype)
 
     @property
     def alone(self) -> bool:

@@ -1,5 +1,7 @@
 """Gradients of another dtype than their parameters (`p.grad_dtype`): read as they are, arithmetic in float32, one rounding at the end."""
 
+import warnings
+
 import optax
 import pytest
 import torch
@@ -115,6 +117,25 @@ def test_the_dtype_may_change_between_steps():
             optimizer.step()
     for p, q in zip(ps, twins, strict=True):
         torch.testing.assert_close(p.detach().float(), q.detach(), rtol=0.02, atol=0.02)
+
+
+def test_the_dtype_may_change_in_a_step_that_is_refused():
+    ps, twins = parameters(PACKED, BFLOAT16, None), parameters(PACKED, BFLOAT16, None)
+    optimizer, twin = torch_api.MaskedSGD(ps, lr=0.1), torch.optim.SGD(twins, lr=0.1)
+    for nth, dtype in enumerate([BFLOAT16, FLOAT32]):
+        for each in (ps, twins):
+            give_gradients(each, nth, dtype)
+        if nth == 1:
+            good, ps[-1].grad = ps[-1].grad, torch.ones(4, 5, dtype=torch.float64)
+            with pytest.raises(ValueError, match="float64"):
+                optimizer.step()
+            ps[-1].grad = good
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", torch_api.CompilationWarning)
+            optimizer.step()
+        twin.step()
+    for p, expected in zip(ps, twins, strict=True):
+        torch.testing.assert_close(p, expected, rtol=2**-7, atol=1e-3)
 
 
 def test_a_gradient_in_a_dtype_of_other_arithmetic_is_refused():
