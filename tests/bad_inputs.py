@@ -383,6 +383,11 @@ STEPS = [
     Bad("an optimizer that is made in a forked process", made_in_a_fork),
     Bad("an average that is not kept", inside("ema_params", lambda opt: None), stepped()),
     Bad("a step inside ema_params", inside("ema_params", lambda opt: opt.step()), stepped(averaged)),
+    Bad(
+        "a step between eval and train",
+        lambda opt: opt.step(),
+        stepped(lambda named: torch_api.MaskedScheduleFreeAdamW(named), lambda opt: opt.eval()),
+    ),
 ]
 
 

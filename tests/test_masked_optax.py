@@ -39,7 +39,7 @@ def run_both(name, options, steps=20, wrong=1.0, **engine):
     """End points of ours and of optax on equal gradients, the starts, and our optimizer."""
     params = parameters()
     start = {n: p.detach().clone() for n, p in params.items()}
-    tree = {n: jnp.array(p.detach().numpy()) for n, p in params.items()}
+    tree = {n: jnp.array(p.detach().numpy().copy()) for n, p in params.items()}
     optimizer = make(name, params.items(), lr=0.01, **options, **engine)
     tx = CASES[name][0](learning_rate=0.01 * wrong, **options)
     state, update = tx.init(tree), jax.jit(tx.update)
@@ -117,7 +117,7 @@ def test_masks_freeze_numbers_do_not_compile_and_checkpoints_resume(name):
 def test_decay_mask_stands_for_optax_own_mask(name):
     key = "weight_decay_mask" if name == "Lars" else "mask"
     params = parameters()
-    tree = {n: jnp.array(p.detach().numpy()) for n, p in params.items()}
+    tree = {n: jnp.array(p.detach().numpy().copy()) for n, p in params.items()}
     optimizer = make(name, params.items(), lr=0.01, weight_decay=0.5, decay_mask={"body.weight": True, "body.bias": False})
     tx = CASES[name][0](0.01, weight_decay=0.5, **{key: {"body.weight": True, "body.bias": False}})
     for p in params.values():

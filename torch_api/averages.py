@@ -9,15 +9,19 @@ import torch
 
 from bridge.transaction import Transaction
 
+EVALUATION = "eval"  # what `Exchange.inside` is between the calls of `eval` and `train` of a schedule-free optimizer
+
 
 class Exchange:
-    """Which context, if any, has put other values into the parameters of an optimizer than those that it trains."""
+    """Which context or call, if any, has put other values into the parameters of an optimizer than those that it trains."""
 
     def __init__(self) -> None:
         self.inside = ""
 
     def refuse(self, what: str) -> None:
         """Raise the error of a call that needs the trained values."""
+        if self.inside == EVALUATION:
+            raise RuntimeError(f"{what}: since eval() the parameters hold other values than those trained. Call train() first.")
         raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than those trained. Leave it first.")
 
     @contextmanager
@@ -43,7 +47,7 @@ class Exchange:
                     before = [p.detach().clone(memory_format=torch.preserve_format) for p in params]
                     held.append((params, before))
                     self.inside = name
-                    _write(params, [value for _, value in pairs])
+                    write(params, [value for _, value in pairs])
                 yield
             finally:
                 self._give_back(held, transaction)
@@ -53,12 +57,13 @@ class Exchange:
     def _give_back(self, held: list[tuple[list[torch.Tensor], list[torch.Tensor]]], transaction: Callable[[], Transaction]) -> None:
         if held:
             with transaction():
-                _write(*held[0])  # to where the parameters are now: their data may have been replaced meanwhile
+                write(*held[0])  # to where the parameters are now: their data may have been replaced meanwhile
                 self.inside = ""
                 held.clear()
 
 
-def _write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Write a value into each parameter, rounded to its dtype."""
     into = [p.detach() for p in params]
     if into and all(type(p) is torch.Tensor for p in into):
         torch._foreach_copy_(into, list(values))

@@ -21,8 +21,8 @@ TAKEN_LR_SCALE = "initial_lr_scale"
 FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale", TAKEN_LR_SCALE})
 # Options of torch.optim that say how torch computes: kept, so that checkpoints look the same, and otherwise ignored.
 TORCH_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-# Written into groups by torch.optim.lr_scheduler and swa_utils, and `name` by Lightning's monitor.
-_SCHEDULER_KEYS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name"})
+# Written into groups by torch.optim.lr_scheduler and swa_utils, `name` by Lightning's monitor, `train_mode` by schedule-free optimizers.
+_SCHEDULER_KEYS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "train_mode"})
 TRAINABLE_PARAMS = "trainable_params"  # one bool per parameter of the group, once set_trainable was called
 _PARAMS_KEYS = frozenset({"params", "param_names", TRAINABLE_PARAMS})
 

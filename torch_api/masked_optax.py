@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import optax
 import optax.contrib
 import torch
 
+from .averages import EVALUATION, write
 from .betas import spread
 from .optimizer import OptaxOptimizer
+
+_MODE = "train_mode"  # in a group, False between `eval` and `train`: the key of the schedulefree package
 
 
 class MaskedLion(OptaxOptimizer):
@@ -32,11 +35,9 @@ class MaskedLion(OptaxOptimizer):
         b2: float = 0.99,
         mu_dtype: Any = None,
         weight_decay: float = 1e-3,
-        *,
-        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedLion, betas, b1, b2)
+        b1, b2 = _momenta(MaskedLion, engine, b1, b2)
         super().__init__(params, optax.lion, lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, **_given(mu_dtype=mu_dtype), **engine)
 
 
@@ -55,11 +56,9 @@ class MaskedLamb(OptaxOptimizer):
         eps: float = 1e-6,
         eps_root: float = 0.0,
         weight_decay: float = 0.0,
-        *,
-        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedLamb, betas, b1, b2)
+        b1, b2 = _momenta(MaskedLamb, engine, b1, b2)
         super().__init__(params, optax.lamb, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, weight_decay=weight_decay, **engine)
 
 
@@ -105,10 +104,9 @@ class MaskedAdaBelief(OptaxOptimizer):
         eps_root: float = 1e-16,
         *,
         nesterov: bool = False,
-        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedAdaBelief, betas, b1, b2)
+        b1, b2 = _momenta(MaskedAdaBelief, engine, b1, b2)
         super().__init__(params, optax.adabelief, lr=lr, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov, **engine)
 
 
@@ -125,18 +123,17 @@ class MaskedYogi(OptaxOptimizer):
         b1: float = 0.9,
         b2: float = 0.999,
         eps: float = 1e-3,
-        *,
-        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedYogi, betas, b1, b2)
+        b1, b2 = _momenta(MaskedYogi, engine, b1, b2)
         super().__init__(params, optax.yogi, lr=lr, b1=b1, b2=b2, eps=eps, **engine)
 
 
 class MaskedScheduleFreeAdamW(OptaxOptimizer):
     """optax.contrib.schedule_free_adamw with masks: same numbers, in place. See `OptaxOptimizer` for `**engine`.
 
-    The parameters are the points at which gradients are taken; evaluate, and save a model, inside `eval_params()`.
+    The parameters are the points at which gradients are taken; evaluate, and save a model, inside `eval_params()`, or between
+    `eval()` and `train()`, which trainers call.
     `state_dtype` is the engine's: a torch.dtype, for all state of the parameter's shape, where optax's is for z alone.
 
     Source: https://optax.readthedocs.io/en/latest/api/contrib.html#optax.contrib.schedule_free_adamw; Defazio et al.,
@@ -153,11 +150,9 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         weight_lr_power: float = 2.0,
-        *,
-        betas: tuple[float, float] | None = None,
         **engine: Any,
     ) -> None:
-        b1, b2 = _momenta(MaskedScheduleFreeAdamW, betas, b1, b2)
+        b1, b2 = _momenta(MaskedScheduleFreeAdamW, engine, b1, b2)
         numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
         super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_given(warmup_steps=warmup_steps), **engine)
 
@@ -167,23 +162,93 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         x = (y - (1 - b1) z) / b1, as `optax.contrib.schedule_free_eval_params`, written in place: parameters stay the same
         objects at the same addresses. A parameter without state (frozen, or before the first step) is its own average.
 
+        After `eval()` the context changes nothing.
+
         Raises:
           RuntimeError: `step`, or `eval_params` again, inside the context.
         """
+        if self._exchange.inside == EVALUATION:
+            return nullcontext()
         return self._exchange.hold(type(self).__name__, "eval_params", self._evaluated, self._transaction)
 
+    def eval(self) -> None:
+        """Have the averaged weights x in the parameters until `train()`, as inside `eval_params()`; again, it does nothing.
+
+        `step` is an error meanwhile. A `state_dict` says so by `train_mode` in its groups: whoever loads it, beside a model with the
+        averaged weights, calls `train()` before the next step.
+
+        Raises:
+          RuntimeError: inside `eval_params()` or `ema_params()`.
+        """
+        if self._exchange.inside == EVALUATION:
+            return
+        with self._transaction():
+            if self._exchange.inside:
+                self._exchange.refuse(f"{type(self).__name__}.eval")
+            pairs = self._evaluated()
+            numbers = {id(p): b1 for p, b1, _ in self._members()}
+            self._points = {id(p): (p.detach().clone(memory_format=torch.preserve_format), numbers[id(p)]) for p, _ in pairs}
+            self._exchange.inside = EVALUATION
+            for group in self.param_groups:
+                group[_MODE] = False
+            write([p for p, _ in pairs], [x for _, x in pairs])
+
+    def train(self) -> None:
+        """Have the training weights y in the parameters again; without `eval()` before, it does nothing.
+
+        They are those of before `eval()`, bit for bit. Where a parameter was written to meanwhile, or the optimizer was loaded or
+        copied, y = b1 x + (1 - b1) z.
+
+        Raises:
+          RuntimeError: inside `eval_params()` or `ema_params()`.
+        """
+        if not self._exchange.inside:
+            return
+        with self._transaction():
+            if self._exchange.inside != EVALUATION:
+                self._exchange.refuse(f"{type(self).__name__}.train")
+            pairs = [(p, self._training_point(p, b1, state["z"])) for p, b1, state in self._members() if "z" in state]
+            write([p for p, _ in pairs], [y for _, y in pairs])
+            for group in self.param_groups:
+                group.pop(_MODE, None)
+            self._exchange.inside, self._points = "", {}
+
+    def _training_point(self, p: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
+        y, b1_before = self._points.get(id(p), (None, b1))
+        if y is not None and torch.equal(p.detach(), _average(y, b1_before, z).to(p.dtype)):
+            return y
+        return b1 * p.detach() + (1.0 - b1) * z
+
+    def _members(self) -> list[tuple[torch.Tensor, float, dict[str, Any]]]:
+        """Each parameter with its b1 and its state."""
+        return [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
+
     def _evaluated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        members = [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
-        return [(p, (p.detach() - (1.0 - b1) * state["z"]) / b1) for p, b1, state in members if "z" in state]
+        return [(p, _average(p.detach(), b1, state["z"])) for p, b1, state in self._members() if "z" in state]
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._points: dict[int, tuple[torch.Tensor, float]] = {}  # y and b1 at `eval()`, by id of the parameter
+
+    def _set_state(self, state: dict[str, Any], decided: Any) -> None:
+        super()._set_state(state, decided)
+        self._points = {}
+        if self._exchange.inside in ("", EVALUATION):
+            evaluates = any(not group.get(_MODE, True) for group in self.param_groups)
+            self._exchange.inside = EVALUATION if evaluates else ""
 
 
-def _momenta(owner: type, betas: Any, b1: Any, b2: Any) -> tuple[Any, Any]:
-    """The two momenta: `betas`, or b1 and b2, which are then at their defaults."""
-    if betas is None:
+def _average(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
+    return (y - (1.0 - b1) * z) / b1
+
+
+def _momenta(owner: type, engine: dict[str, Any], b1: Any, b2: Any) -> tuple[Any, Any]:
+    """The two momenta: `betas`, which is taken out of the keyword arguments, or b1 and b2, which are at their defaults beside it."""
+    if "betas" not in engine:
         return b1, b2
     defaults = inspect.signature(owner.__init__).parameters
     given = {name: value for name, value in (("b1", b1), ("b2", b2)) if value is not defaults[name].default}
-    both = spread(owner.__name__, {"betas": betas} | given, ("b1", "b2"))
+    both = spread(owner.__name__, {"betas": engine.pop("betas")} | given, ("b1", "b2"))
     return both["b1"], both["b2"]
 
 
