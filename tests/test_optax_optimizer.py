@@ -337,7 +337,6 @@ def test_torch_schedulers_drive_a_ready_transformation_and_compile_nothing():
     assert opt.param_groups[0]["lr"] != 1.0
 
 
-@pytest.mark.filterwarnings("ignore:.*with a learning rate of")
 def test_two_groups_of_a_ready_transformation_share_the_norm_and_have_their_own_lr():
     params = draw()
     start, grads, names = snap(params), draw_grads(params), list(params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,10 +57,6 @@ class GroupedOptimizer(Keeper, ABC):
     def _place(self) -> None:
         """Take note that leaves or what was decided of them have changed."""
 
-    @abstractmethod
-    def _warn_of_products(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warn where the lr of a group that was given multiplies another learning rate."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
 
@@ -109,7 +105,6 @@ class GroupedOptimizer(Keeper, ABC):
                 self._resolve(self._leaves, leaves)
             self._leaves = self._leaves + leaves
             if self._constructed:
-                self._warn_of_products([group])
                 self._place()
 
     def _default_lr(self, group: Mapping[str, Any]) -> Any:

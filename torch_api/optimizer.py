@@ -135,7 +135,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._begin()
         super().__init__(params, self._with_momentum(defaults))
         self._resolve([], self._leaves)
-        self._warn_of_products(self.param_groups)
+        self._warn_of_products()
         self._constructed = True
         self._place()
         self._follow_fused()
@@ -146,7 +146,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
         self._group_sizes: list[int] = []  # how many keys each group had when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
-        self._warned = self._warned_of_frozen = self._warned_of_products = False
+        self._warned = self._warned_of_frozen = False
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule by which the parameters of a group are updated."""
@@ -221,24 +221,31 @@ class OptaxOptimizer(GroupedOptimizer):
                 stacklevel=stack_level(),
             )
 
-    def _warn_of_products(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Warn once where the lr of a group that was given multiplies an update that is multiplied with a learning rate already."""
-        for group in param_groups:
-            rule, lr = self.rule_of(group), float(group["lr"])
-            if self._warned_of_products or not multiplies(rule) or math.isclose(lr, 1.0, rel_tol=1e-3):
+    def _warn_of_products(self) -> None:
+        """Warn once where the lr that is given multiplies an update that is multiplied with a learning rate already.
+
+        Where one group has an lr of 1, those of the others are multipliers on purpose.
+        """
+        rates: dict[int, tuple[Rule, list[float]]] = {}
+        for group in self.param_groups:
+            rule = self.rule_of(group)
+            rates.setdefault(id(rule), (rule, []))[1].append(float(group["lr"]))
+        for rule, given in rates.values():
+            if not multiplies(rule) or any(math.isclose(lr, 1.0, rel_tol=1e-3) for lr in given):
                 continue
             seen = [leaf for leaf in self._leaves if self.rule_of(self.param_groups[leaf.group]) is rule and self._is_active(leaf)]
             seen = [leaf for leaf in seen if leaf.param.requires_grad]
             seen = seen if len(seen) <= _FEW else seen[:1]
             factor = last_factor(rule, self._tree_of(seen)) if seen else None
             if factor is not None:
-                self._warned_of_products = True
+                lr = given[0]
                 warnings.warn(
                     f"{type(self).__name__}: lr is {lr:g}, and the transformation multiplies its update by {abs(factor):g} already, so "
                     f"parameters move with a learning rate of {lr * abs(factor):g}. Give the learning rate once: to the transformation, "
                     "or as lr=... beside the function that makes it (optax.adam, lr=1e-3) or beside optax.adam(1.0).",
                     stacklevel=stack_level(),
                 )
+                return
 
     def _tree_of(self, leaves: Sequence[Leaf]) -> Any:
         """The tree of shapes in which a transformation sees these leaves, None in the place of the others."""

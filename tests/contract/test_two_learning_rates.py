@@ -110,12 +110,10 @@ def test_where_lr_is_the_learning_rate_nothing_is_said():
 def test_other_ways_to_give_two():
     net = model()
     first, second = ([(f"{i}.{name}", p) for name, p in layer.named_parameters()] for i, layer in enumerate(net))
-    in_a_group = lambda: torch_api.OptaxOptimizer([{"params": first}, {"params": second, "lr": 0.1}], optax.adam(1e-3))  # noqa: E731
-    assert "a learning rate of 0.0001" in seen_in(in_a_group)[1][0]
-    optimizer, seen = seen_in(lambda: torch_api.OptaxOptimizer(first, optax.adam(1e-3)))
-    assert seen == []
-    _, (text,) = seen_in(lambda: optimizer.add_param_group({"params": second, "lr": 0.1}))
-    assert "a learning rate of 0.0001" in text
+    groups = [{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}]
+    assert "a learning rate of 0.0001" in seen_in(lambda: torch_api.OptaxOptimizer(groups, optax.adam(1e-3)))[1][0]
+    multipliers = [{"params": first}, {"params": second, "lr": 0.1}]  # on purpose: the other is 1
+    assert seen_in(lambda: torch_api.OptaxOptimizer(multipliers, optax.adam(1e-3)))[1] == []
     labels = lambda: torch_api.PartitionedOptimizer(  # noqa: E731
         model().named_parameters(), {"a": (optax.adam, {"lr": 0.1}), "b": (optax.adam(1e-3), {"lr": 0.5})}, {"0": "a", "1": "b"}
     )
