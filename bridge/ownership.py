@@ -17,6 +17,8 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+# Whether an array over a tensor holds the storage by a tensor of its own, so that it counts as one that shares the storage.
+_ARRAYS_COUNT = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))
 _Ranges = list[tuple[int, int]]
 _mapped: _Ranges | None = None  # within `mappings_read_once`, once they were asked for
 _keeps = False
@@ -45,6 +47,8 @@ def _is_allocation(tensor: torch.Tensor) -> bool:
     torch shares the memory of a storage between lazy clones only where it could free that memory with no other object. The clone is gone
     at once, and `data_ptr` makes the storage a plain one again.
     """
+    if not _ARRAYS_COUNT:
+        return False
     try:
         with torch.no_grad():
             torch._lazy_clone(tensor.detach())

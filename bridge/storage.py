@@ -417,7 +417,7 @@ def cannot_own(tensor: torch.Tensor) -> str:
         return "its memory was freed"
     if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
-    if tensor._is_view() and _holders_of_base(tensor) != _ONLY_ITS_VIEW:
+    if tensor._is_view() and (_ONLY_ITS_VIEW is None or _holders_of_base(tensor) != _ONLY_ITS_VIEW):
         return "a view of another tensor"
     if tensor.is_shared() and tensor.device.type == "cpu":
         return "in shared memory"
@@ -430,10 +430,10 @@ def cannot_own(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _holders_of_base(view: torch.Tensor) -> tuple[int, int]:
+def _holders_of_base(view: torch.Tensor) -> tuple[int, int] | None:
     """How many references there are to the tensor that a view was made of, from Python and in all; safetensors gives such views."""
     base: Any = view._base
-    return sys.getrefcount(base), base._use_count()
+    return (sys.getrefcount(base), base._use_count()) if hasattr(base, "_use_count") else None
 
 
 _ONLY_ITS_VIEW = _holders_of_base(torch.zeros(2).view(2))
