@@ -7,7 +7,7 @@ import optax
 import pytest
 import torch
 from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure
-from oracles import CLOSE, FUSES_JOINTLY, movement_error, random_grads, random_params, run_pair, same, set_grads
+from oracles import CLOSE, FUSES, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
 from bridge import joint, programs, side_by_side, split, units
@@ -51,7 +51,7 @@ def test_twenty_steps_equal_optax(name):
         assert max(map(movement_error, moved_by(tx, start, grads, lr=1.001), expected, start)) < bound
 
 
-@FUSES_JOINTLY
+@FUSES
 @pytest.mark.parametrize("shapes", [SHAPES[:4], [SHAPES[0], (3,)]], ids=["large", "large and small"])
 @pytest.mark.parametrize("name", FEWEST)
 def test_what_must_see_all_leaves_moves_the_fewest_bytes_and_stores_nothing(name, shapes, monkeypatch):

@@ -242,6 +242,7 @@ def test_what_barriers_hold_is_told_from_what_moves():
     assert loops.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
 
 
+@FUSES
 @stays
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
