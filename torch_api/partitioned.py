@@ -16,7 +16,7 @@ from bridge.masks import near, near_and_all
 from . import betas, groups
 from .optimizer import OptaxOptimizer
 from .plan import Leaf
-from .selectors import Selectors
+from .selectors import Selectors, refuse_decay_mask
 from .transformation import as_rule
 
 _NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
@@ -126,6 +126,8 @@ class PartitionedOptimizer(OptaxOptimizer):
     def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
         """The group's part for each label, in the order of their first parameters."""
         parts = []
+        if group.get("mask") is not None and len(set(labels)) > 1:
+            group = group | {"mask": self._mask_of(group)}
         elsewhere = {key for defaults in self._defaults_of.values() for key in defaults} | {"param_names"}
         elsewhere |= {betas.BETAS for defaults in self._defaults_of.values() if betas.named_by(defaults)}
         for label in dict.fromkeys(labels):
@@ -144,6 +146,20 @@ class PartitionedOptimizer(OptaxOptimizer):
                 f"{', '.join(map(repr, dict.fromkeys(labels)))}. {near_and_all(key, known)}"
             )
         return parts
+
+    def _mask_of(self, group: dict[str, Any]) -> Any:
+        """The mask of a group as a function of the parameter, for parts of the group: a pattern need not match in each part."""
+        refuse_decay_mask(type(self).__name__, group["mask"])
+        params, names = group["params"], groups.names(group, 0)
+        nested = lambda: tree.nest(zip(names, params, strict=True))  # noqa: E731
+        leaves = masks.Leaves(names, params, nested, "param_names" in group, by_argument_name=True)
+        decided = masks.column(group["mask"], leaves, "mask")
+        values = {id(p): decision.value for p, decision in zip(params, decided, strict=True)}
+
+        def of_the_group(_: str, param: torch.Tensor) -> Any:
+            return values[id(param)]
+
+        return of_the_group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: with its label under "label", or labelled by the constructor's selector.

@@ -244,3 +244,16 @@ def test_a_parameter_that_is_put_into_a_group_by_hand():
     before = {name: p.detach().clone() for name, p in second}
     optimizer.step()
     assert [name for name, p in second if not torch.equal(p, before[name])] == ["head.weight"]
+
+
+def test_a_mask_of_a_group_that_labels_divide():
+    first, second = parts(model())
+    for later in (False, True):
+        own = {"params": second, "mask": "head.*"}
+        optimizer = partitioned([{"params": first}] if later else [{"params": first}, own], {"": "x", "body": "y", "body.0.bias": "x"})
+        if later:
+            optimizer.add_param_group(own)
+        statuses = {row["parameter"]: row["status"] for row in optimizer.report().rows}
+        assert [statuses[name] for name, _ in second] == ["frozen", "trained", "trained"]
+    with pytest.raises(ValueError, match=r"pattern 'haed.\*' matches none of 3"):
+        partitioned([{"params": first}, {"params": second, "mask": "haed.*"}], {"": "x", "body": "y"})
