@@ -24,7 +24,7 @@ from .dlpack import X64, behind_torch, operands, wait_for
 from .fusion import client_started, request
 from .programs import Program, compilations, count_compilation, programs
 from .reading import Reader
-from .storage import Memory, write_back
+from .storage import Memory, hold, leave_held, taken, write_back
 from .update import traces
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "count_compilation", "elsewhere", "programs", "run", "traces"]
@@ -36,11 +36,11 @@ _looped, _elements, _calls_back, _read, _room = (
     methodcaller("read"),
     attrgetter("room"),
 )
-_array, _memory, _address, _pointer = (
-    attrgetter("array"),
+_memory, _address, _pointer, _is_deleted = (
     attrgetter("memory"),
     attrgetter("address"),
     methodcaller("unsafe_buffer_pointer"),
+    methodcaller("is_deleted"),
 )
 _forked = False
 
@@ -193,11 +193,14 @@ def run(
                 if side_by_side:
                     lanes.choose(side_by_side[len(flight.landing) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
-                own = list(map(_array, memories[:split])), list(map(_array, memories[split:])), scalars, read, gradients, launch.masks
+                old = taken(memories)
+                own = old[:split], old[split:], scalars, read, gradients, launch.masks
                 call = launch.program.update if len(launches) > 1 else launch.program.alone
                 new_params, new_state, new_scalars, new_kept, skipped, tokens = call(
                     *own, numbers, launch.offsets, launch.live, *further, measure, after
                 )
+                if not all(map(_is_deleted, old)):
+                    leave_held(memories, old)
                 copied = launch.kept, launch.kept_order, new_kept, launch.mirrored, launch.mirrors
                 flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars), copied))
                 for memory, array in zip(memories, arrays, strict=True):
@@ -205,7 +208,7 @@ def run(
                 if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:
                     flight.landing[-2][0].clear()  # torch's stream waits once, for the last
                 torch.autograd.graph.increment_version(launch.params)
-                del own  # arrays that were donated: gone while the program runs, not behind it
+                del own, old  # arrays that were donated: gone while the program runs, not behind it
     return Outcome(flight.moved, skipped)
 
 
@@ -272,6 +275,7 @@ class _Flight:
                     if self.on_cpu:  # as wait_for, which would ask them
                         for token in tokens:
                             token.block_until_ready()
+                        hold(memories)
                     else:
                         wait_for(tokens, self.may_fail)
                 for cells, vector in zip(*scalars, strict=True):

@@ -12,12 +12,14 @@ has a torch storage of its own, over its own bytes alone.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import jax
@@ -41,20 +43,29 @@ class Memory:
 
     `lengths`: of a pack, how many elements of each row are a tensor's, the rest being padding; None for one tensor's
     memory. `windows`: by row, through what a torch storage looks into it; `holders`: the tensor that is to look there.
+    `all_windows`: every window that looks into the bytes where they are now. `hold`: between steps a reference to the bytes
+    on a CPU, which keeps them if somebody deletes the array: `jax.live_arrays()` hands it out to anybody.
     """
 
-    __slots__ = ("__weakref__", "address", "array", "holders", "lengths", "windows")
+    __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "lengths", "windows")
 
     def __init__(self, array: jax.Array, lengths: Sequence[int] | None = None) -> None:
         self.array, self.lengths = array, lengths
         self.address = array.unsafe_buffer_pointer()
         self.windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
         self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+        self.hold: Any = None
 
     @property
     def rows(self) -> range:
         """The rows of a pack; none where it is one tensor's memory."""
         return range(0 if self.lengths is None else len(self.lengths))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing keeps the bytes: the array was deleted or donated, and no result has come."""
+        return self.array.is_deleted() and self.hold is None
 
     @property
     def row_bytes(self) -> int:
@@ -77,6 +88,7 @@ class Memory:
 
     def _view(self, start: int, shape: tuple[int, ...], device: torch.device, row: int | None) -> torch.Tensor:
         window = Window(self, self.address + start, shape, self.array.dtype, device)
+        self.all_windows.add(window)
         if row is not None:
             self.windows[row] = window
         return window.tensor()
@@ -95,6 +107,7 @@ class Placement(NamedTuple):
     row: int | None = None
 
 
+_array, _is_deleted = attrgetter("array"), methodcaller("is_deleted")
 IN_PLACE = "in jax-owned memory"
 FOREIGN, SHARED = "in memory of another library", "another tensor shares its storage"
 _SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
@@ -321,7 +334,85 @@ def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
     """The memory of an array that nobody else holds, known by the address of each row from now on."""
     memory = Memory(array, lengths)
     _know(memory)
+    if array.is_ready() and next(iter(array.devices())).platform == "cpu":  # else it is held after the first step
+        hold([memory])
     return memory
+
+
+def hold(memories: Iterable[Memory]) -> None:
+    """Keep the bytes of each memory on a CPU, whose array is ready, until it is `taken`."""
+    for memory in memories:
+        memory.hold = _holder(memory.array.dtype)(memory.array)
+
+
+@functools.cache
+def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
+    """What makes a reference to the bytes of an array on the CPU: Python's buffer protocol, or for types that it has not, numpy.
+
+    Never DLPack: jaxlib aborts the process where an array is deleted that was exported so. What numpy takes is private, because the
+    public ways keep it in the array, which could then not be donated.
+    """
+    with x64(), jax.transfer_guard("allow"), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        probe = jax.device_put(np.zeros(1, dtype))
+    for each in (memoryview, _seen_by_numpy):
+        try:
+            if np.asarray(each(probe)).ctypes.data == probe.unsafe_buffer_pointer():
+                return each
+        except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):
+            pass
+    return lambda array: None
+
+
+def _seen_by_numpy(array: Any) -> np.ndarray[Any, Any]:
+    return array._single_device_array_to_np_array_did_copy()[0]
+
+
+def taken(memories: Sequence[Memory]) -> list[jax.Array]:
+    """The arrays of memories, to be donated to a call, which puts its results there: nothing here keeps their bytes any more.
+
+    Of an array that somebody has deleted since the last step, a copy of its bytes. The results then lie elsewhere, and tensors that
+    still look at the old place keep its bytes.
+    """
+    arrays = list(map(_array, memories))
+    if any(map(_is_deleted, arrays)):
+        for memory in memories:
+            if memory.array.is_deleted() and memory.hold is not None:
+                leave(memory, memory.hold)
+                memory.array = _kept(memory)
+        arrays = list(map(_array, memories))
+    for memory in memories:
+        memory.hold = None
+    return arrays
+
+
+def readable(memory: Memory) -> Any:
+    """The array of a memory, to be read alone; a copy of its bytes where somebody has deleted the array."""
+    return _kept(memory) if memory.array.is_deleted() and memory.hold is not None else memory.array
+
+
+def _kept(memory: Memory) -> jax.Array:
+    array = memory.array
+    (device,) = array.sharding.device_set
+    values = np.frombuffer((ctypes.c_char * array.nbytes).from_address(memory.address), np.uint8).view(array.dtype).reshape(array.shape)
+    return _fresh(values, device).block_until_ready()
+
+
+def leave(memory: Memory, owner: Any) -> None:
+    """The memory is about to be elsewhere: `owner` keeps the bytes where it was for whoever still looks there."""
+    for window in list(memory.all_windows):
+        window.owner = owner
+    memory.all_windows.clear()
+    memory.windows.clear()
+
+
+def leave_held(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> None:
+    """`leave` each memory whose array a call has not taken over, because somebody else looks at its bytes (a numpy view, DLPack).
+
+    XLA has written the results elsewhere. The array is then all that keeps the bytes when the others let go.
+    """
+    for memory, array in zip(memories, arrays, strict=True):
+        if array.size and not array.is_deleted():
+            leave(memory, array)
 
 
 def _know(memory: Memory) -> None:
@@ -397,7 +488,7 @@ def return_freed() -> None:
 
 def _covers(memory: Memory, tensor: torch.Tensor) -> bool:
     """Whether the tensor is dense and the whole of the memory, or of a row: a slice at the same start is not."""
-    if memory.array.is_deleted() or dense_order(tensor) is None or np.dtype(memory.array.dtype) != numpy_dtype(tensor.dtype):
+    if memory.is_gone or dense_order(tensor) is None or np.dtype(memory.array.dtype) != numpy_dtype(tensor.dtype):
         return False
     if memory.lengths is None:
         return memory.address == tensor.data_ptr() and memory.array.size == tensor.numel()

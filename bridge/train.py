@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +36,7 @@ from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
 from .products import arranged
 from .readers import stored_for_products
-from .storage import Memory
+from .storage import Memory, leave_held, readable, taken
 from .stored import together
 from .traced import torch_dtype
 from .update import Plan, abstract, update
@@ -42,6 +44,7 @@ from .update import Plan, abstract, update
 # What goes round in a loop may reach any result, and a derivative of one's own may go to any argument, whatever the values are made of.
 _ALL_TO_ALL = ("scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _NOTHING_MEASURED = np.zeros(2)
+_is_deleted = methodcaller("is_deleted")
 _ELEMENT = 28.0  # bytes that the update of an element moves
 
 
@@ -357,13 +360,15 @@ def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]
         params = [leaf.memory for leaf in launch.inplace]
         kept = operands(launch.kept, launch.kept_order) if launch.kept else []
         copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
-        read = [x.array if isinstance(x, Memory) else x for x in arrays.read]
+        read = [readable(x) if isinstance(x, Memory) else x for x in arrays.read]
         for cells in launch.scalars:
             cells.collect()
         if launch.mirrored and program.updates:
             torch._foreach_copy_(launch.mirrors, launch.mirrored)
         after = [] if program.plan.device.platform == "cpu" else [behind_torch(program.plan.device)]
-        own, sums, buffers = ([memory.array for memory in part] for part in (params, arrays.sums, arrays.buffers))
+        parts = (params, launch.state, arrays.buffers) if program.updates else (arrays.sums, arrays.buffers)
+        memories = [memory for part in parts for memory in part]
+        others = list(map(readable, arrays.sums if program.updates else params))
         first = np.bool_(arrays.first)
         if (
             program.plan.device.platform == "cpu"
@@ -371,21 +376,23 @@ def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]
             and program.elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads()
         ):
             openmp.pause(openmp.SOFT)
-        state = [memory.array for memory in launch.state] if program.updates else []
+        old = taken(memories)
+        left = iter(old)
+        own = tuple(list(islice(left, len(part))) for part in parts)
         if program.updates:
             rest = launch.masks, arrays.numbers, launch.offsets, launch.live, list(arrays.further), first, after
             scalars = [cells.read() for cells in launch.scalars]
-            arguments = scalars, kept, copied, read, list(arrays.batch), sums, arrays.seed, *rest
-            *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call((own, state, buffers), arguments)
-            memories = [*params, *launch.state, *arrays.buffers]
+            arguments = scalars, kept, copied, read, list(arrays.batch), others, arrays.seed, *rest
+            *donated, new_scalars, new_kept, new_copied, loss, aux, token = program.call(own, arguments)
         else:
-            arguments = own, kept, copied, read, list(arrays.batch), arrays.seed, first, after
-            *donated, new_copied, loss, aux, token = program.call((sums, buffers), arguments)
-            memories = [*arrays.sums, *arrays.buffers]
+            arguments = others, kept, copied, read, list(arrays.batch), arrays.seed, first, after
+            *donated, new_copied, loss, aux, token = program.call(own, arguments)
+        if not all(map(_is_deleted, old)):
+            leave_held(memories, old)
         arrived = [array for part in donated for array in part]
         for memory, array in zip(memories, arrived, strict=True):
             memory.array = array
-        own = state = sums = buffers = None  # to let go of what was donated takes a while, in which the program runs
+        own = old = left = None  # to let go of what was donated takes a while, in which the program runs
         numbers = launch.scalars if program.updates else (), new_scalars
         if copied_loss is not None:
             numbers = [*numbers[0], copied_loss], [*new_scalars, loss]

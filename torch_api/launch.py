@@ -164,7 +164,7 @@ class Shared:
     def salvage(self) -> None:
         """Give the tensors valid memory if a failed call took theirs."""
         for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
-            if memory.array.is_deleted():
+            if memory.is_gone:
                 view.data = torch.zeros_like(view)
 
     def follow(self) -> None:

@@ -138,11 +138,11 @@ class Leaf:
 
     def salvage(self) -> bool:
         """Give parameter and state valid memory if a failed call took theirs; True if the values are lost."""
-        lost = self.memory is not None and self.memory.array.is_deleted()
+        lost = self.memory is not None and self.memory.is_gone
         if lost:
             self.param.data = torch.full_like(self.param, torch.nan)
         for memory, view in self._looking():
-            if memory.array.is_deleted():
+            if memory.is_gone:
                 view.data = lost_like(view)
                 lost = True
         return lost
@@ -504,5 +504,5 @@ def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarr
 def param_array(leaf: Leaf) -> Any:
     """The parameter's buffer as jax has it, or a copy."""
     if leaf.memory is not None and leaf.slot is None:
-        return leaf.memory.array
+        return storage.readable(leaf.memory)
     return storage.own(leaf.local, like=leaf.local).array

@@ -83,7 +83,7 @@ class States:
         """Give tensors whose memory is gone others; the leaves whose state is lost, and whose parameter is if it has a memory."""
         for shared in self.shared.values():
             shared.salvage()
-        packed = {memory for pack in self.packs.values() for memory in (pack.memory, *pack.state) if memory.array.is_deleted()}
+        packed = {memory for pack in self.packs.values() for memory in (pack.memory, *pack.state) if memory.is_gone}
         lost = [leaf for leaf in self.active if leaf.salvage()]
         for memory in packed:
             for tensor in memory.tensors():  # rows of others too

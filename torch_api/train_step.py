@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from .traced_loss import traced_loss
 from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast
 from .watch import Watch
 
+_is_deleted = methodcaller("is_deleted")
 _NO_SEED = np.int64(0)
 # So many programs are one for each batch of some loops: that is said.
 _MANY = 9
@@ -36,7 +38,7 @@ _AGAIN = object()
 class Ready(NamedTuple):
     """What one kind of call needs: its program and launch, the arrays around it, and what tells that state is as it was.
 
-    read: arrays and memories, None where a tensor is to be looked at in each call; `looked_at`: those, as of `Parts`.
+    read: arrays and memories, None where a tensor is to be looked at in each call; `imported`: the arrays; `looked_at`: as of `Parts`.
     """
 
     program: train.Program
@@ -46,6 +48,7 @@ class Ready(NamedTuple):
     copied: list[torch.Tensor]
     copied_order: list[Any]
     read: list[Any]
+    imported: list[jax.Array]
     looked_at: list[tuple[int, torch.Tensor, Any, Views | None]]
     sums: list[storage.Memory]
     names: list[str]
@@ -182,6 +185,8 @@ class JaxTrainStep:
         numbers = optimizer._hyperparams()
         key = items.signature, live, extra, updates
         ready = self._ready.get(key)
+        if ready is not None and any(map(_is_deleted, ready.imported)):
+            ready = None  # somebody has deleted arrays of `jax.live_arrays()`
         self._hits += ready is not None
         if ready is None:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
@@ -228,11 +233,11 @@ class JaxTrainStep:
     def _salvage(self, error: BaseException, before: Any, ready: Ready, landed: Sequence[Launch]) -> None:
         """After a failed call: give tensors whose memory is gone others, as the optimizer does after a failed step."""
         for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
-            if memory.array.is_deleted():
+            if memory.is_gone:
                 buffer.data = lost_like(buffer)
         if self.optimizer._launches.salvage(error, before, landed):
             self.optimizer._place()
-        if any(memory.array.is_deleted() for memory in ready.sums):
+        if any(memory.is_gone for memory in ready.sums):
             if self._pending:
                 error.add_note(f"The gradients of {self._pending} calls that waited for an update are lost.")
             self._sums.clear()
@@ -341,7 +346,8 @@ class JaxTrainStep:
         self._watch.look()  # buffers have moved, and weights that were not aligned
         program: Any = launch.program
         self._misses += 1
-        own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, parts.looked_at, sums
+        imported = [x for x in parts.read if isinstance(x, jax.Array)]
+        own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, imported, parts.looked_at, sums
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
         return Ready(program, launch, *own, reached)
 
