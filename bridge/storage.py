@@ -330,7 +330,7 @@ def _fresh(values: Any, device: Any) -> jax.Array:
         return jax.device_put(jax.device_put(values, device), device, may_alias=False)
 
 
-def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
+def register(array: Any, lengths: Sequence[int] | None = None) -> Memory:
     """The memory of an array that nobody else holds, known by the address of each row from now on."""
     memory = Memory(array, lengths)
     _know(memory)
@@ -393,7 +393,8 @@ def readable(memory: Memory) -> Any:
 def _kept(memory: Memory) -> jax.Array:
     array = memory.array
     (device,) = array.sharding.device_set
-    values = np.frombuffer((ctypes.c_char * array.nbytes).from_address(memory.address), np.uint8).view(array.dtype).reshape(array.shape)
+    space: Any = (ctypes.c_char * array.nbytes).from_address(memory.address)
+    values = np.frombuffer(space, np.uint8).view(array.dtype).reshape(array.shape)
     return _fresh(values, device).block_until_ready()
 
 

@@ -55,7 +55,7 @@ def test_a_donated_call_writes_where_the_parameter_looks(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
     memory = storage.place(param).memory
     with storage.x64():
-        result = jax.jit(lambda x: x + x, donate_argnums=0)(memory.array).block_until_ready()
+        result = jax.jit(lambda x: x + x, donate_argnums=0)(*storage.taken([memory])).block_until_ready()
     address = param.data_ptr()
     memory.array = result
     assert not elsewhere([memory], [result])
