@@ -100,6 +100,7 @@ def draw(generator, thaws):
     return {name: number(shape) for name, shape in shapes.items()}, alone, late, steps
 
 
+@pytest.mark.filterwarnings("ignore:.*each step copies")  # memory of NumPy is the subject
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for seed, name in enumerate(TRANSFORMATIONS)])
 def test_equal_parameters_in_different_memory_equal_optax(name, seed):
     way = (None, "set_trainable", "add_param_group")[seed % 3]
