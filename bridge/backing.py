@@ -24,14 +24,19 @@ def shortage(tensor: torch.Tensor) -> str:
         held = len(storage_of(tensor))
     except RuntimeError:
         return ""
-    if not tensor.numel():
-        return ""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (offset_of(tensor) + last + 1) * tensor.element_size()
+    needed = bytes_needed(tensor)
     if held >= needed:
         return ""
     state = "was freed" if not held else "is too small"
     return f"its memory {state} (its storage was resized to {held} bytes, and its elements need {needed})"
+
+
+def bytes_needed(tensor: torch.Tensor) -> int:
+    """Return how many bytes a storage needs to hold the last element of the tensor; 0 for a tensor without elements."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(offset_of(tensor) + last + 1) * tensor.element_size()
 
 
 def first_short(tensors: Sequence[torch.Tensor]) -> int | None:

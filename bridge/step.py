@@ -10,7 +10,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter, ge, methodcaller
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from . import lanes, openmp
+from .backing import storage_of
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
 from .dlpack import X64, behind_torch, operands, wait_for
@@ -71,6 +72,7 @@ class Launch(ABC):
     state: the memories of the state of every leaf, then of the shared state; likewise.
     scalars: the scalars of leaves by themselves, by dtype.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
+    kept_bytes: how long the storage of each must be; kept_operands: from the tensors to arguments.
     positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `Places` for a loop.
     rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
       are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
@@ -84,8 +86,8 @@ class Launch(ABC):
     """
 
     __slots__ = (
-        "flat", "gathered", "inplace", "joined", "kept", "kept_order", "live", "masks", "mirrored", "mirrors", "offsets", "params",
-        "positions", "program", "reader", "ready", "room", "rows", "scalars", "state", "targets",
+        "flat", "gathered", "inplace", "joined", "kept", "kept_bytes", "kept_operands", "kept_order", "live", "masks", "mirrored",
+        "mirrors", "offsets", "params", "positions", "program", "reader", "ready", "room", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
     program: Program
@@ -98,6 +100,8 @@ class Launch(ABC):
     scalars: Sequence[Cells]
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
+    kept_bytes: Sequence[int]
+    kept_operands: Any
     positions: Sequence[int]
     flat: Any  # of tensors to a list of arguments
     joined: Sequence[tuple[Sequence[int], torch.Tensor]]
@@ -189,7 +193,7 @@ def run(
             for launch, gradients in zip(wave, given, strict=True):
                 memories = [*map(_memory, launch.inplace), *launch.state]
                 split = len(launch.inplace)
-                read = operands(launch.kept, launch.kept_order) if launch.kept else []
+                read = read_kept(launch) if launch.kept else []
                 if side_by_side:
                     lanes.choose(side_by_side[len(flight.landing) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
@@ -210,6 +214,17 @@ def run(
                 torch.autograd.graph.increment_version(launch.params)
                 del own, old  # arrays that were donated: gone while the program runs, not behind it
     return Outcome(flight.moved, skipped)
+
+
+def read_kept(launch: Launch) -> list[Any]:
+    """Return the tensors of `launch.kept` as arguments.
+
+    Raises:
+      ValueError: the storage of one was freed or made smaller.
+    """
+    if all(map(ge, map(len, map(storage_of, launch.kept)), launch.kept_bytes)):
+        return launch.kept_operands(launch.kept)
+    return operands(launch.kept, launch.kept_order)
 
 
 @functools.lru_cache(64)

@@ -358,7 +358,7 @@ def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
-        kept = operands(launch.kept, launch.kept_order) if launch.kept else []
+        kept = step.read_kept(launch) if launch.kept else []
         copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
         read = [readable(x) if isinstance(x, Memory) else x for x in arrays.read]
         for cells in launch.scalars:

@@ -175,6 +175,17 @@ def test_a_warm_step_enters_at_most_20_frames_in_10_files():
     assert len({file for file, _ in frames}) <= 10, frames
 
 
+def test_a_step_that_copies_enters_as_many_frames_for_many_parameters_as_for_few():
+    counts = set()
+    for number in (3, 40):
+        params = random_params(shapes=[(8, 8)] * number)
+        optimizer = torch_api.MaskedAdamW(params, writeback="copy")
+        stepped(optimizer, params, 2)
+        set_grads(params, random_grads(params))
+        counts.add(len(project_frames(optimizer.step)))
+    assert len(counts) == 1, counts
+
+
 def test_gradients_may_be_changed_the_moment_step_returns():
     """jax dispatches asynchronously: without the wait in `apply`, large gradients zeroed right away gave wrong results."""
     (p,) = random_params(shapes=[(2048, 1024)])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from bridge import step, storage, update
 from bridge.at_once import READS
+from bridge.backing import bytes_needed
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
-from bridge.dlpack import Operands
+from bridge.dlpack import Operands, operands
 from bridge.scattered import AllPlaces, PaddedOperands, Places
 
 from .packs import Pack
@@ -102,6 +104,10 @@ class Launch(step.Launch):
             scalars.setdefault(tensor.dtype, []).append(tensor)
         self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
+        self.kept_bytes = list(map(bytes_needed, self.kept))
+        shapes, dtypes = [leaf.shape for leaf in kept], [leaf.dtype for leaf in kept]
+        on_cpu = self.device.type == "cpu"
+        self.kept_operands = Operands(shapes, dtypes, self.kept_order) if on_cpu else partial(operands, order=self.kept_order)
         self.positions = [position for _, (position, _) in singly] or [position for block in scattered for position in block.positions]
         order = [*(order for _, (_, order) in singly), *(None for _ in self.rows)]
         longer = {at: block.described.buffer[0][1] for at, (block, _) in enumerate(singly) if block.described.length is not None}
