@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,20 +21,27 @@ import torch
 # Whether an array over a tensor holds the storage by a tensor of its own, so that it counts as one that shares the storage.
 _ARRAYS_COUNT = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))
 _Ranges = list[tuple[int, int]]
-_mapped: _Ranges | None = None  # within `mappings_read_once`, once they were asked for
-_keeps = False
+
+
+class _Asked(threading.local):
+    """What this thread keeps within `mappings_read_once`, once it was asked for."""
+
+    keeps = False
+    mapped: _Ranges | None = None
+
+
+_asked = _Asked()
 
 
 @contextmanager
 def mappings_read_once() -> Iterator[None]:
     """Read the process's memory mappings at most once in here; tensors that exist before keep theirs."""
-    global _keeps, _mapped
-    outer, _keeps = _keeps, True
+    outer, _asked.keeps = _asked.keeps, True
     try:
         yield
     finally:
-        _keeps = outer
-        _mapped = _mapped if outer else None
+        _asked.keeps = outer
+        _asked.mapped = _asked.mapped if outer else None
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
@@ -62,16 +70,17 @@ def _is_in_private_file(tensor: torch.Tensor) -> bool:
 
     Writes to it reach neither the file nor another process. A mapping that an `mmap` has made (numpy.memmap) may have views.
     """
-    global _mapped
-    ranges = _mapped if _mapped is not None else _private_files()
-    _mapped = ranges if _keeps else None
+    ranges = _asked.mapped if _asked.mapped is not None else _private_files()
+    _asked.mapped = ranges if _asked.keeps else None
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     nth = bisect_right(ranges, first, key=itemgetter(0)) - 1
     return nth >= 0 and last <= ranges[nth][1]
 
 
 def _private_files() -> _Ranges:
-    """The address ranges of private, writable mappings of data files, in ascending order; none where the system does not tell."""
+    """The address ranges of private, writable mappings of data files, in ascending order; none where system or Python do not tell."""
+    if gc.get_freeze_count():  # objects that nobody can list might be mmaps
+        return []
     try:
         with open("/proc/self/maps") as file:
             lines = [line.split(maxsplit=5) for line in file]
@@ -91,7 +100,9 @@ def _range(text: str) -> tuple[int, int]:
 
 def _mapped_by_python() -> _Ranges:
     objects = gc.get_objects()
-    kinds = {mmap.mmap, *mmap.mmap.__subclasses__()}
+    kinds: set[type] = {mmap.mmap}
+    for _ in range(8):  # subclasses of subclasses
+        kinds.update(*(kind.__subclasses__() for kind in kinds))
     found = []
     for space in compress(objects, map(kinds.__contains__, map(type, objects))):  # isinstance would run properties of lazy objects
         try:

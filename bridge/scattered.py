@@ -113,7 +113,8 @@ class PaddedOperands(Operands):
         order: Sequence[tuple[int, ...] | None],
         longer: Mapping[int, int],
     ) -> None:
-        self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), order[at]) for at, length in longer.items()}
+        with torch.inference_mode(False):  # else no later step could write to them
+            self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), order[at]) for at, length in longer.items()}
         super().__init__(
             [(longer[at],) if at in longer else shape for at, shape in enumerate(shapes)],
             dtypes,

@@ -44,10 +44,10 @@ class Memory:
     `lengths`: of a pack, how many elements of each row are a tensor's, the rest being padding; None for one tensor's
     memory. `windows`: by row, through what a torch storage looks into it; `holders`: the tensor that is to look there.
     `all_windows`: every window that looks into the bytes where they are now. `hold`: between steps a reference to the bytes
-    on a CPU, which keeps them if somebody deletes the array: `jax.live_arrays()` hands it out to anybody.
+    on a CPU, which keeps them if somebody deletes the array: `jax.live_arrays()` hands it out to anybody. `keep` makes it.
     """
 
-    __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "lengths", "windows")
+    __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "keep", "lengths", "windows")
 
     def __init__(self, array: jax.Array, lengths: Sequence[int] | None = None) -> None:
         self.array, self.lengths = array, lengths
@@ -56,6 +56,7 @@ class Memory:
         self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
         self.all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self.hold: Any = None
+        self.keep: Callable[[jax.Array], Any] | None = None
 
     @property
     def rows(self) -> range:
@@ -342,7 +343,9 @@ def register(array: Any, lengths: Sequence[int] | None = None) -> Memory:
 def hold(memories: Iterable[Memory]) -> None:
     """Keep the bytes of each memory on a CPU, whose array is ready, until it is `taken`."""
     for memory in memories:
-        memory.hold = _holder(memory.array.dtype)(memory.array)
+        if memory.keep is None:
+            memory.keep = _holder(memory.array.dtype)
+        memory.hold = memory.keep(memory.array)
 
 
 @functools.cache
@@ -354,17 +357,14 @@ def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
     """
     with x64(), jax.transfer_guard("allow"), jax.default_device(jax.local_devices(backend="cpu")[0]):
         probe = jax.device_put(np.zeros(1, dtype))
-    for each in (memoryview, _seen_by_numpy):
+    for each in (memoryview, methodcaller("_single_device_array_to_np_array_did_copy")):
         try:
-            if np.asarray(each(probe)).ctypes.data == probe.unsafe_buffer_pointer():
+            found = each(probe)
+            if np.asarray(found[0] if isinstance(found, tuple) else found).ctypes.data == probe.unsafe_buffer_pointer():
                 return each
         except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):
             pass
     return lambda array: None
-
-
-def _seen_by_numpy(array: Any) -> np.ndarray[Any, Any]:
-    return array._single_device_array_to_np_array_did_copy()[0]
 
 
 def taken(memories: Sequence[Memory]) -> list[jax.Array]:

@@ -63,15 +63,15 @@ class Transaction:
         self._interruptible = False
         while self._taken:
             self._taken.pop().release()
-        try:
+        error: BaseException | None = None
+        given_back = False
+        while not given_back:
             try:
                 self._give_back()
-            except BaseException:
-                self._give_back()  # a handler that was back raised before the others were
-                raise
-        finally:
-            if self._arrived:
-                self._deliver()
+                given_back = True
+            except BaseException as raised:  # noqa: BLE001 - a handler that is back has raised; the others must be given back, too
+                error = error or raised
+        self._deliver(error)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -96,14 +96,17 @@ class Transaction:
             if replaced not in (self._note, handler):  # by a handler that has set another
                 signal.signal(number, replaced)
 
-    def _deliver(self) -> None:
-        """Call the handlers of all signals that have arrived, also behind one that raises."""
-        if self._arrived:
-            number, frame = self._arrived.pop(0)
+    def _deliver(self, error: BaseException | None = None) -> None:
+        """Call the handlers of all signals that have arrived, also behind one that raises; then raise the first error."""
+        while self._arrived:
             try:
+                number, frame = self._arrived[0]
+                del self._arrived[0]  # no call in between, in which another handler could raise
                 self._handlers[number](number, frame)
-            finally:
-                self._deliver()
+            except BaseException as raised:  # noqa: BLE001 - raised below, after the other handlers
+                error = error or raised
+        if error is not None:
+            raise error
 
 
 def _after_fork() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,12 @@ _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64, torc
 _NARROW_NUMPY = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("f8", "f4"), ("c16", "c8"), ("i8", "i4"))}
 
 
+def are_wide(leaves: Iterable[Leaf]) -> bool:
+    """Whether all parameters of floats have 64 bits; frozen ones may be of other kinds."""
+    floats = [leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
+    return all(dtype in (torch.float64, torch.complex128) for dtype in floats)
+
+
 class Arguments:
     """The keyword arguments of one step, ready for the compiled program.
 
@@ -35,7 +41,7 @@ class Arguments:
     def __init__(self, given: Mapping[str, Any], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
         self._paths = {".".join(path): path for path in skeleton}
         self._names = {id(leaf): ".".join(path) for leaf, path in zip(leaves, skeleton, strict=True)}
-        self._wide = all(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+        self._wide = are_wide(leaves)
         self._given = {name: self._by_parameter(name, value) for name, value in given.items()}
         self.names = tuple(sorted(given))
 

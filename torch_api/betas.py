@@ -66,7 +66,7 @@ class Group(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key != BETAS:
             raise KeyError(key)
-        return tuple(self[name] for name in self._names)
+        return tuple(self[name] for name in self._names) or (0.0, 0.0)  # where nobody trains, schedulers and monitors still ask
 
     def __contains__(self, key: object) -> bool:
         return key == BETAS or super().__contains__(key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from bridge import matrix_rules, rules
 
 from .optimizer import OptaxOptimizer
@@ -155,8 +157,9 @@ class MaskedAdagrad(OptaxOptimizer):
     def share_memory(self) -> None:
         """Move the state into shared memory, for processes that are given this optimizer; each step then copies it from and to there."""
         for fields in self.state.values():
-            for tensor in fields.values():
-                tensor.share_memory_()
+            for value in fields.values():
+                if isinstance(value, torch.Tensor):  # a wrapper may have put other things there
+                    value.share_memory_()
 
 
 class MaskedAdadelta(OptaxOptimizer):

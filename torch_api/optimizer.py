@@ -398,6 +398,8 @@ class OptaxOptimizer(GroupedOptimizer):
         self._cache.hits += on_device is not None
         if on_device is None:
             on_device = self._build_launches(live, extra, scaled, hyperparams, checked, transaction)
+            if not on_device:
+                return False
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         for launch in itertools.chain.from_iterable(on_device):
             before += launch.copied() if launch.program.calls_back else ()
@@ -441,13 +443,18 @@ class OptaxOptimizer(GroupedOptimizer):
     def _build_launches(
         self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
     ) -> list[list[Launch]]:
-        """`Launches.build`; after an error or an interrupt in it the next step prepares everything anew."""
-        signature, self._signature = self._signature, None
+        """`Launches.build`; after an error or an interrupt in it the next step prepares everything anew.
+
+        Empty where the step must begin again.
+        """
+        launches, signature, self._signature = self._launches, self._signature, None
         with self.arrangement.explaining([self._active[i] for i in live]):
-            launches = self._launches.build(live, extra, scaled, hyperparams, checked, transaction)
-        self._sight.forget(self._launches.began)
+            found = launches.build(live, extra, scaled, hyperparams, checked, transaction)
+        if self._launches is not launches:  # a signal handler has loaded or changed the optimizer while this compiled
+            return []
+        self._sight.forget(launches.began)
         self._signature = signature
-        return launches
+        return found
 
     def _look(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import optax
@@ -81,6 +82,8 @@ class PartitionedOptimizer(OptaxOptimizer):
         split = [part for group, own in zip(given, assigned, strict=True) for part in self._split(group, own)]
         self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, engine)
         self._show_label_rules()
+
+    _label_rules: Mapping[str, str] = MappingProxyType({})  # by name, of the parameters that a selector has labelled last
 
     def _default_lr(self, group: Mapping[str, Any]) -> Any:
         return self._defaults_of[group["label"]]["lr"]

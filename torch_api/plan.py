@@ -293,7 +293,9 @@ def with_elements(owner: str, leaves: Sequence[Leaf], grads: list[torch.Tensor])
     short = first_short(grads)
     if short is not None:
         raise ValueError(bad_gradient(owner, leaves[short], grads[short]))
-    return grads if all(map(torch.Tensor.data_ptr, grads)) else list(map(_copied, repeat(owner), leaves, grads))
+    if all(grad.data_ptr() or not grad.numel() for grad in grads):
+        return grads
+    return list(map(_copied, repeat(owner), leaves, grads))
 
 
 def _copied(owner: str, leaf: Leaf, grad: torch.Tensor) -> torch.Tensor:

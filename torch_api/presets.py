@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from .selectors import DecayName, for_decay
+from .selectors import for_decay, known_decay_mask
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _NORM_CLASS = re.compile(r"norm(act)?(\dd)?(fp\d+|gated)?$", re.IGNORECASE)
@@ -89,7 +89,7 @@ def no_decay(module: nn.Module) -> dict[str, bool]:
         exempt = any(_is_bias(p) or _is_norm(p) or _is_embedding(p) for p in places)
         return param.ndim >= 2 and not exempt and not _matches(name, listed)
 
-    return {DecayName(name): decays(name, param, places) for name, (param, places) in named.items()}
+    return known_decay_mask({name: decays(name, param, places) for name, (param, places) in named.items()})
 
 
 def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:

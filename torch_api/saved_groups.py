@@ -63,8 +63,10 @@ def aligned(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]], leave
         if len(set(names)) == len(names) and len(index) == sum(len(group["params"]) for group in saved):
             _same_names(names, index)
             columns = {"params": index}
-            if all(TRAINABLE_PARAMS in group for group in saved):
-                columns[TRAINABLE_PARAMS] = _by_name(saved, TRAINABLE_PARAMS)
+            said = [group for group in saved if TRAINABLE_PARAMS in group]
+            if said:  # groups that were added later may not say it
+                here = {name: leaf.trained for name, leaf in zip(names, leaves, strict=True)}
+                columns[TRAINABLE_PARAMS] = here | _by_name(said, TRAINABLE_PARAMS)
             return [
                 group
                 | {key: [c[n] for n in mine["param_names"]] for key, c in columns.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,21 +14,14 @@ from bridge import masks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DECAY_FUNCTIONS: set[Any] = set()
+# The last results of no_decay, known by identity: a plain dict takes no mark, and jax takes no subclass for a dict.
+_DECAY_MASKS: deque[dict[str, bool]] = deque(maxlen=64)
 
 
-class DecayName(str):
-    """A key of a dict that is made for `decay_mask`: a plain string, but given as `mask` the dict is refused."""
-
-    __slots__ = ()
-
-    def __copy__(self) -> DecayName:
-        return self
-
-    def __deepcopy__(self, _: Any) -> DecayName:
-        return self
-
-    def __reduce__(self) -> Any:
-        return str, (str(self),)  # a pickle must not need this package
+def known_decay_mask(mask: dict[str, bool]) -> dict[str, bool]:
+    """Return the dict, which is made for `decay_mask`; as `mask` it is refused from now on."""
+    _DECAY_MASKS.append(mask)
+    return mask
 
 
 def for_decay(function: _Function) -> _Function:
@@ -40,7 +34,7 @@ def refuse_decay_mask(owner: str, mask: Any) -> None:
     """Raise for a `mask` that was made for `decay_mask`: it says which parameters decay, and would freeze all others."""
     function = getattr(mask, "func", mask)  # of a functools.partial
     if isinstance(mask, Mapping):
-        given = "a result of no_decay" if any(isinstance(key, DecayName) for key in mask) else None
+        given = "a result of no_decay" if any(mask is each for each in _DECAY_MASKS) else None
     else:
         given = function.__name__ if callable(function) and _is_hashable(function) and function in _DECAY_FUNCTIONS else None
     if given is not None:

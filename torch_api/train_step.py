@@ -18,7 +18,7 @@ from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.transaction import Transaction
 from bridge.update import Plan
 
-from .arguments import Arguments
+from .arguments import Arguments, are_wide
 from .batch import OWNER, Batch
 from .cache import CacheInfo, CompilationWarning, stack_level
 from .launch import Block, Launch
@@ -249,8 +249,7 @@ class JaxTrainStep:
         optimizer = self.optimizer
         if not any(rule.takes_extra for rule in optimizer._rules.values()):
             return optimizer._arguments(given) if given else None
-        floating = [leaf.dtype for leaf in optimizer._leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
-        wide = all(dtype in (torch.float64, torch.complex128) for dtype in floating)
+        wide = are_wide(optimizer._leaves)
         if self._loss_like is None or (self._loss_like.dtype == np.float64) is not wide:
             with x64():
                 self._loss_like = jax.numpy.zeros((), np.float64 if wide else np.float32)

@@ -222,3 +222,13 @@ def test_to_jax(way, copy):
 def test_the_oracle_sees_a_whole_tensor_as_whole():
     whole = torch.ones(64)
     assert jax.numpy.array_equal(bridge.to_jax(whole), jnp.ones(64))
+
+
+def test_a_first_step_in_inference_mode_is_followed_by_others():
+    p = torch.nn.Parameter(torch.zeros((1 << 14) + 1))  # of an odd length, so its gradient is copied to a longer row
+    optimizer = torch_api.MaskedSGD([p], lr=1.0)
+    p.grad = torch.ones_like(p)
+    with torch.inference_mode():
+        optimizer.step()
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full_like(p, -2.0))

@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -192,3 +193,16 @@ def test_a_train_step_says_what_it_cannot_read(kind):
     before = bits(net)
     step(net, optimizer)
     assert not any(map(np.array_equal, bits(net), before))
+
+
+def test_an_integer_beside_float64_leaves_extra_arguments_in_float64():
+    def update(updates, state, params=None, *, value, **_):
+        return jax.tree.map(lambda g: -g * value, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    moved = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    frozen = torch.nn.Parameter(torch.ones(1, dtype=torch.uint8), requires_grad=False)
+    optimizer = torch_api.OptaxOptimizer([moved, frozen], tx)
+    moved.grad = torch.ones_like(moved)
+    optimizer.step(value=1 / 3)
+    assert moved.item() == 1 - 1 / 3

@@ -257,3 +257,11 @@ def test_a_mask_of_a_group_that_labels_divide():
         assert [statuses[name] for name, _ in second] == ["frozen", "trained", "trained"]
     with pytest.raises(ValueError, match=r"pattern 'haed.\*' matches none of 3"):
         partitioned([{"params": first}, {"params": second, "mask": "haed.*"}], {"": "x", "body": "y"})
+
+
+def test_a_copy_of_a_partitioned_optimizer_takes_a_group_with_a_label():
+    first, later = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch_api.PartitionedOptimizer([("first", first)], {"a": optax.sgd(0.1)}, labels={"first": "a"})
+    twin = copy.deepcopy(optimizer)
+    twin.add_param_group({"params": [("later", later)], "label": "a"})
+    assert [row["label"] for row in twin.report().rows] == ["a", "a"]

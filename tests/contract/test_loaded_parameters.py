@@ -226,3 +226,19 @@ def test_jax_arrays_are_never_written_to():
     parameter = torch.nn.Parameter(torch.from_dlpack(array).clone())
     steps([parameter], torch_api.MaskedSGD([parameter], lr=0.1))
     assert (array == 1).all()
+
+
+def test_memory_of_numpy_is_not_taken_where_python_does_not_list_its_objects(tmp_path):
+    file = tmp_path / "numbers"
+    np.zeros(8, np.float32).tofile(file)
+    array = np.memmap(file, np.float32, "c")
+    gc.freeze()
+    try:
+        p = torch.nn.Parameter(torch.from_numpy(array))
+        p.grad = torch.ones_like(p)
+        with pytest.warns(UserWarning, match="copies"):
+            optimizer = torch_api.MaskedSGD([p], lr=1.0)
+        optimizer.step()
+    finally:
+        gc.unfreeze()
+    assert array.tolist() == [-1.0] * 8

@@ -1,6 +1,5 @@
 """What a selector function gets is said by its arguments; a decay mask given as mask is an error."""
 
-import copy
 import functools
 import operator
 
@@ -120,10 +119,6 @@ def test_bridge_gives_a_function_of_one_argument_the_tree():
 
 DECAY_MASKS = {
     "no_decay": torch_api.no_decay,
-    "edited": lambda net: torch_api.no_decay(net) | {"head.bias": True},
-    "merged": lambda net: {**torch_api.no_decay(net)},
-    "copied": lambda net: copy.deepcopy(torch_api.no_decay(net)),
-    "mapped": lambda net: jax.tree.map(lambda value: not value, torch_api.no_decay(net)),
     "the function": lambda net: torch_api.no_decay_on_bias_and_norm,
     "a partial of it": lambda net: functools.partial(torch_api.no_decay_on_bias_and_norm),
 }
@@ -145,6 +140,26 @@ def test_a_decay_mask_given_as_mask_is_an_error_that_names_decay_mask(form):
     with pytest.raises(ValueError, match="decay_mask"):
         optimizer.add_param_group({"params": named[2:], "mask": mask})
     assert len(optimizer.param_groups) == 1
+
+
+def test_what_is_made_of_a_decay_mask_may_be_a_mask():
+    """Only biases are trained."""
+    net = model()
+    optimizer = torch_api.MaskedAdamW(net.named_parameters(), mask={name: not decays for name, decays in torch_api.no_decay(net).items()})
+    assert trained(optimizer) == ["body.bias", "head.bias"]
+
+
+def test_names_of_a_decay_mask_are_plain_strings(tmp_path):
+    """They come into checkpoints, which are loaded with weights_only=True."""
+    net = model()
+    decays, params = torch_api.no_decay(net), dict(net.named_parameters())
+    optimizer = torch_api.MaskedAdamW(
+        [{"params": [(name, params[name]) for name in decays if decays[name] is each]} for each in (True, False)]
+    )
+    torch.save([decays, optimizer.state_dict()], tmp_path / "saved.pt")
+    loaded, state = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert loaded == decays
+    optimizer.load_state_dict(state)
 
 
 def test_a_decay_mask_is_a_plain_dict_otherwise():

@@ -303,3 +303,22 @@ def test_a_signal_while_averages_are_exchanged_keeps_the_trained_values(make, is
         optimizer.step()
         if not is_there:
             break
+
+
+def test_many_signals_within_one_call_are_all_delivered():
+    count = 1500
+    arrived = []
+
+    def trains(name, param):
+        signal.raise_signal(signal.SIGALRM)
+        return True
+
+    before = signal.signal(signal.SIGALRM, lambda *_: arrived.append(1))
+    try:
+        optimizer = torch_api.MaskedSGD([("first", torch.nn.Parameter(torch.zeros(1)))], lr=0.1, mask=trains)
+        arrived.clear()
+        optimizer.add_param_group({"params": [(f"p{i}", torch.nn.Parameter(torch.zeros(1))) for i in range(count)]})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(arrived) == count
+    assert len(optimizer.param_groups) == 2

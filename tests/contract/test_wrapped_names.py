@@ -163,3 +163,17 @@ def test_what_set_trainable_froze_is_found_too():
     other = torch_api.MaskedAdamW(named(net(), "")[::-1])
     other.load_state_dict(optimizer.state_dict())
     assert [row["status"] for row in other.report().rows] == ["trained", "trained", "frozen", "frozen"]
+
+
+def test_what_is_trained_is_loaded_by_name_beside_a_group_that_was_added():
+    def build(names):
+        return [(name, torch.nn.Parameter(torch.zeros(2))) for name in names]
+
+    saved = torch_api.MaskedSGD(build(["weight", "bias"]), lr=0.1)
+    saved.set_trainable("bias", False)
+    saved.add_param_group({"params": build(["head"])})
+    loaded = torch_api.MaskedSGD(build(["bias", "weight"]), lr=0.1)
+    loaded.add_param_group({"params": build(["head"])})
+    loaded.load_state_dict(saved.state_dict())
+    rows = {row["parameter"]: row["status"] for row in loaded.report().rows}
+    assert rows == {"bias": "frozen", "weight": "trained", "head": "trained"}
