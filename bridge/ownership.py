@@ -6,16 +6,13 @@ with mmap=True) a part of a private mapping. Arrays of NumPy and capsules of DLP
 
 from __future__ import annotations
 
-import gc
-import mmap
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import compress
 from operator import itemgetter
 
-import numpy as np
 import torch
 
 # Whether an array over a tensor holds the storage by a tensor of its own, so that it counts as one that shares the storage.
@@ -78,9 +75,7 @@ def _is_in_private_file(tensor: torch.Tensor) -> bool:
 
 
 def _private_files() -> _Ranges:
-    """The address ranges of private, writable mappings of data files, in ascending order; none where system or Python do not tell."""
-    if gc.get_freeze_count():  # objects that nobody can list might be mmaps
-        return []
+    """The address ranges of private, writable mappings of files that are not open, ascending; none where the system does not tell."""
     try:
         with open("/proc/self/maps") as file:
             lines = [line.split(maxsplit=5) for line in file]
@@ -88,9 +83,10 @@ def _private_files() -> _Ranges:
         return []
     files = [line for line in lines if len(line) == 6 and line[4] != "0"]
     programs = {line[4] for line in files if "x" in line[1]}  # a library's own variables lie in such a mapping, too
-    found = [_range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs]
-    taken = _mapped_by_python() if found else []
-    return sorted(own for own in found if not any(own[0] < last and first < own[1] for first, last in taken))
+    inodes, paths = _open_files()
+    return sorted(
+        _range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs | inodes and line[5].strip() not in paths
+    )
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -98,16 +94,13 @@ def _range(text: str) -> tuple[int, int]:
     return int(first, 16), int(last, 16)
 
 
-def _mapped_by_python() -> _Ranges:
-    objects = gc.get_objects()
-    kinds: set[type] = {mmap.mmap}
-    for _ in range(8):  # subclasses of subclasses
-        kinds.update(*(kind.__subclasses__() for kind in kinds))
-    found = []
-    for space in compress(objects, map(kinds.__contains__, map(type, objects))):  # isinstance would run properties of lazy objects
+def _open_files() -> tuple[set[str], set[str]]:
+    """The inodes and paths of the files that this process has open. Python's mmap, and so numpy.memmap, keeps its file open."""
+    inodes, paths = set(), set()
+    for name in os.listdir("/proc/self/fd"):
         try:
-            view = np.frombuffer(space, np.uint8)
-        except (ValueError, BufferError):  # closed, or empty
+            inodes.add(str(os.fstat(int(name)).st_ino))
+            paths.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # that of the listing itself is closed by now
             continue
-        found.append((view.ctypes.data, view.ctypes.data + view.nbytes))
-    return found
+    return inodes, paths

@@ -70,7 +70,7 @@ class Transaction:
                 self._give_back()
                 given_back = True
             except BaseException as raised:  # noqa: BLE001 - a handler that is back has raised; the others must be given back, too
-                error = error or raised
+                error = _behind(error, raised)
         self._deliver(error)
 
     @contextmanager
@@ -97,16 +97,25 @@ class Transaction:
                 signal.signal(number, replaced)
 
     def _deliver(self, error: BaseException | None = None) -> None:
-        """Call the handlers of all signals that have arrived, also behind one that raises; then raise the first error."""
+        """Call the handlers of all signals that have arrived, also behind one that raises.
+
+        Then raise the last error, with those before it as its context.
+        """
         while self._arrived:
             try:
                 number, frame = self._arrived[0]
                 del self._arrived[0]  # no call in between, in which another handler could raise
                 self._handlers[number](number, frame)
             except BaseException as raised:  # noqa: BLE001 - raised below, after the other handlers
-                error = error or raised
+                error = _behind(error, raised)
         if error is not None:
             raise error
+
+
+def _behind(before: BaseException | None, error: BaseException) -> BaseException:
+    if before is not error and error.__context__ is None:
+        error.__context__ = before
+    return error
 
 
 def _after_fork() -> None:
