@@ -163,6 +163,7 @@ def test_a_skipped_update_and_a_masked_element_keep_their_bits():
     assert same([x for p in params for x in (p.detach(), *optimizer.state[p].values())], before)
 
 
+@pytest.mark.filterwarnings("ignore:OptaxOptimizer. lr is 0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_rate_of_0_keeps_all_bits(dtype):
     """Those of numbers too small to be normal, too, which a product with 1 may lose."""

@@ -257,7 +257,8 @@ WRONG_KEYS = [(n, e) for n, e in ERRORS if e.optimizer_error_input.params is Non
 
 
 @pytest.mark.parametrize("case", WRONG_KEYS, ids=ident)
-def test_an_added_group_and_a_checkpoint_are_checked_as_the_constructor_is(case):
+def test_an_added_group_is_checked_as_the_constructor_is_and_a_checkpoint_as_torch_does(case):
+    """A schedule may write numbers out of range into a group. What a step takes can be loaded."""
     name, expected = case
     keys = expected.optimizer_error_input.kwargs
     optimizer = masked(name)([torch.nn.Parameter(torch.randn(2, 3))], **({"foreach": True} if "foreach" in keys else {}))
@@ -265,11 +266,10 @@ def test_an_added_group_and_a_checkpoint_are_checked_as_the_constructor_is(case)
     with pytest.raises(expected.error_type, match=expected.error_regex):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(2, 3))], **keys})
     assert len(optimizer.param_groups) == 1
-    damaged = copy.deepcopy(before)
-    damaged["param_groups"][0].update(keys)
-    with pytest.raises(expected.error_type, match=expected.error_regex):
-        optimizer.load_state_dict(damaged)
-    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0].update(keys)
+    optimizer.load_state_dict(saved)
+    assert {key: optimizer.param_groups[0][key] for key in keys} == keys
 
 
 # ---------------------------------------------------------------------- the oracle can fail
