@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 class Check(NamedTuple):
     """What must hold of a param group (in `Rule.checks`) or of a trained parameter (in `Rule.leaf_checks`), and torch's error.
 
-    `text` is a format string over the group's keys; over `size` and `name` for a parameter.
+    `text` is a format string over the group's keys; over `size` and `name` for a parameter. `always`: also at a step, where other numbers
+    may be out of range, since a schedule may write them.
     """
 
     holds: Callable[[Any], bool]
     text: str
     error: type[Exception] = ValueError
+    always: bool = False
 
 
 def not_negative(**texts: str) -> tuple[Check, ...]:

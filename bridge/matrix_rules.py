@@ -191,10 +191,12 @@ MUON = Rule(
         Check(
             adjustment_is_known,
             "Adjust learning rate function {adjust_lr_fn} is not supported; expected 'original', 'match_rms_adamw' or None",
+            always=True,
         ),
         Check(
             steps_are_few,
             "Number of steps must be less than 100 for computational efficiency, but ns_steps is {ns_steps}",
+            always=True,
         ),
     ),
     leaf_checks=(

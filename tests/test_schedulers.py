@@ -204,7 +204,7 @@ def test_schedulers_cycle_the_momentum_of_a_factory(scheduler):
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_scheduler_that_wants_a_momentum_says_so_as_with_any_optimizer_without_one(scheduler):
-    optimizer = torch_api.OptaxOptimizer(random_params(), optax.adam, lr=0.01)
+    optimizer = torch_api.OptaxOptimizer(random_params(), optax.adagrad, lr=0.01)
     with pytest.raises(ValueError, match=r"momentum.* or .*beta1?"):
         SCHEDULERS[scheduler](optimizer)
     without = lrs.CyclicLR(optimizer, 1e-3, 0.1, step_size_up=3, cycle_momentum=False)

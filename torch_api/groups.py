@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import torch
 
+from bridge.checks import Check
 from bridge.masks import near_and_all
 from bridge.problem import Row
 from bridge.rules import Rule
@@ -109,9 +110,7 @@ def _edits(a: str, b: str) -> int:
 def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
     """Raise as `check_types`, and for a number out of range: for a group that is given to a constructor or added."""
     _check_numbers(owner, group, rule, allowed)
-    for check in rule.checks:
-        if not check.holds(group):
-            raise check.error(check.text.format(**group))
+    _check_ranges(group, rule.checks)
     for key in _beside(group, rule):
         if not group[key] >= 0:
             raise ValueError(f"Invalid {_NON_NEGATIVE[key]}: {group[key]}")
@@ -127,7 +126,14 @@ def check_types(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
     A number may be out of range: as in torch.optim, a step takes what a schedule has written, and so it can be saved and loaded.
     """
     _check_numbers(owner, group, rule, allowed)
+    _check_ranges(group, [check for check in rule.checks if check.always])
     _check_flags(owner, group, rule)
+
+
+def _check_ranges(group: Mapping[str, Any], checks: Iterable[Check]) -> None:
+    for check in checks:
+        if not check.holds(group):
+            raise check.error(check.text.format(**group))
 
 
 def _check_numbers(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str]) -> None:
