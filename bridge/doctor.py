@@ -91,6 +91,10 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     wrong = []
     for name, (low, high) in BOUNDS.items():
         version = facts.versions.get(name)
+        if name == "torch2jax" and version is None:
+            fix = f"pip install '{name}>={low},<{high}'"
+            yield Finding("versions", WARNING, "torch2jax is not installed: module_function and JaxTrainStep do not work", fix)
+            continue
         fits = version is not None and _padded(version) >= _padded(low) and (high is None or _padded(version) < _padded(high))
         if not fits:
             wrong.append(f"'{name}>={low}{f',<{high}' if high else ''}'")

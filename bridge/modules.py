@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
-from torch2jax import RngPooperContext
 
 from . import (
     torch_bags,
@@ -48,7 +47,7 @@ from .masks import near, path_name
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
 from .trace import Keys
-from .traced import Traced, as_array, as_traced
+from .traced import Traced, as_array, as_traced, joined
 from .tree import mapping, nest, tied_names, unnest
 from .widths import canonical
 
@@ -152,7 +151,7 @@ def traced_call(
     else:
         held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
-    with RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
+    with joined().RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
         stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
         with nullcontext() if x64 is None else scope(x64):

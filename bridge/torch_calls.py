@@ -20,14 +20,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.core import Tracer
-from torch2jax import HANDLED_FUNCTIONS, Torchish, TorchishMode
+from torch.overrides import TorchFunctionMode
 
 from .dlpack import to_torch, x64
+from .registered import is_torchish, registered
 from .trace import TRACE, value_needed, where_now
 from .traced import DETACHING, Traced, as_array
 from .writes import unnoticed
 
-PRISTINE = dict(HANDLED_FUNCTIONS)
 _C: Any = torch._C
 SPACES: dict[str, Any] = {
     "torch": torch,
@@ -148,7 +148,7 @@ def arrays(x: Any) -> Any:
 
 def is_traced(x: Any) -> bool:
     """A value that jax computes with, not torch."""
-    return isinstance(x, jax.Array | Torchish)
+    return isinstance(x, jax.Array | Traced) or is_torchish(x)
 
 
 def wrapped(out: Any) -> Any:
@@ -157,7 +157,7 @@ def wrapped(out: Any) -> Any:
         return Traced(out if torch.is_grad_enabled() else jax.lax.stop_gradient(out))
     if type(out) is Traced:
         return out
-    if isinstance(out, Torchish):
+    if is_torchish(out):
         return wrapped(out.value)
     if isinstance(out, tuple) and hasattr(out, "_fields"):
         return type(out)(*map(wrapped, out))
@@ -196,8 +196,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             f"torch.autocast is entered {where_now()}, and its casts happen in torch's dispatcher, which no traced program passes through. "
             "Give it enabled=False; for half precision use module.to(torch.bfloat16)."
         )
-    theirs = HANDLED_FUNCTIONS.get(func)
-    if theirs is not None and theirs is not PRISTINE.get(func):
+    theirs = registered(func)
+    if theirs is not None:
         return wrapped(theirs(*args, **kwargs))
     found = OPS.get(func)
     if found is not None and found.always:
@@ -227,7 +227,7 @@ def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     def plain(x: Any) -> Any:
         if type(x) in (tuple, list):
             return type(x)(map(plain, x))
-        return to_torch(x.value, copy=True) if isinstance(x, Torchish) else x
+        return to_torch(x.value, copy=True) if is_torchish(x) else x
 
     def traced(x: Any) -> Any:
         return type(x)(map(traced, x)) if isinstance(x, tuple | list) else wrapped(as_array(x))
@@ -389,7 +389,7 @@ def _body(func: Any) -> Callable[..., Any] | None:
     return body
 
 
-class Mode(TorchishMode):
+class Mode(TorchFunctionMode):
     """While it is active on this thread, torch functions are those of `dispatch`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

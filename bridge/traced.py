@@ -1,4 +1,4 @@
-"""The value that torch code sees while jax traces it: a `torch2jax.Torchish` with torch's methods, views and in-place writes."""
+"""The value that torch code sees while jax traces it: torch's methods, views and in-place writes over a jax value, and a `Torchish`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.core import Tracer
-from torch2jax import Torchish as _Torchish
 
 from .dlpack import EXTENSION_DTYPES, to_jax, x64
+from .registered import is_torchish, torch2jax
 from .trace import TRACE, no_graph, value_needed, where_now
 from .widths import canonical
 from .writes import unnoticed, written_through
 
 Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
-Torchish: Any = _Torchish
 
 _NAMES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"]
 NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype(like) for d, (_, like) in EXTENSION_DTYPES.items()}
@@ -62,7 +61,7 @@ class Graph:
         raise no_graph(f"grad_fn.{name} belongs")
 
 
-class Traced(Tensor, Torchish):
+class Traced(Tensor):
     """A jax value under torch's interface.
 
     A real tensor, so that torch's C code may look into it: one without memory, on the meta device, with the value's shape and
@@ -326,6 +325,14 @@ class Traced(Tensor, Torchish):
         return copy
 
 
+@functools.cache
+def joined() -> Any:
+    """Return torch2jax, of whose values traced tensors are some from now on: operators registered with it ask for that type."""
+    package = torch2jax()
+    Traced.__bases__ = (torch.Tensor, package.Torchish)
+    return package
+
+
 def _without_memory(array: Any) -> torch.Tensor:
     return torch.empty(array.shape, dtype=torch_dtype(array), device="meta")
 
@@ -380,7 +387,7 @@ def as_traced(tree: Any) -> Any:
 
 def as_array(x: Any) -> Any:
     """What jax computes with: the value of a traced tensor, a constant made of a torch tensor; anything else as it is."""
-    if isinstance(x, Torchish):
+    if type(x) is Traced or is_torchish(x):
         return x.value
     if isinstance(x, torch.Tensor):
         return constant(x)

@@ -51,6 +51,7 @@ PROBLEMS = {
     ),
     "torch of the next major": (changed(versions=VERSIONS | {"torch": "3.0.0"}), "versions", "error", "'torch>=2.8,<3'", "pip install"),
     "optax is missing": (changed(versions=VERSIONS | {"optax": None}), "versions", "error", "'optax>=0.2.5,<0.3'", "pip install"),
+    "torch2jax is missing": (changed(versions=VERSIONS | {"torch2jax": None}), "versions", "warning", "module_function", "pip install"),
     "jaxlib ahead": (changed(versions=VERSIONS | {"jaxlib": "0.11.0"}), "versions", "error", "newer than jax 0.10.2", "jax==0.11.0"),
     "no GPU for jax": (
         changed(ON_GPU, plugins=(), jax_devices=(("cpu", 1),)),

@@ -63,6 +63,7 @@ ORDER = {
         "stages",
         "dynamo",
         "trace",
+        "registered",
         "traced",
         "stored",
         "products",
