@@ -25,7 +25,7 @@ from .dlpack import X64, behind_torch, operands, wait_for
 from .fusion import client_started, request
 from .programs import Program, compilations, count_compilation, programs
 from .reading import Reader
-from .storage import Memory, hold, leave_held, taken, write_back
+from .storage import Memory, leave_held, taken, write_back
 from .update import traces
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "count_compilation", "elsewhere", "programs", "run", "traces"]
@@ -290,7 +290,6 @@ class _Flight:
                     if self.on_cpu:  # as wait_for, which would ask them
                         for token in tokens:
                             token.block_until_ready()
-                        hold(memories)
                     else:
                         wait_for(tokens, self.may_fail)
                 for cells, vector in zip(*scalars, strict=True):

@@ -18,7 +18,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -43,11 +43,11 @@ class Memory:
 
     `lengths`: of a pack, how many elements of each row are a tensor's, the rest being padding; None for one tensor's
     memory. `windows`: by row, through what a torch storage looks into it; `holders`: the tensor that is to look there.
-    `all_windows`: every window that looks into the bytes where they are now. `hold`: between steps a reference to the bytes
-    on a CPU, which keeps them if somebody deletes the array: `jax.live_arrays()` hands it out to anybody. `keep` makes it.
+    `all_windows`: every window that looks into the bytes where they are now. `hold`: a reference to the bytes, where
+    `jax.live_arrays()` has handed out the array since the last step.
     """
 
-    __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "keep", "lengths", "windows")
+    __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "lengths", "windows")
 
     def __init__(self, array: jax.Array, lengths: Sequence[int] | None = None) -> None:
         self.array, self.lengths = array, lengths
@@ -56,7 +56,6 @@ class Memory:
         self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
         self.all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
         self.hold: Any = None
-        self.keep: Callable[[jax.Array], Any] | None = None
 
     @property
     def rows(self) -> range:
@@ -108,7 +107,7 @@ class Placement(NamedTuple):
     row: int | None = None
 
 
-_array, _is_deleted = attrgetter("array"), methodcaller("is_deleted")
+_array = attrgetter("array")
 IN_PLACE = "in jax-owned memory"
 FOREIGN, SHARED = "in memory of another library", "another tensor shares its storage"
 _SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
@@ -335,17 +334,36 @@ def register(array: Any, lengths: Sequence[int] | None = None) -> Memory:
     """The memory of an array that nobody else holds, known by the address of each row from now on."""
     memory = Memory(array, lengths)
     _know(memory)
-    if array.is_ready() and next(iter(array.devices())).platform == "cpu":  # else it is held after the first step
-        hold([memory])
     return memory
 
 
-def hold(memories: Iterable[Memory]) -> None:
-    """Keep the bytes of each memory on a CPU, whose array is ready, until it is `taken`."""
-    for memory in memories:
-        if memory.keep is None:
-            memory.keep = _holder(memory.array.dtype)
-        memory.hold = memory.keep(memory.array)
+_held: weakref.WeakSet[Memory] = weakref.WeakSet()  # those with a `hold`
+_left: weakref.WeakSet[Window] = weakref.WeakSet()  # windows that an array owns which is no memory's any more
+_live_arrays = jax.live_arrays
+
+
+@functools.wraps(_live_arrays)
+def _holding_live_arrays(platform: str | None = None) -> list[jax.Array]:
+    """Return what `jax.live_arrays` returns, and first hold the bytes that torch tensors look at: whoever has the arrays may delete them.
+
+    A reference to each array after each step would do the same, and costs some hundredths of a step's time.
+    """
+    arrays = _live_arrays(platform)
+    for memory in set(_memories.values()):
+        if not memory.array.is_deleted() and _is_on_cpu(memory.array):
+            memory.hold = _holder(memory.array.dtype)(memory.array)
+            _held.add(memory)
+    for window in list(_left):
+        if isinstance(window.owner, jax.Array) and not window.owner.is_deleted() and _is_on_cpu(window.owner):
+            window.owner = _holder(window.owner.dtype)(window.owner)
+    return arrays
+
+
+jax.live_arrays = _holding_live_arrays
+
+
+def _is_on_cpu(array: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in array.devices())
 
 
 @functools.cache
@@ -353,7 +371,7 @@ def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
     """What makes a reference to the bytes of an array on the CPU: Python's buffer protocol, or for types that it has not, numpy.
 
     Never DLPack: jaxlib aborts the process where an array is deleted that was exported so. What numpy takes is private, because the
-    public ways keep it in the array, which could then not be donated.
+    public way keeps it in the array, which can then not be donated: the next step copies it.
     """
     with x64(), jax.transfer_guard("allow"), jax.default_device(jax.local_devices(backend="cpu")[0]):
         probe = jax.device_put(np.zeros(1, dtype))
@@ -364,25 +382,23 @@ def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
                 return each
         except (AttributeError, BufferError, TypeError, ValueError, RuntimeError):
             pass
-    return lambda array: None
+    return np.asarray
 
 
 def taken(memories: Sequence[Memory]) -> list[jax.Array]:
-    """The arrays of memories, to be donated to a call, which puts its results there: nothing here keeps their bytes any more.
+    """The arrays of memories, to be donated to a call, which puts its results there: nothing here holds their bytes any more.
 
     Of an array that somebody has deleted since the last step, a copy of its bytes. The results then lie elsewhere, and tensors that
     still look at the old place keep its bytes.
     """
-    arrays = list(map(_array, memories))
-    if any(map(_is_deleted, arrays)):
-        for memory in memories:
-            if memory.array.is_deleted() and memory.hold is not None:
+    if _held:
+        for memory in _held.intersection(memories):
+            if memory.array.is_deleted():
                 leave(memory, memory.hold)
                 memory.array = _kept(memory)
-        arrays = list(map(_array, memories))
-    for memory in memories:
-        memory.hold = None
-    return arrays
+            memory.hold = None
+            _held.discard(memory)
+    return list(map(_array, memories))
 
 
 def readable(memory: Memory) -> Any:
@@ -402,6 +418,7 @@ def leave(memory: Memory, owner: Any) -> None:
     """The memory is about to be elsewhere: `owner` keeps the bytes where it was for whoever still looks there."""
     for window in list(memory.all_windows):
         window.owner = owner
+        _left.add(window)
     memory.all_windows.clear()
     memory.windows.clear()
 
