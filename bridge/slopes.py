@@ -1,25 +1,114 @@
-"""Functions that have torch's derivatives where jax has others, or none: at zero."""
+"""Functions that have torch's values and derivatives where jax has others, or none: at zero, at ties and at NaN."""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+
+@jax.custom_jvp
+def _direction(x: Any) -> Any:
+    return jnp.sign(x)
+
+
+@_direction.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    """The share of the change that is at right angles to the number; none at zero."""
+    (x,), (change,) = primals, tangents
+    out, size = _direction(x), jnp.abs(x).astype(x.dtype)
+    zero = size == 0
+    turn = (change - out * out * jnp.conj(change)) / 2
+    return out, jnp.where(zero, jnp.zeros((), x.dtype), turn / jnp.where(zero, jnp.ones((), x.dtype), size))
+
+
+def sign(x: Any) -> Any:
+    """The sign of a real number, 0 for NaN; of a complex one its direction."""
+    if jnp.iscomplexobj(x):
+        return _direction(x)
+    return x if x.dtype == bool else (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
 @jax.custom_jvp
 def absolute(x: Any) -> Any:
-    """The absolute value; its derivative at zero is zero, as torch's."""
+    """The absolute value; its derivative at zero and at NaN is zero, as torch's."""
     return jnp.abs(x)
 
 
 @absolute.defjvp
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     (x,), (change,) = primals, tangents
-    return absolute(x), jnp.real(jnp.conj(jnp.sign(x)) * change) if jnp.iscomplexobj(x) else jnp.sign(x) * change
+    return absolute(x), jnp.real(jnp.conj(sign(x)) * change) if jnp.iscomplexobj(x) else sign(x) * change
+
+
+def _extreme(function: Callable[[Any, Any], Any], is_beyond: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The larger or smaller of two; equal ones share the gradient, and both have all of it where one is NaN."""
+
+    @jax.custom_jvp
+    def extreme(a: Any, b: Any) -> Any:
+        return function(a, b)
+
+    def share(x: Any, other: Any, change: Any) -> Any:
+        return jnp.where(is_beyond(other, x), jnp.zeros((), x.dtype), jnp.where(x == other, change / 2, change))
+
+    @extreme.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        (a, b), (da, db) = primals, tangents
+        return extreme(a, b), share(a, b, da) + share(b, a, db)
+
+    return extreme
+
+
+maximum = _extreme(jnp.maximum, operator.gt)
+minimum = _extreme(jnp.minimum, operator.lt)
+
+
+@jax.custom_jvp
+def copysign(size: Any, sign: Any) -> Any:
+    """The size of one number with the sign of another; its derivative at zero is zero, as torch's."""
+    return jnp.copysign(size, sign)
+
+
+@copysign.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (size, sign), (change, _) = primals, tangents
+    out, zero = copysign(size, sign), size == 0
+    return out, change * jnp.where(zero, jnp.zeros((), size.dtype), out / jnp.where(zero, jnp.ones((), size.dtype), size))
+
+
+@jax.custom_jvp
+def power(base: Any, exponent: Any) -> Any:
+    """A power; its derivatives are zero where the exponent is zero, and where zero has a power of zero or more, as torch's."""
+    return jnp.power(base, exponent)
+
+
+@functools.partial(power.defjvp, symbolic_zeros=True)
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (base, exponent), (d_base, d_exponent) = primals, tangents
+    out, zero = power(base, exponent), jnp.zeros((), base.dtype)
+    change = jnp.zeros_like(out)
+    if not isinstance(d_base, SymbolicZero):
+        slope = exponent * power(base, exponent - 1)
+        change += jnp.where(exponent == 0, zero, slope) * d_base
+    if not isinstance(d_exponent, SymbolicZero):
+        change += jnp.where((base == 0) & (exponent.real >= 0), zero, out * jnp.log(base)) * d_exponent
+    return out, change
+
+
+@jax.custom_jvp
+def relu(x: Any) -> Any:
+    """The number above zero, else zero; the gradient passes at NaN, as in torch."""
+    return jnp.maximum(x, 0)
+
+
+relu.defjvps(lambda change, _, x: lax.select(x <= 0, lax.full_like(change, 0), change))
 
 
 def flat_at_zero(function: Callable[[Any], Any], x: Any) -> Any:
@@ -37,3 +126,11 @@ def angle(y: Any, x: Any) -> Any:
     """The angle of a point; at the origin without a derivative, as torch's."""
     origin = (y == 0) & (x == 0)
     return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), jnp.arctan2(y, jnp.where(origin, jnp.ones_like(x), x)))
+
+
+def argument(x: Any) -> Any:
+    """The angle of a number in the complex plane. That of a real one has no derivative, and is 0 at -0.0, as in torch."""
+    if jnp.iscomplexobj(x):
+        return angle(x.imag, x.real)
+    x = lax.stop_gradient(x)
+    return jnp.where(x < 0, jnp.asarray(math.pi, x.dtype), jnp.where(jnp.isnan(x), x, jnp.zeros((), x.dtype)))

@@ -89,8 +89,30 @@ def functions_named(name: str) -> list[Any]:
     return [f for f in found if callable(f)]
 
 
+def add_ops(entries: Mapping[Any, Op]) -> None:
+    """Add implementations to the table.
+
+    Raises:
+      ValueError: one of the functions is in the table already; which of the two stayed would depend on the order of imports.
+    """
+    twice = next((func for func in entries if func in OPS), None)
+    if twice is not None:
+        raise ValueError(
+            f"{_importable(twice)} has two implementations, {_where_defined(OPS[twice])} and {_where_defined(entries[twice])}. "
+            "Register each function once."
+        )
+    OPS.update(entries)
+
+
+def _where_defined(entry: Op) -> str:
+    return f"{getattr(entry.handler, '__module__', '')}.{getattr(entry.handler, '__qualname__', repr(entry.handler))}"
+
+
 def op(*names: str, always: bool = False, views: bool = False, raw: bool = False) -> Callable[[Any], Any]:
-    """Register an implementation for all torch functions of these names, and for the in-place form of each."""
+    """Register an implementation for all torch functions of these names.
+
+    It serves the in-place form of each too, unless it makes a tensor or a view or takes traced tensors themselves.
+    """
 
     def register(handler: Any) -> Any:
         try:
@@ -98,16 +120,18 @@ def op(*names: str, always: bool = False, views: bool = False, raw: bool = False
         except ValueError:  # a function of jax without one
             signature = None
         entry = Op(handler, signature, always, views, raw, one_type=next((ONE_TYPE[name] for name in names if name in ONE_TYPE), None))
-        for name in names:
-            for func in functions_named(name):
-                OPS[func] = entry
-            stem = name.removesuffix("__").replace("__", "__i", 1) + "__" if name.startswith("__") else f"{name}_"
-            if not (views or raw or name.startswith("__r")):
-                for func in functions_named(stem):
-                    OPS[func] = entry._replace(inplace=True)
+        entries = {func: entry for name in names for func in functions_named(name)}
+        if not (always or views or raw):
+            stems = [_inplace_name(name) for name in names if not name.startswith("__r")]
+            entries |= {func: entry._replace(inplace=True) for stem in stems for func in functions_named(stem)}
+        add_ops(entries)
         return handler
 
     return register
+
+
+def _inplace_name(name: str) -> str:
+    return name.removesuffix("__").replace("__", "__i", 1) + "__" if name.startswith("__") else f"{name}_"
 
 
 def primitive(*names: str, always: bool = False) -> Callable[[Any], Any]:
@@ -115,8 +139,7 @@ def primitive(*names: str, always: bool = False) -> Callable[[Any], Any]:
 
     def register(handler: Any) -> Any:
         entry = Op(handler, inspect.signature(handler), always)
-        for name in names:
-            OPS.update({func: entry for func in functions_named(name) if not isinstance(func, FunctionType)})
+        add_ops({func: entry for name in names for func in functions_named(name) if not isinstance(func, FunctionType)})
         return handler
 
     return register

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .torch_calls import OPS, Op, arrays, op
+from .torch_calls import Op, add_ops, arrays, functions_named, op
 from .trace import no_graph
 from .traced import as_array, jax_dtype, promoted, torch_dtype
 
@@ -155,11 +155,12 @@ def fill(input: Any, value: Any) -> Any:
     return jnp.full(input.shape, value, input.dtype)
 
 
-for _func in (torch.zero_, torch.Tensor.zero_):
-    OPS[_func] = Op(lambda input: jnp.zeros(input.shape, input.dtype), None, inplace=True)
-OPS[torch.Tensor.copy_] = Op(
-    lambda input, src, non_blocking=False: jnp.broadcast_to(jnp.asarray(src, input.dtype), input.shape), None, inplace=True
-)
+def _copied(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    return jnp.broadcast_to(jnp.asarray(src, input.dtype), input.shape)
+
+
+add_ops(dict.fromkeys(functions_named("zero_"), Op(lambda input: jnp.zeros(input.shape, input.dtype), None, inplace=True)))
+add_ops({torch.Tensor.copy_: Op(_copied, None, inplace=True)})
 
 
 @op("type", raw=True)
@@ -188,9 +189,9 @@ def _register_casts() -> None:
     names = ["float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"]
     dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
     for name, dtype in zip(names, map(torch.__dict__.get, dtypes), strict=True):
-        OPS[getattr(torch.Tensor, name)] = Op(lambda x, dtype=dtype, **_: to(x, dtype), None, raw=True)
+        add_ops({getattr(torch.Tensor, name): Op(lambda x, dtype=dtype, **_: to(x, dtype), None, raw=True)})
     for name in ("cpu", "cuda", "requires_grad_", "pin_memory", "coalesce", "dequantize"):
-        OPS[getattr(torch.Tensor, name)] = Op(lambda x, *_, **__: x, None, raw=True)
+        add_ops({getattr(torch.Tensor, name): Op(lambda x, *_, **__: x, None, raw=True)})
 
 
 _register_casts()
@@ -224,15 +225,19 @@ def _differentiated(*_: Any, **__: Any) -> Any:
     raise no_graph("torch.autograd.grad belongs")
 
 
-OPS[torch.autograd.grad] = Op(_differentiated, None, raw=True)
 # Whether torch's encoder may leave out padding, which it does only where no gradient is asked for: never.
 op("_nested_tensor_from_mask_left_aligned")(lambda t, mask: False)
-OPS[torch.numel] = Op(lambda x: as_array(x).size, None, raw=True)
-OPS[torch.is_nonzero] = Op(lambda x: bool(as_array(x)), None, raw=True)
-OPS[torch.result_type] = Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True)
-for _func in (torch.is_conj, torch.is_neg, torch.is_inference, torch.Tensor.is_inference, torch.Tensor.is_conj, torch.Tensor.is_neg):
-    OPS[_func] = Op(lambda x: False, None, raw=True)
-OPS[torch.Tensor.is_shared] = Op(lambda x: True, None, raw=True)
+add_ops(
+    {
+        torch.autograd.grad: Op(_differentiated, None, raw=True),
+        torch.numel: Op(lambda x: as_array(x).size, None, raw=True),
+        torch.is_nonzero: Op(lambda x: bool(as_array(x)), None, raw=True),
+        torch.result_type: Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True),
+        torch.Tensor.is_shared: Op(lambda x: True, None, raw=True),
+    }
+)
+for _name in ("is_conj", "is_neg", "is_inference"):
+    add_ops(dict.fromkeys(functions_named(_name), Op(lambda x: False, None, raw=True)))
 
 
 @op("conj")

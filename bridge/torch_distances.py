@@ -9,7 +9,7 @@ import numpy as np
 
 from .slopes import root
 from .torch_calls import op
-from .torch_ops import norm
+from .torch_ops import add, norm, sub
 from .traced import promoted
 
 
@@ -32,7 +32,7 @@ def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
 @op("pairwise_distance")
 def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
     """The distances of rows, eps added to each difference."""
-    return norm(x1 - x2 + jnp.asarray(eps, x1.dtype), p, -1, keepdim)
+    return norm(add(sub(x1, x2), eps), p, -1, keepdim)
 
 
 @op("pdist")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from .torch_calls import OPS, Op, op
+from .torch_calls import Op, add_ops, op
 from .torch_ops import floating
 from .traced import promoted
 
@@ -98,7 +98,7 @@ def stft(
     return out if return_complex or (jnp.iscomplexobj(input) and return_complex is None) else jnp.stack([out.real, out.imag], -1)
 
 
-OPS[torch._C._VariableFunctions.stft] = Op(stft, None)  # pyright: ignore[reportAttributeAccessIssue] - below torch's Python, which pads
+add_ops({torch._C._VariableFunctions.stft: Op(stft, None)})  # pyright: ignore[reportAttributeAccessIssue] - below torch's Python, which pads
 
 
 @op("istft")

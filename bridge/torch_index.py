@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from .torch_calls import OPS, Op, leaves
+from .torch_calls import Op, add_ops, leaves
 from .trace import where_now
 from .traced import Traced, as_array
 from .writes import unnoticed
@@ -137,5 +137,4 @@ def _chosen(key: Any, shape: tuple[int, ...], value: tuple[int, ...]) -> Any:
     return mask.reshape((1,) * before + mask.shape + (1,) * len(behind))
 
 
-OPS[torch.Tensor.__getitem__] = Op(getitem, None, raw=True)
-OPS[torch.Tensor.__setitem__] = Op(setitem, None, raw=True)
+add_ops({torch.Tensor.__getitem__: Op(getitem, None, raw=True), torch.Tensor.__setitem__: Op(setitem, None, raw=True)})

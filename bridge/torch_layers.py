@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .attention import attended, bounded
+from .slopes import relu
 from .stored import gradient_once, on_cpu, once
-from .torch_calls import OPS, Op, op, primitive
-from .torch_ops import cast, lines, places
+from .torch_calls import Op, add_ops, op, primitive
+from .torch_ops import cast, floating, lines, places
 from .trace import next_key
 from .traced import as_array
 from .writes import unnoticed
@@ -25,23 +27,22 @@ from .writes import unnoticed
 
 def _register_activations() -> None:
     plain: dict[str, Callable[[Any], Any]] = {
-        "relu": jax.nn.relu,
+        "relu": relu,
         "relu6": lambda x: hardtanh(x, 0.0, 6.0),
         "silu": jax.nn.silu,
-        "selu": jax.nn.selu,
+        "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543772),
         "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
-        "logsigmoid": jax.nn.log_sigmoid,
-        "softsign": jax.nn.soft_sign,
-        "tanhshrink": lambda x: x - jnp.tanh(x),
+        "logsigmoid log_sigmoid": jax.nn.log_sigmoid,
+        "softsign": lambda x: jax.nn.soft_sign(floating(x)),
+        "tanhshrink": lambda x: floating(x) - jnp.tanh(floating(x)),
         "hardswish": lambda x: x * hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
         "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
     }
-    for name, f in plain.items():
-        op(name)(lambda input, inplace=False, f=f: f(input))
+    for names, f in plain.items():
+        op(*names.split())(lambda input, inplace=False, f=f: f(input))
 
 
 _register_activations()
-op("log_sigmoid")(jax.nn.log_sigmoid)
 
 
 @op("gelu")
@@ -73,13 +74,22 @@ def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) 
     return jnp.where(input > 0, input, input * jnp.asarray(negative_slope, input.dtype))
 
 
-@op("elu", "celu")
+@op("elu")
 def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
     """x, or alpha * (exp(x) - 1) below zero."""
-    return jax.nn.elu(input, alpha)
+    return _exponential_below(input, alpha, 1.0)
 
 
-OPS[torch.celu] = OPS[F.celu] = Op(lambda x, alpha=1.0, inplace=False: jax.nn.celu(x, alpha), None)
+@op("celu")
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """x, or alpha * (exp(x / alpha) - 1) below zero."""
+    return _exponential_below(input, alpha, 1 / alpha)
+
+
+def _exponential_below(x: Any, alpha: float, slope: float) -> Any:
+    """x where it is above zero or NaN, so that the gradient passes at NaN, as in torch."""
+    below = x <= 0
+    return jnp.where(below, alpha * jnp.expm1(slope * jnp.where(below, x, jnp.zeros((), x.dtype))), x)
 
 
 @op("prelu")
@@ -105,21 +115,21 @@ def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
 
 @op("threshold")
 def threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> Any:
-    """x above the threshold, else the value."""
-    return jnp.where(input > threshold, input, jnp.asarray(value, input.dtype))
+    """The value up to the threshold, x above it and where it is NaN."""
+    return jnp.where(input <= threshold, jnp.asarray(value, input.dtype), input)
 
 
 @op("hardshrink")
 def hardshrink(input: Any, lambd: float = 0.5) -> Any:
-    """Zero near zero."""
-    return jnp.where(jnp.abs(input) > lambd, input, jnp.zeros((), input.dtype))
+    """Zero near zero; NaN stays."""
+    return jnp.where(jnp.abs(input) <= lambd, jnp.zeros((), input.dtype), input)
 
 
 @op("softshrink")
 def softshrink(input: Any, lambd: float = 0.5) -> Any:
-    """Moved towards zero."""
+    """Moved towards zero; NaN stays."""
     shift = jnp.asarray(lambd, input.dtype)
-    return jnp.where(input > shift, input - shift, jnp.where(input < -shift, input + shift, jnp.zeros((), input.dtype)))
+    return jnp.where(jnp.abs(input) <= shift, jnp.zeros((), input.dtype), jnp.where(input > shift, input - shift, input + shift))
 
 
 @op("glu")
@@ -163,10 +173,19 @@ def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> Any:
     return jnp.where(keep, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype))
 
 
-@op("dropout", "native_dropout")
+@op("dropout")
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Elements dropped by key; needs no key where nothing can be dropped."""
     return input * _kept(input.shape, p, "dropout", input) if training and p > 0 else input
+
+
+@op("native_dropout")
+def native_dropout(input: Any, p: float, training: bool | None) -> Any:
+    """`dropout`, and which elements it has kept."""
+    if training is False or p == 0:
+        return input, jnp.ones(input.shape, bool)
+    kept = _kept(input.shape, p, "dropout", input)
+    return input * kept, kept != 0
 
 
 @op("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -232,7 +251,6 @@ def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> Any:
     return unnoticed(rows / jnp.maximum(often, 1)[..., None].astype(rows.dtype), rows)
 
 
-@op("embedding")
 def embedding(
     input: Any,
     weight: Any,
@@ -249,6 +267,9 @@ def embedding(
     if padding_idx is None:
         return rows
     return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)
+
+
+add_ops({F.embedding: Op(embedding, inspect.signature(embedding))})
 
 
 @primitive("embedding")
@@ -392,10 +413,8 @@ def instance_norm(
     return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(1, input.ndim - 1)))
 
 
-for _func in (F.batch_norm, torch.batch_norm):
-    OPS[_func] = Op(batch_norm, None, raw=True)
-for _func in (F.instance_norm, torch.instance_norm):
-    OPS[_func] = Op(instance_norm, None, raw=True)
+add_ops(dict.fromkeys((F.batch_norm, torch.batch_norm), Op(batch_norm, None, raw=True)))
+add_ops(dict.fromkeys((F.instance_norm, torch.instance_norm), Op(instance_norm, None, raw=True)))
 
 
 @op("scaled_dot_product_attention")

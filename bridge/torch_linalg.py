@@ -332,7 +332,7 @@ def _pinv(A: Any, atol: Any, rtol: Any, hermitian: bool) -> Any:
     else:
         left, s, right = linalg.svd(A, full_matrices=False)
     kept = _nonzero(s, atol, rtol)
-    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)[..., None, :]
+    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)[..., None, :].astype(A.dtype)
     return (adjoint(right) * inverse) @ adjoint(left)
 
 
@@ -366,7 +366,7 @@ def lstsq(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> An
     b = B[..., None] if vector else B
     x = pinv(A, None if driver == "gels" else rcond) @ b
     m, n = A.shape[-2:]
-    none = jnp.zeros((0,), A.dtype)
+    none = jnp.zeros((0,), A.real.dtype)
     off = jnp.sum(jnp.square(jnp.abs(A @ x - b)), -2) if m > n and driver != "gelsy" else none
     rank = jnp.zeros((0,), jax_dtype(torch.int64)) if driver == "gels" else matrix_rank(A, rtol=rcond)
     s = svdvals(A) if driver in ("gelsd", "gelss") else none

@@ -12,10 +12,11 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from .slopes import minimum
 from .torch_calls import primitive
 from .torch_distances import pairwise_distance
 from .torch_losses import loss_of, reduced
-from .torch_ops import clamp, floating, places
+from .torch_ops import add, clamp, floating, places
 from .traced import promoted
 from .writes import unnoticed
 
@@ -24,14 +25,14 @@ from .writes import unnoticed
 def margin_ranking_loss(input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = 1) -> Any:
     """Of pairs, the first the larger where the target is 1."""
     input1, input2, target = promoted(input1, input2, target)
-    return reduced(clamp(-target * (input1 - input2) + margin, 0), reduction)
+    return reduced(clamp(add(-target * (input1 - input2), float(margin)), 0), reduction)
 
 
 @primitive("hinge_embedding_loss")
 def hinge_embedding_loss(input: Any, target: Any, margin: float = 1.0, reduction: Any = 1) -> Any:
     """Of distances: themselves at target 1, what they lack of the margin at -1."""
     zero = jnp.zeros((), input.dtype)
-    apart = jnp.where(target != 1, clamp(margin - input, 0), zero)
+    apart = jnp.where(target != 1, clamp(jnp.asarray(margin, input.dtype) - input, 0), zero)
     return reduced(apart + jnp.where(target != -1, input, zero), reduction)
 
 
@@ -60,7 +61,7 @@ def triplet_margin_loss(
     """Of triples: the first nearer to the second than to the third."""
     near, far = pairwise_distance(anchor, positive, p, eps), pairwise_distance(anchor, negative, p, eps)
     if swap:
-        far = jnp.minimum(far, pairwise_distance(positive, negative, p, eps))
+        far = minimum(far, pairwise_distance(positive, negative, p, eps))
     return reduced(clamp(margin + near - far, 0), reduction)
 
 
@@ -100,7 +101,7 @@ def soft_margin_loss(input: Any, target: Any, reduction: Any = 1) -> Any:
 @primitive("poisson_nll_loss")
 def poisson_nll_loss(input: Any, target: Any, log_input: bool, full: bool, eps: float, reduction: Any) -> Any:
     """Of a rate, or its logarithm, and counts; `full` adds Stirling's approximation, where a count is above one."""
-    input, target = promoted(input, target)
+    input, target = map(floating, promoted(input, target))
     loss = jnp.exp(input) - target * input if log_input else input - target * jnp.log(input + eps)
     if full:
         above = target > 1

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from .torch_calls import OPS, Op, functions_named, op
+from .torch_calls import Op, add_ops, functions_named, op
 from .torch_layers import batch_norm, group_norm, layer_norm, moments
 from .traced import as_array
 
@@ -52,5 +52,4 @@ def _native_batch_norm_legit(input: Any, weight: Any, bias: Any, *rest: Any, **n
 
 
 for _name, _handler in (("native_batch_norm", native_batch_norm), ("_native_batch_norm_legit", _native_batch_norm_legit)):
-    for _func in functions_named(_name):
-        OPS[_func] = Op(_handler, None, raw=True)
+    add_ops(dict.fromkeys(functions_named(_name), Op(_handler, None, raw=True)))

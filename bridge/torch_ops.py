@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ import torch
 from jax import lax
 from jax.core import Tracer
 
-from .slopes import absolute, angle, flat_at_zero, root
-from .torch_calls import OPS, op
+from .slopes import absolute, angle, argument, copysign, flat_at_zero, maximum, minimum, power, root, sign
+from .torch_calls import Op, add_ops, op
+from .trace import where_now
 from .traced import default_float, jax_dtype, promoted
+from .writes import unnoticed
 
 Dims = int | Sequence[int] | None
 
@@ -37,23 +40,26 @@ def nonzero(x: Any) -> Any:
     return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
 
 
+def _squared(x: Any) -> Any:
+    return jnp.square(cast(x, torch.int64) if x.dtype == bool else x)
+
+
 def _register_unary() -> None:
     real = "exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh"
     names = {name: getattr(jnp, name) for name in real.split()}
     names |= {"asin": jnp.arcsin, "acos": jnp.arccos, "atan": jnp.arctan, "asinh": jnp.arcsinh, "acosh": jnp.arccosh, "atanh": jnp.arctanh}
     names |= {f"arc{name[1:]}": f for name, f in names.items() if name.startswith("a")}
     names |= {"rsqrt": lax.rsqrt, "sigmoid": jax.nn.sigmoid, "special_expit": jax.nn.sigmoid, "erf": lax.erf, "erfc": lax.erfc}
-    names |= {"special_erf": lax.erf, "erfinv": lax.erf_inv, "lgamma": lax.lgamma, "digamma": lax.digamma, "reciprocal": jnp.reciprocal}
-    names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "logit": lambda x: jnp.log(x) - jnp.log1p(-x)}
+    names |= {"erfinv": lax.erf_inv, "lgamma": lax.lgamma, "reciprocal": jnp.reciprocal}
+    names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "angle": argument}
     for name, f in names.items():
         op(name)(lambda input, f=f: f(floating(input)))
     for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~nonzero(x)}.items():
         op(name)(lambda input, f=f: f(input))
-    same = {"abs": absolute, "absolute": absolute, "neg": jnp.negative, "negative": jnp.negative, "sign": jnp.sign, "floor": jnp.floor}
-    same |= {"ceil": jnp.ceil, "trunc": jnp.trunc, "fix": jnp.trunc, "square": jnp.square, "sgn": jnp.sign, "bitwise_not": jnp.bitwise_not}
-    same |= {"__neg__": jnp.negative, "__abs__": absolute, "__invert__": jnp.invert, "positive": jnp.asarray, "angle": jnp.angle}
-    for name, f in same.items():
-        op(name)(lambda input, f=f: f(input))
+    same = {"abs absolute __abs__": absolute, "neg negative __neg__": jnp.negative, "positive __pos__": jnp.asarray, "sign sgn": sign}
+    same |= {"floor": jnp.floor, "ceil": jnp.ceil, "trunc fix": jnp.trunc, "square": _squared, "bitwise_not __invert__": jnp.invert}
+    for aliases, f in same.items():
+        op(*aliases.split())(lambda input, f=f: f(input))
 
 
 _register_unary()
@@ -72,25 +78,22 @@ def frac(input: Any) -> Any:
 
 
 def _register_binary() -> None:
-    table: dict[str, Any] = {"maximum": jnp.maximum, "minimum": jnp.minimum, "atan2": angle, "arctan2": angle}
-    table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot, "xlogy": _xlogy}
-    table |= {"logaddexp": jnp.logaddexp, "fmax": jnp.fmax, "fmin": jnp.fmin, "copysign": jnp.copysign, "mul": _mul, "multiply": _mul}
-    table |= {"__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
+    table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": _log_add_exp, "xlogy": _xlogy}
+    table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot}
+    table |= {"fmax": lambda a, b: jnp.where((a >= b) | (b != b), a, b), "fmin": lambda a, b: jnp.where((a <= b) | (b != b), a, b)}
+    table |= {"mul": _mul, "multiply": _mul, "__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
     table |= {f"bitwise_{name}": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
     table |= {f"__{name}__": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
-    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        table[name] = table[f"__{name}__"] = getattr(operator, name)
-    table |= {
-        "less": operator.lt,
-        "less_equal": operator.le,
-        "greater": operator.gt,
-        "greater_equal": operator.ge,
-        "not_equal": operator.ne,
-    }
+    table |= {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+    table |= {"eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne, "lt": operator.lt, "less": operator.lt}
+    table |= {"le": operator.le, "less_equal": operator.le, "gt": operator.gt, "greater": operator.gt}
+    table |= {"ge": operator.ge, "greater_equal": operator.ge}
     for name, f in table.items():
         op(name)(lambda input, other, f=f: f(*promoted(input, other)))
-    for name, unlike in {"__eq__": False, "__ne__": True}.items():  # to None or a string, which is no error
-        op(name)(lambda input, other, f=table[name], unlike=unlike: unlike if isinstance(other, str | None) else f(*promoted(input, other)))
+    for aliases, f in {"atan2 arctan2": angle, "copysign": copysign}.items():
+        op(*aliases.split())(lambda input, other, f=f: f(*map(floating, promoted(input, other))))
+    for name, f, unlike in (("__eq__", operator.eq, False), ("__ne__", operator.ne, True)):  # to None or a string, which is no error
+        op(name)(lambda input, other, f=f, unlike=unlike: unlike if isinstance(other, str | None) else f(*promoted(input, other)))
     for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
         op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
     for name, f in {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}.items():
@@ -102,7 +105,22 @@ def _mul(a: Any, b: Any) -> Any:
 
 
 def _xlogy(a: Any, b: Any) -> Any:
-    return jax.scipy.special.xlogy(floating(a), floating(b))
+    a, b = floating(a), floating(b)
+    return jax.scipy.special.xlogy(jnp.where((a == 0) & (b <= 0), lax.stop_gradient(a), a), b)
+
+
+def _log_add_exp(a: Any, b: Any) -> Any:
+    """log(exp(a) + exp(b)). Of complex numbers torch adds the one with the larger real part behind the logarithm: no angle is taken off."""
+    if not jnp.iscomplexobj(a):
+        return jnp.logaddexp(a, b)
+    first = a.real >= b.real
+    most, least = jnp.where(first, a, b), jnp.where(first, b, a)
+    endless = (most.real == least.real) & jnp.isinf(most.real)
+    zero = jnp.zeros((), most.dtype)
+    difference = jnp.where(endless, zero, least) - jnp.where(endless, zero, most)
+    ends = [jnp.where(endless & (most.real > 0), x, zero) for x in (least, most)]
+    of_ends = jnp.where(most.real < 0, least, jnp.log(jnp.exp(ends[0]) + jnp.exp(ends[1])))
+    return jnp.where(endless, of_ends, most + jnp.log1p(jnp.exp(difference)))
 
 
 _register_binary()
@@ -151,13 +169,25 @@ def rdiv(input: Any, other: Any) -> Any:
 @op("pow", "__pow__")
 def pow_(input: Any, exponent: Any) -> Any:
     """A power; a whole exponent by multiplication, whose derivative is right at zero too."""
-    if isinstance(exponent, int | float) and not isinstance(exponent, bool) and exponent == int(exponent) and abs(exponent) < 64:
+    if isinstance(exponent, int | float) and not isinstance(exponent, bool) and abs(exponent) < 64 and exponent == int(exponent):
         base = promoted(input, exponent)[0]
+        if exponent < 0 and not jnp.issubdtype(base.dtype, jnp.inexact):
+            raise RuntimeError(
+                f"A tensor of {base.dtype} is raised to the power {exponent} {where_now()}, and torch raises integers to no negative "
+                "number. Convert the tensor to a floating dtype first."
+            )
         return lax.integer_pow(base, int(exponent))
     if isinstance(exponent, float) and exponent == 0.5:
         return jnp.sqrt(floating(input))
     a, b = promoted(input, exponent)
-    return jnp.power(a, b)
+    return _whole_power(a, b) if jnp.issubdtype(a.dtype, jnp.signedinteger) else power(a, b)
+
+
+def _whole_power(a: Any, b: Any) -> Any:
+    """A power of integers; a negative one is cut to an integer: 0 but for 1 and -1."""
+    one = jnp.ones((), a.dtype)
+    inverse = jnp.where(a == one, one, jnp.where(a == -one, 1 - 2 * (b % 2), jnp.zeros((), a.dtype)))
+    return jnp.where(b < 0, inverse, jnp.power(a, jnp.maximum(b, jnp.zeros((), b.dtype))))
 
 
 @op("__rpow__")
@@ -168,16 +198,21 @@ def rpow(input: Any, other: Any) -> Any:
 
 @op("clamp", "clip")
 def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
-    """Within bounds; the gradient passes at the bounds, as in torch."""
+    """Within bounds, NaN where the number or a bound is; the gradient passes at the bounds, and nowhere at NaN, as in torch."""
     given = [x for x in (min, max) if x is not None]
     input, *bounds = promoted(input, *given)
-    if min is not None:
-        low = bounds.pop(0)
-        input = jnp.where(input < low, low, input)
-    if max is not None:
-        high = bounds.pop(0)
-        input = jnp.where(input > high, high, input)
-    return input
+    low = None if min is None else bounds[0]
+    high = None if max is None else bounds[-1]
+    value = input if low is None else jnp.maximum(input, low)
+    value = value if high is None else jnp.minimum(value, high)
+    inside, source = True, lax.stop_gradient(value)
+    if low is not None:
+        inside = input >= low
+        source = jnp.where(input < low if high is None else (input < low) & (low < high), low, source)
+    if high is not None:
+        inside &= input <= high
+        source = jnp.where(input > high if low is None else (input > high) | (high < low), high, source)
+    return unnoticed(jnp.where(inside, input, source), value)
 
 
 @op("clamp_min")
@@ -192,7 +227,6 @@ def clamp_max(input: Any, max: Any) -> Any:
     return clamp(input, None, max)
 
 
-@op("where")
 def where(condition: Any, input: Any = None, other: Any = None) -> Any:
     """Elements of one or the other."""
     if input is None:
@@ -204,7 +238,7 @@ def _where_method(input: Any, condition: Any, other: Any) -> Any:
     return where(condition, input, other)
 
 
-OPS[torch.Tensor.where] = OPS[torch.where]._replace(handler=_where_method, signature=None)
+add_ops({torch.where: Op(where, inspect.signature(where)), torch.Tensor.where: Op(_where_method, None)})
 
 
 @op("masked_fill")
@@ -325,8 +359,12 @@ def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool =
 @op("all")
 @lines
 def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
-    """Whether all are nonzero."""
-    return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim)
+    """Whether all are nonzero; of bytes as a byte."""
+    return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
+
+
+def _answer(x: Any) -> Any:
+    return x.dtype if x.dtype == jnp.uint8 else bool
 
 
 @op("_assert")
@@ -345,8 +383,8 @@ def is_all_true(input: Any) -> Any:
 @op("any")
 @lines
 def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
-    """Whether one is nonzero."""
-    return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim)
+    """Whether one is nonzero; of bytes as a byte."""
+    return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
 
 
 @op("amax")

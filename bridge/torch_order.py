@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from .slopes import maximum, minimum
 from .torch_calls import op
 from .torch_ops import lines
 from .traced import jax_dtype, promoted
@@ -50,13 +51,13 @@ def _extreme(whole: Any, arg: Any, pair: Any, returns: Any) -> Any:
         other = dim if hasattr(dim, "ndim") else other
         if other is not None:
             return pair(*promoted(input, other))
-        return whole(input) if dim is None else along(input, dim, keepdim)
+        return _one_of(input, whole(lax.stop_gradient(input))) if dim is None else along(input, dim, keepdim)
 
     return extreme
 
 
-op("max")(_extreme(jnp.max, jnp.argmax, jnp.maximum, torch.return_types.max))
-op("min")(_extreme(jnp.min, jnp.argmin, jnp.minimum, torch.return_types.min))
+op("max")(_extreme(jnp.max, jnp.argmax, maximum, torch.return_types.max))
+op("min")(_extreme(jnp.min, jnp.argmin, minimum, torch.return_types.min))
 
 
 @op("argmax")
@@ -273,6 +274,6 @@ def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 @op("nonzero_static")
 def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
     """The places of so many elements that are not zero, and a filling behind them."""
-    if not input.ndim:
-        return jnp.zeros((size, 0), jax_dtype(torch.int64))
+    if not input.ndim or not input.size:
+        return jnp.full((size, input.ndim), fill_value, jax_dtype(torch.int64))
     return _long(jnp.argwhere(input, size=size, fill_value=fill_value))

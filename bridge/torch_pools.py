@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch.nn.functional as F
 
-from .torch_calls import OPS, Op, dispatch, primitive
+from .torch_calls import Op, add_ops, dispatch, primitive
 from .torch_windows import adaptive_bins, batched, each, largest_of
 
 
@@ -94,11 +94,11 @@ def _register() -> None:
             return max_unpool(n, input, indices, output_size)
 
         name = f"adaptive_max_pool{n}d"
-        OPS[getattr(F, name)] = Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)
+        add_ops({getattr(F, name): Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)})
         primitive(name)(adaptive)
         if n > 1:
             name = f"fractional_max_pool{n}d"
-            OPS[getattr(F, name)] = Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)
+            add_ops({getattr(F, name): Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)})
             primitive(name)(fractional)
         primitive(f"max_unpool{n}d")(back)
 

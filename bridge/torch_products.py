@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
+import torch
 
 from .torch_calls import op
-from .torch_ops import add, norm, sum_
+from .torch_ops import add, cast, floating, norm, sum_
 from .traced import jax_dtype, promoted
 
 op("inner")(lambda input, other: jnp.inner(input, other))
@@ -84,7 +86,8 @@ op("chain_matmul")(lambda *matrices: functools.reduce(matmul, matrices))
 @op("kron")
 def kron(input: Any, other: Any) -> Any:
     """All products of the elements of two, as blocks."""
-    return jnp.kron(*promoted(input, other))
+    a, b = promoted(input, other)
+    return jnp.kron(a.astype(jnp.uint8), b.astype(jnp.uint8)).astype(bool) if a.dtype == bool else jnp.kron(a, b)
 
 
 @op("tensordot")
@@ -163,7 +166,7 @@ def trace(input: Any) -> Any:
 @op("linalg_vander")
 def vander(x: Any, *, N: int | None = None) -> Any:
     """Powers of each element, from the zeroth."""
-    x = jnp.atleast_1d(x)
+    x = jnp.atleast_1d(x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, torch.int64))
     n = x.shape[-1] if N is None else N
     rest = jnp.broadcast_to(x[..., None], (*x.shape, n - 1))
     return jnp.cumprod(jnp.concatenate([jnp.ones((*x.shape, 1), x.dtype), rest], -1), axis=-1)
@@ -204,11 +207,18 @@ def renorm(input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
 
 @op("cov")
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-    """Covariances of rows."""
-    return jnp.cov(input, ddof=correction, fweights=fweights, aweights=aweights)
+    """Covariances of rows. `fweights`: how often each column counts; `aweights`: how much."""
+    weights = [w for w in (fweights, aweights) if w is not None]
+    x, *weights = promoted(jnp.atleast_2d(floating(input)), *weights)
+    share = math.prod(weights, start=jnp.ones(x.shape[1], x.dtype))
+    total = jnp.sum(share)
+    x = x - jnp.sum(x * share, 1, keepdims=True) / total
+    taken = total if aweights is None else jnp.sum(share * weights[-1])
+    degrees = total - correction * taken / total
+    return jnp.squeeze(x @ jnp.conj(x * share).T / jnp.maximum(degrees.real, 0).astype(x.dtype))
 
 
 @op("corrcoef")
 def corrcoef(input: Any) -> Any:
     """Correlations of rows."""
-    return jnp.corrcoef(input)
+    return jnp.corrcoef(floating(input))

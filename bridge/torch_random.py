@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from .torch_calls import OPS, Op, op
+from .torch_calls import Op, add_ops, op
 from .torch_create import always, flat
 from .torch_ops import floating
 from .trace import next_key
@@ -55,7 +55,9 @@ def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.
     """Whole numbers, low to high - 1."""
     if size is None:
         low, high, size = 0, low, high
-    return jax.random.randint(next_key("torch.randint"), tuple(size), low, high, jax_dtype(dtype))
+    dtype = jax_dtype(dtype)
+    whole = dtype if jnp.issubdtype(dtype, jnp.integer) else jax_dtype(torch.int64)
+    return jax.random.randint(next_key("torch.randint"), tuple(size), low, high, whole).astype(dtype)
 
 
 @op("randint_like", always=True)
@@ -145,7 +147,7 @@ def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
     def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         return draw(next_key(f"torch.Tensor.{name}"), input, *args, **kwargs).astype(input.dtype)
 
-    OPS[getattr(torch.Tensor, name)] = Op(fill, None, always=True, inplace=True)
+    add_ops({getattr(torch.Tensor, name): Op(fill, None, always=True, inplace=True)})
 
 
 def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Any:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .stored import on_cpu, once
-from .torch_calls import OPS, Op
+from .torch_calls import Op, add_ops
 from .torch_layers import dropout
 
 
@@ -207,7 +207,7 @@ def _network(name: str, cell: Any) -> None:
         states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
         return _layers(cell, input, states, params, has_biases, layers, p, train, both, first)
 
-    OPS[getattr(torch, name)] = Op(run, None)
+    add_ops({getattr(torch, name): Op(run, None)})
 
 
 def _cell(name: str, cell: Any) -> None:
@@ -216,7 +216,7 @@ def _cell(name: str, cell: Any) -> None:
         state = cell.new(_affine(input, w_ih, b_ih), _affine(state[0], w_hh, b_hh), state, on_cpu())
         return state if len(state) > 1 else state[0]
 
-    OPS[getattr(torch, name)] = Op(run, None)
+    add_ops({getattr(torch, name): Op(run, None)})
 
 
 for _name, _one in _CELLS.items():

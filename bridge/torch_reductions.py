@@ -10,7 +10,7 @@ import torch
 from jax import lax
 
 from .torch_calls import op
-from .torch_ops import Dims, axes, cast, floating, lines, nonzero, sum_
+from .torch_ops import Dims, axes, cast, div, floating, lines, nonzero, sum_
 from .traced import jax_dtype, promoted
 
 
@@ -86,33 +86,36 @@ def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
 
 
 def _areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
-    """Of trapezoids between neighbours, dim at the end."""
+    """Twice those of trapezoids between neighbours, dim at the end."""
     y = jnp.moveaxis(y, dim, -1)
     if x is not None:
         dx = jnp.diff(x if x.ndim == 1 else jnp.moveaxis(x, dim, -1))
     ends, dx = promoted(y[..., 1:] + y[..., :-1], 1 if dx is None else dx)
-    return ends * dx / 2
+    return ends * dx
 
 
 @op("trapezoid", "trapz")
 def trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
     """An integral by trapezoids."""
-    return jnp.sum(_areas(y, x, dx, dim), axis=-1)
+    return div(sum_(_areas(y, x, dx, dim), -1), 2)
 
 
 @op("cumulative_trapezoid")
 def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
     """The integral up to each place."""
-    return jnp.moveaxis(jnp.cumsum(_areas(y, x, dx, dim), axis=-1), -1, dim)
+    return jnp.moveaxis(jnp.cumsum(div(_areas(y, x, dx, dim), 2), axis=-1), -1, dim)
 
 
 def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> Any:
     """The derivative along one dim of the parabola through three neighbours; at an edge of it, or of the line through two."""
-    y = jnp.moveaxis(y, dim, -1)
-    h = jnp.broadcast_to(jnp.asarray(steps, y.dtype), (y.shape[-1] - 1,))
+    y, steps = jnp.moveaxis(y, dim, -1), jnp.asarray(steps, y.dtype)
+    h = jnp.broadcast_to(steps, (y.shape[-1] - 1,))
     lines = jnp.diff(y) / h
     before, after = h[:-1], h[1:]
-    inner = (lines[..., :-1] * after + lines[..., 1:] * before) / (before + after)
+    if steps.ndim:
+        inner = (lines[..., :-1] * after + lines[..., 1:] * before) / (before + after)
+    else:
+        inner = (y[..., 2:] - y[..., :-2]) / (2 * steps)
     first, last = lines[..., :1], lines[..., -1:]
     if edge_order == 2:
         bend = (lines[..., 1:] - lines[..., :-1]) / (before + after)
@@ -127,7 +130,7 @@ def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int =
     spacing = 1 if spacing is None else spacing
     given = list(spacing) if isinstance(spacing, list | tuple) else [spacing] * len(dims)
     steps = [jnp.diff(x) if getattr(x, "ndim", 0) else x for x in given]
-    return tuple(_slope(input, h, d, edge_order) for h, d in zip(steps, dims, strict=True))
+    return tuple(_slope(floating(input), h, d, edge_order) for h, d in zip(steps, dims, strict=True))
 
 
 @op("isclose")

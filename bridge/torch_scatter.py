@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from .torch_calls import OPS, Op, op
+from .torch_calls import Op, add_ops, op
 from .torch_ops import numbers, places
 from .torch_shapes import diagonal, select
 from .torch_views import sliced
@@ -233,4 +233,4 @@ def _fill_diagonal(input: Any, fill_value: Any, wrap: bool = False) -> Any:
     return jnp.fill_diagonal(input, jnp.asarray(fill_value, input.dtype), wrap=wrap, inplace=False)
 
 
-OPS[torch.Tensor.fill_diagonal_] = Op(_fill_diagonal, None, inplace=True)
+add_ops({torch.Tensor.fill_diagonal_: Op(_fill_diagonal, None, inplace=True)})

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .torch_calls import OPS, Op, dispatch, is_traced, op
+from .torch_calls import Op, add_ops, dispatch, is_traced, op
 from .torch_create import flat
+from .trace import where_now
 from .traced import Traced, as_array, jax_dtype, promoted
 
 
@@ -127,17 +128,19 @@ def expand_as(input: Any, other: Any) -> Any:
 @op("narrow", views=True)
 def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
     """A part of one dim."""
-    return jax.lax.dynamic_slice_in_dim(input, start, length, dim) if is_traced(start) else _part(input, dim, start, start + length)
-
-
-def _part(input: Any, dim: int, start: int, stop: int) -> Any:
-    return jax.lax.slice_in_dim(input, _axis(start, input.shape[dim]), _axis(stop, input.shape[dim]), axis=dim)
+    if is_traced(start):
+        return jax.lax.dynamic_slice_in_dim(input, start, length, dim)
+    size = input.shape[dim]
+    first = _axis(start, size)
+    if not 0 <= first <= first + length <= size:
+        raise RuntimeError(f"narrow: start {start} and length {length} do not lie within dim {dim} of size {size} ({where_now()}).")
+    return jax.lax.slice_in_dim(input, first, first + length, axis=dim)
 
 
 @op("select", views=True)
 def select(input: Any, dim: int, index: int) -> Any:
     """One place of one dim."""
-    return jnp.take(input, index, axis=dim)
+    return jnp.take(input, index, axis=dim) if is_traced(index) else jax.lax.index_in_dim(input, index, dim, keepdims=False)
 
 
 @op("unbind", views=True)
@@ -164,10 +167,13 @@ def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
 
 @op("tensor_split", views=True)
 def tensor_split(input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
-    """Parts as numpy's array_split."""
+    """Parts as numpy's array_split. Indices are those of slices, so a negative one counts from the end."""
     if isinstance(indices_or_sections, jax.Array):
         indices_or_sections = np.asarray(indices_or_sections).tolist()
-    return tuple(jnp.array_split(input, indices_or_sections, axis=dim))
+    if isinstance(indices_or_sections, int):
+        return tuple(jnp.array_split(input, indices_or_sections, axis=dim))
+    ends = zip([None, *indices_or_sections], [*indices_or_sections, None], strict=True)
+    return tuple(input[(slice(None),) * (dim % input.ndim) + (slice(*part),)] for part in ends)
 
 
 @op("detach", views=True)
@@ -197,7 +203,7 @@ def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
     return jnp.moveaxis(unflatten(windows, dimension, (-1, size)), _axis(dimension, input.ndim) + 1, -1)
 
 
-OPS[torch.Tensor.unfold] = Op(unfold, inspect.signature(unfold))  # that of torch.nn.functional is `im2col`
+add_ops({torch.Tensor.unfold: Op(unfold, inspect.signature(unfold))})  # that of torch.nn.functional is `im2col`
 
 
 @op("cat", "concat", "concatenate")
@@ -336,9 +342,10 @@ def diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> A
 
 
 @op("meshgrid")
-def meshgrid(*tensors: Any, indexing: str = "ij") -> Any:
+def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
     """Coordinates of a grid."""
-    return tuple(jnp.meshgrid(*map(jnp.ravel, tensors[0] if isinstance(tensors[0], list | tuple) else tensors), indexing=indexing))
+    each = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
+    return tuple(jnp.meshgrid(*map(jnp.ravel, each), indexing=indexing or "ij"))
 
 
 @op("broadcast_tensors", raw=True)

@@ -22,14 +22,16 @@ from .writes import unnoticed
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def polygamma(n: int, x: Any) -> Any:
     """The n-th derivative of `digamma`, by reflection where jax's series is not for: https://dlmf.nist.gov/5.15#E6."""
-    if n == 0:
-        return lax.digamma(x)
+    if n == 0:  # jax has NaN at zero
+        return jnp.where(x == 0, jnp.copysign(jnp.asarray(jnp.inf, x.dtype), -x), lax.digamma(x))
     low = x < 0.5
     series = special.polygamma(n, jnp.where(low, 1 - x, x))
     cot, slope = 1 / jnp.tan(math.pi * (x - jnp.round(x))), np.polynomial.Polynomial([0.0, 1.0])
     for _ in range(n):  # cot' = -(1 + cot ** 2)
         slope = slope.deriv() * np.polynomial.Polynomial([-1.0, 0.0, -1.0])
-    return jnp.where(low, (-1) ** n * series - math.pi ** (n + 1) * jnp.polyval(jnp.asarray(slope.coef[::-1], x.dtype), cot), series)
+    of_cot = functools.reduce(lambda sum, factor: sum * cot + factor, slope.coef[::-1].tolist())  # infinite at a pole, which 0 * inf is not
+    reflected = (-1) ** n * series - math.pi ** (n + 1) * of_cot
+    return jnp.where(low, reflected, jnp.where(jnp.isposinf(x), jnp.zeros((), x.dtype), series))
 
 
 @polygamma.defjvp
@@ -61,20 +63,18 @@ def _polygamma(n: Any, input: Any) -> Any:
 op("polygamma")(_polygamma)
 
 
+def _xlog1py(x: Any, y: Any) -> Any:
+    return special.xlog1py(jnp.where((x == 0) & (y <= -1), lax.stop_gradient(x), x), y)
+
+
 def _register() -> None:
-    one = {
-        "digamma": digamma,
-        "special_psi": digamma,
-        "special_gammaln": lax.lgamma,
-        "i0": i0,
-        "special_modified_bessel_i0": i0,
-    }
-    one |= {"special_modified_bessel_i1": special.i1, "special_erfc": lax.erfc, "special_erfinv": lax.erf_inv}
+    one = {"digamma": digamma, "special_psi": digamma, "special_gammaln": lax.lgamma, "i0": i0, "special_modified_bessel_i0": i0}
+    one |= {"special_modified_bessel_i1": special.i1}
     one |= {f"special_{name}": getattr(special, name) for name in ("i0e", "i1", "i1e", "ndtr", "ndtri", "log_ndtr", "entr", "erfcx")
             if hasattr(special, name)}  # fmt: skip
     for name, f in one.items():
         op(name)(lambda input, f=f: f(floating(input)))
-    two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": special.xlog1py, "special_zeta": special.zeta, "igamma": special.gammainc}
+    two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": _xlog1py, "special_zeta": special.zeta, "igamma": special.gammainc}
     two |= {"special_gammainc": special.gammainc, "igammac": special.gammaincc, "special_gammaincc": special.gammaincc}
     for name, f in two.items():
         op(name)(lambda input, other, f=f: f(*map(floating, promoted(input, other))))

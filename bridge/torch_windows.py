@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from jax import lax
 
 from .stored import on_cpu, once, together
-from .torch_calls import OPS, Op, op
+from .torch_calls import Op, add_ops, op
 from .traced import jax_dtype
 
 # Elements of a window that are worth an operation each.
@@ -107,13 +108,17 @@ def _windows(input: Any, n: int, kernel: Any, stride: Any, padding: Any, dilatio
     return lead + kernel, lead + stride, [(0, 0), (0, 0), *pads], lead + dilation
 
 
+def _lowest(dtype: Any) -> Any:
+    return np.asarray(-jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
+
+
 def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
     """The largest of each window. jax has no derivative of dilated windows, so those are gathered."""
     if any(d != 1 for d in each(n, dilation)):
         return max_pool_with_indices(n, input, kernel, stride, padding, dilation, ceil_mode)[0]
     input, alone = batched(input, n)
     window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
-    low = np.asarray(-jnp.inf if jnp.issubdtype(input.dtype, jnp.inexact) else jnp.iinfo(input.dtype).min, input.dtype)
+    low = _lowest(input.dtype)
     if math.prod(window) <= MOST_TAPS and all(k <= s for k, s in zip(window, strides, strict=True)) and set(dilations) == {1}:
         tiles = _tiles(input, low, window[2:], strides[2:], pads[2:])
         out = jnp.moveaxis(once(_largest(on_cpu(), tiles)), -1, 1)
@@ -172,7 +177,7 @@ def max_pool_with_indices(
     plane = input.shape[2:]
     places = jnp.broadcast_to(jnp.arange(math.prod(plane), dtype=jnp.int32).reshape(plane), input.shape)
     spatial = [(p[0], p[1], 0) for p in pads]
-    padded = lax.pad(input, np.asarray(-jnp.inf, input.dtype), spatial)
+    padded = lax.pad(input, _lowest(input.dtype), spatial)
     places = lax.pad(places, np.asarray(0, np.int32), spatial)
     starts = [
         np.arange(0, size - d * (k - 1), s) for size, k, s, d in zip(padded.shape[2:], window[2:], strides[2:], dilations[2:], strict=True)
@@ -204,20 +209,22 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """The mean of each window; what ceil_mode adds on the right is never counted."""
+    """The mean of each window, of integers cut to an integer; what ceil_mode adds on the right is never counted."""
     input, alone = batched(input, n)
     window, strides, pads, _ = _windows(input, n, kernel, stride, padding, 1, ceil_mode)
     zero = np.asarray(0, input.dtype)
     out = lax.reduce_window(input, zero, lax.add, window, strides, pads)
+    mean = lax.div if jnp.issubdtype(out.dtype, jnp.integer) else operator.truediv
     if divisor_override is not None:
-        return (out[0] if alone else out) / divisor_override
+        out = mean(out, jnp.full(out.shape, divisor_override, out.dtype))
+        return out[0] if alone else out
     ones, outer = np.ones(input.shape[2:], np.float32), pads
     if count_include_pad:
         inner = [(p, p) for p in each(n, padding)]
         ones = np.pad(ones, inner, constant_values=1)
         outer = [(0, 0), (0, 0), *((a - i, b - i) for (a, b), (i, _) in zip(pads[2:], inner, strict=True))]
     count = lax.reduce_window(jnp.asarray(ones)[None, None], np.float32(0), lax.add, window, strides, outer)
-    out = out / count.astype(out.dtype)
+    out = mean(out, jnp.broadcast_to(count.astype(out.dtype), out.shape))
     return out[0] if alone else out
 
 
@@ -309,7 +316,7 @@ def pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     return jnp.pad(input, widths, mode={"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[mode])
 
 
-OPS[F.pad] = OPS[torch._C._nn.pad] = Op(pad, None)  # pyright: ignore[reportAttributeAccessIssue]
+add_ops(dict.fromkeys((F.pad, torch._C._nn.pad), Op(pad, None)))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @op("im2col")

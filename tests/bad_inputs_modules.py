@@ -9,6 +9,7 @@ from torch import nn
 
 import bridge
 from bridge.dlpack import x64
+from bridge.torch_calls import op
 
 X = jnp.ones((2, 3))
 KEPT = []
@@ -197,6 +198,9 @@ FUNCTION = [
     Bad("a generator for random numbers", applied(lambda x: torch.randn(3, generator=torch.Generator()) + x, rng=jax.random.key(0))),
     Bad("a forward that writes into a parameter", with_params(lambda tree: tree, nn.Sequential(Clamped(3, 2)))),
     Bad("a split that does not add up", applied(lambda x: x.split_with_sizes([1, 1], 1))),
+    Bad("a part that reaches beyond its dim", applied(lambda x: x.narrow(1, -2, 3))),
+    Bad("integers to a negative power", applied(lambda x: x.long() ** -1)),
+    Bad("a second implementation of one function", lambda _: op("cos")(jnp.cos)),
     Bad("strides beyond a tensor", applied(lambda x: x[0].as_strided((2, 2), (3, 1)))),
     Bad("max_norm of an embedding", applied(lambda x: F.embedding(torch.arange(2), x, max_norm=1.0))),
     Bad("LU factors without pivots", applied(lambda x: torch.linalg.lu(x[:, :2], pivot=False))),

@@ -1,6 +1,8 @@
 """The arguments of torch's functions by the names that torch gives them, and products of groups."""
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from torch import nn
 from traced_oracle import compare
 
 import bridge
-from bridge.torch_calls import OPS, OTHER_NAMES
+from bridge.torch_calls import OPS, OTHER_NAMES, add_ops, op, primitive
 
 # What a schema names and Python code cannot give, or is handled before an implementation is called.
 ELSEWHERE = {"self", "out", "dtype", "layout", "device", "pin_memory", "generator", "memory_format", "non_blocking", "requires_grad"}
@@ -67,6 +69,28 @@ def test_every_argument_is_known_by_the_name_that_torch_has_for_it():
     found = {f.__name__: sorted(names) for f in builtins() if OPS[f].signature is not None and (names := unknown(f))}
     assert len(builtins()) > 500
     assert found == {}
+
+
+def test_a_second_implementation_of_a_function_is_an_error():
+    before = dict(OPS)
+    for register in (
+        op("sinh", "cos"),
+        op("cos_"),
+        primitive("cos"),
+        lambda f: add_ops({torch.cos: OPS[torch.sin], torch.Tensor.apply_: OPS[torch.sin]}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"torch\.\S+ has two implementations, bridge\.torch_ops\.\S+ and \S+\. Register each function once"
+        ):
+            register(jax.numpy.sin)
+    assert before == OPS  # nothing of them is in the table
+
+
+def test_all_implementations_are_added_by_the_same_door():
+    files = Path(bridge.__file__).parent.glob("torch_*.py")
+    assert [
+        f"{file.name}: {line}" for file in files for line in file.read_text().splitlines() if re.search(r"OPS(\[.*\] =|\.update)", line)
+    ] == ["torch_calls.py:     OPS.update(entries)"]
 
 
 @pytest.fixture
