@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import (
+    jax_calls,
     torch_bags,
     torch_create,
     torch_distances,
@@ -46,7 +47,7 @@ from .dynamo import not_traced_where_imported
 from .masks import near, path_name
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
-from .trace import Keys
+from .trace import TRACE, Keys, trace_state
 from .traced import Traced, as_array, as_traced, joined
 from .tree import mapping, nest, tied_names, unnest
 from .widths import canonical
@@ -77,6 +78,7 @@ TABLES = (
     torch_fourier,
     torch_special,
     torch_recurrent,
+    jax_calls,
 )  # imported for what they register
 KEYS: Any = Keys()
 
@@ -147,24 +149,38 @@ def traced_call(
     """
     named = _given(module, params, "params", dict(module.named_parameters()))
     if buffers is None:
-        held = {name: to_jax(b.detach(), copy=True) for name, b in module.named_buffers()}
+        held = {name: canonical(to_jax(b.detach(), copy=True)) for name, b in module.named_buffers()}
     else:
         held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
     with joined().RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
-        stand_in = StandIn(module, named, held, train)
+        TRACE.stand_in = stand_in = StandIn(module, named, held, train)
         inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
         with nullcontext() if x64 is None else scope(x64):
             out = function(stand_in.root, *inputs, **keywords)
         stand_in.refuse_written()
-        return outputs(out), nest((name, as_array(buffer)) for name, buffer in stand_in.buffers())
+        stand_in.refuse_lost()
+        given = {} if buffers is None else unnest(mapping(buffers, "module_function: buffers", "module_buffers"))
+        return outputs(out), nest((name, _of_type(as_array(buffer), given.get(name))) for name, buffer in stand_in.buffers())
+
+
+def _of_type(new: Any, given: Any) -> Any:
+    """A new buffer in the dtype in which it was given, where jax has computed with 32 bits of it."""
+    if given is None or new.dtype == given.dtype or new.dtype != jax.dtypes.canonicalize_dtype(given.dtype):
+        return new
+    with scope():
+        return new.astype(given.dtype)
 
 
 def _started(module: nn.Module, rng: Any, x64: bool | None, constants: dict[int, Any]) -> Any:
     """A trace of this module's code, from its beginning."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    return tracing(path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants=constants, autocast=autocasts(), x64=x64)
+    ranks = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
+    return tracing(
+        path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants=constants, autocast=autocasts(), x64=x64, ranks=ranks,
+        stand_in=None, home=trace_state(),
+    )  # fmt: skip
 
 
 def _input(path: Any, x: Any) -> Any:

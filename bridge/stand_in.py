@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .patches import while_tracing
-from .trace import TRACE
-from .traced import Traced, as_traced
+from .trace import TRACE, ends_before, trace_state
+from .traced import Traced, as_array, as_traced
 
 COPIED = (dict, OrderedDict, list, tuple, set)
 
@@ -36,6 +36,7 @@ class StandIn:
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])
+        self._values = dict(buffers)  # of buffers, as they were when jax began to trace the function that runs now
         self.root: Any = self._double(module)
         if train is not None:
             self.root.train(train)
@@ -67,6 +68,60 @@ class StandIn:
         for name, (given, owner, key) in self._buffers.items():
             now = self._double(owner)._buffers.get(key)
             yield name, given if now is None else now
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is anything that a call may write into."""
+        return bool(self._buffers)
+
+    def refuse_lost(self, module: str | None = None) -> None:
+        """Raise where a buffer, of this submodule alone, has a value that ends with a function which jax traces within ours."""
+        if module is not None and trace_state() == TRACE.home:
+            return
+        own = [name for name in self._buffers if module is None or name.rpartition(".")[0] == module]
+        now = {name: as_array(tensor) for name, tensor in self.buffers()} if own else {}
+        lost = [name for name in own if now[name] is not self._values[name] and ends_before(now[name], TRACE.home)]
+        if lost:
+            raise ValueError(
+                f"the buffer {lost[0]!r}{f' ({len(lost)} such)' if len(lost) > 1 else ''} is written inside a function that jax transforms "
+                "(lax.scan, cond, map, vmap, a custom derivative), and its new value would be lost there. Call the module outside of it or "
+                "in eval mode, or write bridge.module_function with buffers= in it. jax.checkpoint and jax.jit carry buffers: call them as "
+                "jax.checkpoint and jax.jit in the code that is traced."
+            )
+
+    def carried(self, transform: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`transform(function)(*args, **kwargs)`; what `function` writes into buffers is among the results of what jax transforms."""
+        bound: dict[str, Any] = {name: self._double(owner)._buffers.get(key) for name, (_, owner, key) in self._buffers.items()}
+        before = {name: as_array(tensor) for name, tensor in self.buffers()}
+        rebound: set[str] = set()
+
+        @functools.wraps(function, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            home, values = TRACE.home, self._values
+            TRACE.home, self._values = trace_state(), before
+            try:
+                out = function(*args, **kwargs)
+                self.refuse_lost()
+                now = {name: as_array(tensor) for name, tensor in self.buffers()}
+                return out, {name: value for name, value in now.items() if value is not before[name]}
+            finally:
+                TRACE.home, self._values = home, values
+                for name, (_, owner, key) in self._buffers.items():
+                    ours = self._double(owner)._buffers
+                    if ours.get(key) is not bound[name]:
+                        rebound.add(name)
+                        ours[key] = bound[name]
+                    elif isinstance(bound[name], Traced):
+                        bound[name].put_back(before[name])
+
+        out, new = transform(run)(*args, **kwargs)
+        for name, value in new.items():
+            _, owner, key = self._buffers[name]
+            if name in rebound:
+                self._double(owner)._buffers[key] = Traced(value)
+            else:
+                bound[name].value = value
+        return out
 
     def _double(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -122,7 +177,10 @@ class _Forward:
         TRACE.path = (*before, (self.name, kind))
         args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
         try:
-            return _adapted(self.double, self.own)(*args, **kwargs)
+            out = _adapted(self.double, self.own)(*args, **kwargs)
+            if TRACE.stand_in is not None:
+                TRACE.stand_in.refuse_lost(self.name)
+            return out
         except Exception as error:
             if not any(note.startswith("While jax traced") for note in getattr(error, "__notes__", ())):
                 error.add_note(f"While jax traced {self.name!r} ({kind}).")

@@ -214,6 +214,9 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if TRACE.x64 is False and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         with x64():
             return _called(func, args, kwargs)
+    if jax.config.jax_numpy_rank_promotion != "allow":  # pyright: ignore[reportAttributeAccessIssue]
+        with jax.numpy_rank_promotion("allow"):
+            return _called(func, args, kwargs)
     if autocasts() and not TRACE.autocast:
         raise RuntimeError(
             f"torch.autocast is entered {where_now()}, and its casts happen in torch's dispatcher, which no traced program passes through. "

@@ -100,6 +100,11 @@ class Traced(Tensor):
         self._value = new
         self._writes += 1
 
+    def put_back(self, value: Any) -> None:
+        """Have a value from before again, which views of it then see."""
+        self._value = value
+        self._writes += 1
+
     @property
     def written(self) -> bool:
         """Whether something has written into it, or through a view of it."""

@@ -66,6 +66,21 @@ def with_a_buffer(net):
     return made()(net)
 
 
+def that_writes_a_buffer_in_a_loop(net):
+    net.register_buffer("scale", torch.ones(2))
+
+    def looped(model, x, y):
+        jax.lax.scan(lambda carry, _: (model.scale.add_(1), (carry, None))[1], jnp.float32(0), None, length=2)
+        return loss(model, x, y)
+
+    return fresh(looped)(net)
+
+
+def with_nan(train_step):
+    with jax.debug_nans(True):
+        train_step(X * float("nan"), Y)
+
+
 def sharded(net):
     optimizer = adamw(net)
     optimizer._active[0].layout = SimpleNamespace()
@@ -122,6 +137,8 @@ TABLE = {
             lambda s: s(X, Y),
             fresh(lambda m, x, y: F.mse_loss(m["head"](m["body"](x)).detach(), y)),
         ),
+        Bad("a loss that writes a buffer inside lax.scan", lambda s: s(X, Y), that_writes_a_buffer_in_a_loop),
+        Bad("NaN under jax_debug_nans", with_nan, made()),
         Bad("a loss of frozen parameters", lambda s: (s.optimizer.set_trainable("*", False), s(X, Y)), made()),
         Bad("an input that requires grad", lambda s: s(X.clone().requires_grad_(), Y), made()),
         Bad("an input on another device", lambda s: s(X.to("meta"), Y), made()),

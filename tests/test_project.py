@@ -73,6 +73,7 @@ ORDER = {
         "torch_calls",
         "patches",
         "autograd",
+        "jax_calls",
         "slopes",
         "torch_ops",
         "torch_order",

@@ -1,0 +1,116 @@
+"""What of jax is another while torch code is traced: checkpoints and jitted functions that write buffers, and rules of derivatives.
+
+A function that jax traces by itself cannot write into what lies outside of it. `jax.checkpoint` therefore returns the new buffers among
+its results, and a jitted function runs as a part of the program that is traced. jax runs the rules of `jax.custom_jvp` and
+`jax.custom_vjp` when it differentiates the program, after the code that called them has returned: they get the settings of that code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+
+from .dlpack import x64
+from .patches import while_tracing
+from .trace import TRACE
+
+_config: Any = jax.config
+_jit: Any = jax.jit
+_checkpoint: Any = jax.checkpoint
+_call_jvp: Any = jax.custom_jvp.__call__
+_call_vjp: Any = jax.custom_vjp.__call__
+
+
+def _writes_buffers() -> bool:
+    """Whether this thread traces code of a module with buffers."""
+    return TRACE.stand_in is not None and TRACE.stand_in.has_buffers
+
+
+def _as_given_by_jit(tree: Any) -> Any:
+    """The tree as a jitted function is given it: arrays for traced tensors."""
+    return jax.tree.map(lambda x: x, tree)
+
+
+def _jitted(*args: Any, **options: Any) -> Any:
+    made = _jit(*args, **options)
+    if not args or not _writes_buffers():
+        return made
+    (function,) = args
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _writes_buffers():
+            return made(*args, **kwargs)
+        args, kwargs = _as_given_by_jit((args, kwargs))
+        return _as_given_by_jit(function(*args, **kwargs))
+
+    for name in ("lower", "trace", "eval_shape", "clear_cache"):
+        setattr(call, name, getattr(made, name, None))
+    return call
+
+
+def _checkpointed(*args: Any, **options: Any) -> Any:
+    made = _checkpoint(*args, **options)
+    if not args or not _writes_buffers():
+        return made
+    (function,) = args
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _writes_buffers():
+            return made(*args, **kwargs)
+        return TRACE.stand_in.carried(functools.partial(_checkpoint, **options), function, args, kwargs)
+
+    return call
+
+
+while_tracing(jax, "jit", _jitted)
+while_tracing(jax, "checkpoint", _checkpointed)
+while_tracing(jax, "remat", _checkpointed)
+
+
+def _called_jvp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call_jvp(_in_same_settings(self, "jvp"), *args, **kwargs)
+
+
+def _called_vjp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call_vjp(_in_same_settings(self, "fwd", "bwd"), *args, **kwargs)
+
+
+while_tracing(jax.custom_jvp, "__call__", _called_jvp)
+while_tracing(jax.custom_vjp, "__call__", _called_vjp)
+
+
+def _in_same_settings(custom: Any, *rules: str) -> Any:
+    """The function with its rules in those of jax's settings in which it is called, where torch functions have others."""
+    if TRACE.dispatch is None:
+        return custom
+    settings = []
+    if TRACE.x64 is False and not _config.jax_enable_x64:
+        settings.append(functools.partial(x64, False))
+    if TRACE.ranks not in (None, _config.jax_numpy_rank_promotion):
+        settings.append(functools.partial(jax.numpy_rank_promotion, _config.jax_numpy_rank_promotion))
+    if not settings:
+        return custom
+    twin = object.__new__(type(custom))
+    vars(twin).update(vars(custom))
+    for name in rules:
+        rule = vars(custom).get(name)
+        if rule is not None:
+            setattr(twin, name, _within(settings, rule))
+    return twin
+
+
+def _within(settings: list[Callable[[], Any]], rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting())
+            return rule(*args, **kwargs)
+
+    return run
