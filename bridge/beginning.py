@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from . import storage
+from .calm import default_settings
 from .dlpack import x64
 from .evaluate import Arrays, begin, buffered
 from .problem import Problem, buffer_shape, layout, unflatten
@@ -32,7 +33,7 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
         kinds = [(buffer_shape(f, spec), x) for fields, column, spec in kept for f, x in zip(fields, column, strict=True)]
         full = jax.block_until_ready(_full(kinds, device))
         return jax.tree.unflatten(jax.tree.structure(known), full)
-    with x64(), jax.transfer_guard("allow"), jax.default_device(device):
+    with default_settings(), jax.default_device(device):
         closed, result = _traced(problem, tuple(values))
         number_of = numbers_of(closed.jaxpr)
         outvars = closed.jaxpr.outvars

@@ -1,21 +1,24 @@
 """What would disturb: settings of jax that users make for code of their own, and Python's collector while programs are traced.
 
-Reading the settings costs less than overriding them.
+Reading the settings costs less than overriding them. Promotion of dtypes and ranks is set for what runs our code or optax's alone: code of
+the user that is traced (a loss, the function of a `jax_function`) is held to the user's settings.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .dlpack import X64
 
 _GUARDS = "jax_transfer_guard", *(f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_host", "device_to_device"))
+_config: Any = jax.config
 settings = attrgetter("jax_debug_nans", "jax_debug_infs", "jax_disable_jit", *_GUARDS)
 undisturbed = frozenset((False, None, "allow")).issuperset
 
@@ -26,10 +29,52 @@ def calm() -> Any:
 
 
 @contextmanager
-def calmed() -> Iterator[None]:
+def calmed(wide: bool = True) -> Iterator[None]:
     """The context of `calm`, whatever the settings are."""
-    with X64(True), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
+    with X64(wide), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
+
+
+def looks_for_nan() -> bool:
+    """Whether the user has jax look for NaN or infinity in results."""
+    return _config.jax_debug_nans or _config.jax_debug_infs
+
+
+def refuse_not_finite(owner: str, values: Iterable[tuple[str, Any]], consequence: str = "") -> None:
+    """Raise for NaN in one of these named arrays under `jax_debug_nans`, and for infinity under `jax_debug_infs`."""
+    kinds = [("NaN", jnp.isnan, "jax_debug_nans"), ("infinity", jnp.isinf, "jax_debug_infs")]
+    kinds = [kind for kind in kinds if getattr(_config, kind[2])]
+    for name, value in values if kinds else ():
+        for what, is_there, flag in kinds:
+            with calmed():
+                found = jnp.issubdtype(value.dtype, jnp.inexact) and bool(jnp.any(is_there(value)))
+            if found:
+                raise FloatingPointError(f"{owner}: {name} of shape {tuple(value.shape)} has {what}, and {flag} is on.{consequence}")
+
+
+@contextmanager
+def default_settings(wide: bool = True) -> Iterator[None]:
+    """A context to trace and compile in: types of 64 bits or not, no `disable_jit`, no transfer guard, no mesh of `jax.set_mesh`."""
+    with X64(wide), jax.disable_jit(False), jax.transfer_guard("allow"), without_mesh():
+        yield
+
+
+@contextmanager
+def default_promotion() -> Iterator[None]:
+    """jax's default promotion of dtypes and ranks, for which optax is written."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def without_mesh() -> Any:
+    """A context without the mesh of `jax.set_mesh`, over whose devices jax would spread what is made."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh is None or mesh.empty:
+        return nullcontext()
+    try:
+        return jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
+    except ValueError:  # within a function that jax traces
+        return nullcontext()
 
 
 @contextmanager

@@ -228,6 +228,11 @@ def _zero(index: int) -> torch.Tensor:
         return torch.zeros(1, device=f"cuda:{index}")
 
 
+def cpu() -> Any:
+    """jax's CPU, or a RuntimeError with the remedy where jax was told to do without."""
+    return _jax_device("cpu", 0)
+
+
 def device_of(tensor: torch.Tensor) -> Any:
     """The jax device that holds the tensor's memory, or a RuntimeError with the remedy; never another device."""
     return _jax_device(tensor.device.type, tensor.device.index or 0)
@@ -346,10 +351,17 @@ def _jax_device(platform: str, index: int) -> Any:
     backend = {"cuda": "gpu"}.get(platform, platform)
     try:
         devices = jax.local_devices(backend=backend)  # after jax.distributed.initialize, `jax.devices` has those of other processes too
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        said = f"jax said: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        asked: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        if platform == "cpu" and asked and "cpu" not in asked.split(","):
+            raise RuntimeError(
+                f"jax has no CPU device, but memory on the CPU is to be seen by it: JAX_PLATFORMS is {asked!r}. Set "
+                f"JAX_PLATFORMS={asked},cpu, or unset it, before jax starts. {said}"
+            ) from error
         raise RuntimeError(
             f"jax has no {backend} backend, but a tensor is on {platform}:{index}. Install the matching jax "
-            f"(maskbridge[cuda] for NVIDIA), or move the model to the CPU. jax said: {str(error).splitlines()[0]}"
+            f"(maskbridge[cuda] for NVIDIA), or move the model to the CPU. {said}"
         ) from error
     for device in devices:
         if getattr(device, "local_hardware_id", None) in (index, None) or (len(devices) == 1 and platform == "cpu"):
@@ -440,9 +452,10 @@ def _cpu_calls() -> tuple[Callable[..., Any], Callable[..., torch.Tensor]] | Non
         to_capsule, from_capsule = _jax.buffer_to_dlpack_managed_tensor, torch._C._from_dlpack  # pyright: ignore
     except (ImportError, AttributeError):
         return None
-    with jax.ensure_compile_time_eval():  # the first export may stand in a function that jax traces
-        probe = jax.numpy.zeros(ALIGNMENT, device=_jax_device("cpu", 0))
     try:
+        # The first export may stand in a function that jax traces, or behind a guard of transfers.
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+            probe = jax.numpy.zeros(ALIGNMENT, device=cpu())
         found = from_capsule(to_capsule(probe, None)).data_ptr() == probe.unsafe_buffer_pointer()
         return (to_capsule, from_capsule) if found else None
     except (TypeError, RuntimeError, ValueError):

@@ -133,6 +133,8 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     elif gpus and not facts.torch_gpus:
         fix = "JAX_PLATFORMS=cpu, or a torch built for CUDA" + (f" ({facts.torch_cuda})" if facts.torch_cuda else "")
         yield Finding("devices", WARNING, f"{both}: arrays of jax's own lie where no tensor is", fix)
+    elif facts.started and asked and "cpu" not in asked.split(","):
+        yield Finding("devices", NOTE, f"{both}: JAX_PLATFORMS={asked} leaves out the CPU", f"JAX_PLATFORMS={asked},cpu for tensors there")
     else:
         open_yet = facts.jax_devices is None and facts.may_start_gpu
         yield Finding("devices", NOTE if open_yet else OK, both, "bridge.doctor(start=True) starts it and compares" if open_yet else "")

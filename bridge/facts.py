@@ -72,6 +72,7 @@ def gather(forked: bool = False, start: bool = False) -> Facts:
     """The facts of this process. `forked`: whether it was forked from one in which jax had started. `start`: start it first."""
     devices, failure = _devices() if (start or client_started()) and not forked else (None, None)
     started = devices is not None
+    has_cpu = started and _has_cpu()
     versions = {name: _version(name) for name in PACKAGES}
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return Facts(
@@ -84,11 +85,11 @@ def gather(forked: bool = False, start: bool = False) -> Facts:
         jax_devices=devices,
         failure=failure,
         x64=bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
-        fuses=_fuses() if started else None,
+        fuses=_fuses() if has_cpu else None,
         by_program=by_program(),
         misaligned=tuple(n for n in _SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
-        importer=dlpack._importer("cpu") is not dlpack._public_import if started else None,
-        exporter=dlpack._exporter() is not torch.from_dlpack if started else None,
+        importer=dlpack._importer("cpu") is not dlpack._public_import if has_cpu else None,
+        exporter=dlpack._exporter() is not torch.from_dlpack if has_cpu else None,
         counts_holders=storage._use_count(torch.empty(1)) > 0,
         start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         forked=forked,
@@ -119,6 +120,13 @@ def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:
     return tuple(sorted(found.items())), None
 
 
+def _has_cpu() -> bool:
+    try:
+        return dlpack.cpu() is not None
+    except RuntimeError:
+        return False
+
+
 def _fuses() -> bool:
     """Whether XLA's CPU compiler writes two results from one loop for us, read from a small compiled program."""
     anew = time.time_ns() % 2**20 / 2**10  # else the persistent cache may answer for a process that asked in time
@@ -126,7 +134,7 @@ def _fuses() -> bool:
     def two(x: Any) -> Any:
         return x * anew, jnp.sin(x) + x
 
-    with jax.default_device(jax.local_devices(backend="cpu")[0]), warnings.catch_warnings():
+    with jax.default_device(dlpack.cpu()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a cache that cannot be used, which has its own finding
         text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")), fused=True).as_text()
     return (text or "").count(" fusion(") == 1

@@ -79,6 +79,7 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
       TypeError: an argument is a tracer (call `fn` itself inside jax) or not hashable; an output is no array.
       ValueError: tensors lie on several devices, are sparse or meta, or their storage was freed.
       RuntimeError: in a process forked after jax started; jax does not see the tensors' device.
+      FloatingPointError: a result, or what is kept for a backward, has NaN under `jax_debug_nans`, or infinity under `jax_debug_infs`.
       And whatever `fn` raises.
 
     Sources: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html, https://docs.pytorch.org/docs/stable/notes/extending.func.html.
@@ -428,17 +429,17 @@ def _kind(leaf: Any) -> str:
 
 
 def _first_device(arrays: Sequence[jax.Array]) -> Any:
-    with jax.ensure_compile_time_eval():  # also in a function that jax traces
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # also in a function that jax traces
         return next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
 
 
 def _settled(leaf: Any, place: Place) -> Any:
     """A leaf that is no tensor, where the program runs, and such that nobody changes it."""
     if isinstance(leaf, np.ndarray | np.generic):
-        with scope(place.wide), jax.ensure_compile_time_eval():
+        with scope(place.wide), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return jax.device_put(np.array(leaf), place.device)
     if isinstance(leaf, jax.Array) and leaf.devices() != {place.device}:
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return jax.device_put(leaf, place.device)
     return leaf
 

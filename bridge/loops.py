@@ -19,8 +19,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from . import lanes
+from .calm import default_promotion, default_settings
 from .contents import Contents
-from .dlpack import x64
+from .dlpack import cpu
 from .flags import of_barriers
 from .fusion import compiled
 from .precision import bfloat16_bits, of_bits
@@ -40,7 +41,7 @@ def stay() -> bool:
         (kept,) = jax.lax.optimization_barrier([x * 2])
         return jnp.sin(kept) + x, jnp.cos(x) * kept
 
-    with x64(), jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit(False):
+    with default_settings(), default_promotion(), jax.default_device(cpu()):
         text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1 << 10,), np.float32)), fused=True, options=options).as_text() or ""
     return " opt-barrier(" in text and text.count(" fusion(") == 2  # one before it, one behind
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .calm import default_promotion
 from .dlpack import x64
 from .masks import path_name
 from .precision import BESIDE, NOTHING, Kept
@@ -179,9 +181,11 @@ class Problem(NamedTuple):
     def wide(self) -> bool:
         return any(spec.dtype in ("float64", "complex128") for spec in self.specs)
 
-    def types(self) -> Any:
-        """The context that gives the transformation the types it would have in pure JAX."""
-        return x64(not self.row.scaled or self.wide)
+    @contextmanager
+    def types(self) -> Iterator[None]:
+        """The context that gives the transformation the types it would have in pure JAX, and jax's default promotion."""
+        with x64(not self.row.scaled or self.wide), default_promotion():
+            yield
 
     def scalars(self, values: Any) -> list[Any]:
         """The row's numbers, float64 0-d arrays, as the transformation takes them."""

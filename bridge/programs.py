@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from . import reading
+from .calm import default_promotion, default_settings
 from .contents import between, calls_back, contents_of, work
-from .dlpack import x64
 from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_core
 from .fusion import compiled
 from .inline import inline, loaded, serialized
@@ -76,7 +76,7 @@ class Program:
         # What the compiler is asked, it is asked while the update is traced.
         known = meanwhile(of_update, plan.device)
         may_be_ordered = meanwhile(in_place) if self._are_mixed and plan.device.platform == "cpu" else None
-        with x64(), jax.disable_jit(False):
+        with default_settings(), default_promotion():
             jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
             if unread(traced.jaxpr.jaxpr, donated):
@@ -153,7 +153,7 @@ class Program:
 
     def _counted(self) -> Any:
         """The update compiled to be counted alone, of a memory as large as what is read of it: the compiler counts all that there is."""
-        with x64(), jax.disable_jit(False):
+        with default_settings(), default_promotion():
             lowered = jax.jit(functools.partial(stepped, self.plan), donate_argnums=(0, 1)).lower(*abstract(self.plan, counted=True))
         return compiled(lowered, True, of_update(self.plan.device) | of_counting(self.plan.device))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +18,14 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from .dlpack import X64, Views, operands, results, wait_for, x64
+from .calm import calmed, default_settings, refuse_not_finite, undisturbed
+from .dlpack import X64, Views, operands, results, wait_for
 from .fusion import compiled
 from .plain import addresses_of
 from .residuals import IN_TORCH, crosses, reached, sources
 
 _config: Any = jax.config
+_settings = attrgetter("jax_disable_jit", "jax_transfer_guard_host_to_device", "jax_debug_nans", "jax_debug_infs")
 Order = tuple[int, ...] | None
 Function = Callable[..., Any]
 
@@ -51,7 +54,7 @@ class Call:
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=_is_weak(aval))
 
         flat = [jax.ShapeDtypeStruct((math.prod(aval.shape),), aval.dtype, sharding=sharding) for aval in tensors]
-        with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
+        with default_settings(place.wide), jax.default_device(place.device):
             lowered = jax.jit(call).lower(*flat, *map(spec, others))
             self._compiled: Any = compiled(lowered, fused=False)
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
@@ -78,9 +81,10 @@ class Call:
 
     def _run(self, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         config = _config
-        if config.jax_disable_jit or config.jax_transfer_guard_host_to_device not in (None, "allow"):
-            with X64(self._place.wide), jax.transfer_guard("allow"), jax.disable_jit(False):
+        if not undisturbed(_settings(config)):
+            with calmed(self._place.wide):
                 found = self._compiled(*flat, *others)
+            refuse_not_finite("jax_function", [(f"result {i}", x) for i, x in enumerate(found)])
         elif config.jax_enable_x64 != self._place.wide:
             with X64(self._place.wide):
                 found = self._compiled(*flat, *others)
@@ -119,7 +123,7 @@ class Program:
     ) -> None:
         self.place, self.tensors, self.others = place, list(tensors), list(others)
         self.orders = list(orders) or [None] * len(self.tensors)
-        with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
+        with default_settings(place.wide), jax.default_device(place.device):
             self.closed = jax.make_jaxpr(lambda *arrays: list(function(*arrays)))(*self.avals)
         self.outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.outvars]
         self.outs_differ = list(map(differs, self.outs))  # of which outputs a gradient comes
@@ -245,7 +249,7 @@ class Recording:
             outs, rest = iter(outs), iter(rest)
             return [next(outs if yes else rest) for yes in program.outs_differ], leaves
 
-        with x64(place.wide), jax.disable_jit(False), jax.default_device(place.device):
+        with default_settings(place.wide), jax.default_device(place.device):
             closed = jax.make_jaxpr(record)(*program.avals)
         self._closed, found = closed, sources(closed, width)
         self._sources = found.of

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from . import lanes, openmp
-from .dlpack import dense_order, x64
+from .calm import default_promotion, default_settings
+from .dlpack import dense_order
 from .flags import of_update
 from .gradients import found_by
 from .pieces import Piece
@@ -83,7 +84,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
     array = functools.partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
     memory, numbers = (array(everything(np.dtype(kind)).shape, np.dtype(kind)) for kind in (dtype, "int64"))
     scaling = [array((1,), np.float32)] if scaled else []
-    with x64(), jax.disable_jit(False):
+    with default_settings(), default_promotion():
         lowered = jax.jit(program).lower(memory, numbers, array((4,), np.int64), scaling, array((1,), np.float64))
     return Piece(lowered, of_update(device))
 

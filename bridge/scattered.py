@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, Operands, numpy_dtype, x64
+from .calm import default_promotion, default_settings
+from .dlpack import ALIGNMENT, Operands, cpu, numpy_dtype
 from .fusion import compiled
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
@@ -60,7 +61,7 @@ def in_place() -> bool:
     def program(arrays: list[Any], memory: Any, order: Any) -> list[Any]:
         return over_live_rows(adam, _LEAST_PART, range(3))([], [*arrays, Scattered(memory, order, *rows.shape)])
 
-    with x64(), jax.default_device(jax.local_devices(backend="cpu")[0]), jax.disable_jit(False):
+    with default_settings(), default_promotion(), jax.default_device(cpu()):
         needed = compiled(jax.jit(program, donate_argnums=0).lower([rows] * 3, *far), fused=True).memory_analysis()
     return needed is not None and needed.temp_size_in_bytes < math.prod(rows.shape) * 4
 

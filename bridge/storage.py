@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from .backing import shortage
-from .dlpack import ALIGNMENT, dense_order, device_of, numpy_dtype, operands, results, x64
+from .calm import default_settings
+from .dlpack import ALIGNMENT, cpu, dense_order, device_of, numpy_dtype, operands, results
 from .ownership import is_owned
 from .windows import Window
 
@@ -284,7 +285,7 @@ def filled(kinds: Sequence[tuple[tuple[int, ...], Any, Any]], device: Any) -> li
     values = dict(zip(keys, (value for *_, value in kinds), strict=True))
     # The largest first: XLA writes each in one thread, and the last one has the others wait.
     in_turn = sorted(range(len(keys)), key=lambda i: -math.prod(keys[i][0]) * keys[i][1].itemsize)
-    with x64(), jax.transfer_guard("allow"), jax.default_device(device):
+    with default_settings(), jax.default_device(device):
         copied = {key: jax.device_put(x, device) for key in values if (x := _copied(key, values[key], device)) is not None}
         copies = iter(jax.device_put([copied[keys[i]] for i in in_turn if keys[i] in copied], device, may_alias=False))
         made = {i: next(copies) if keys[i] in copied else jnp.full(keys[i][0], values[keys[i]], keys[i][1]) for i in in_turn}
@@ -326,7 +327,7 @@ def _fresh(values: Any, device: Any) -> jax.Array:
 
     jnp.array would compile a program for each shape, which takes the new pages in one thread; here XLA copies in several.
     """
-    with x64(), jax.transfer_guard("allow"):
+    with default_settings():
         return jax.device_put(jax.device_put(values, device), device, may_alias=False)
 
 
@@ -373,7 +374,7 @@ def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
     Never DLPack: jaxlib aborts the process where an array is deleted that was exported so. What numpy takes is private, because the
     public way keeps it in the array, which can then not be donated: the next step copies it.
     """
-    with x64(), jax.transfer_guard("allow"), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with default_settings(), jax.default_device(cpu()):
         probe = jax.device_put(np.zeros(1, dtype))
     for each in (memoryview, methodcaller("_single_device_array_to_np_array_did_copy")):
         try:

@@ -24,7 +24,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import openmp, step
-from .calm import calm
+from .calm import calm, default_promotion, default_settings
 from .cells import Number
 from .contents import calls_back, contents_of
 from .dlpack import behind_torch, operands, results, x64
@@ -65,7 +65,7 @@ class Forward:
         self.batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch]
         given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
         seed = jax.ShapeDtypeStruct((), np.int64)
-        with x64(), jax.disable_jit(False):
+        with default_settings():
             traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
         closed, (_, aux, _) = traced
         self.aux = len(aux)
@@ -231,7 +231,8 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
         grads = together(grads)  # else a donated parameter is copied that the gradient of its layer's input reads
     with _searching(task, columns, batch, seed):
         plain = params, state, scalars, kept, grads, masks, numbers, offsets, live, further
-        new = update(task.plan, *plain, [], _NOTHING_MEASURED, fused=False)
+        with default_promotion():
+            new = update(task.plan, *plain, [], _NOTHING_MEASURED, fused=False)
     new_params, new_state, new_scalars, new_kept, _, [token] = new
     return new_params, new_state, _flat(task, after, "buffers"), new_scalars, new_kept, _flat(task, after, "copied"), loss, aux, token
 
@@ -264,7 +265,7 @@ class Program:
     def __init__(self, task: Task, updates: bool) -> None:
         self.task, self.plan, self.updates = task, task.plan, updates
         donated, arguments = _abstract_arguments(task, updates)
-        with x64(), jax.disable_jit(False):
+        with default_settings():
             function = functools.partial(_train if updates else _accumulate, task)
             # An argument that is not used would be dropped, and what replaces it (a buffer that is only written) lie elsewhere.
             jitted = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)

@@ -27,7 +27,7 @@ CHECKED = {f"test_{name}" for name in QUICK.split()}
 HASTY = "analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop operands"
 HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
 # The same holds for those of contract/ but for these, which are about numbers, threads and what the compiler keeps.
-REAL = {f"test_{name}" for name in "compilation_cache half_scalars odd_tensors random_keys signals threads".split()}
+REAL = {f"test_{name}" for name in ["compilation_cache", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]}
 EASY = {f"test_{name}" for name in HASTY.split()}
 
 

@@ -248,7 +248,7 @@ def test_hooks_of_all_optimizers_run_and_a_profile_has_the_step_by_its_name():
     assert [event.count for event in profile.key_averages() if event.key == "Optimizer.step#MaskedAdamW.step"] == [1]
 
 
-SETTINGS = {"jax_debug_nans": True, "jax_debug_infs": True, "jax_disable_jit": True, "jax_transfer_guard": "disallow"}
+SETTINGS = {"jax_disable_jit": True, "jax_transfer_guard": "disallow"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

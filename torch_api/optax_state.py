@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from bridge.calm import default_promotion
 from bridge.dlpack import numpy_dtype, to_jax, to_torch, x64
 from bridge.masks import near, path_name
 from bridge.problem import nested as dict_path
@@ -277,7 +278,7 @@ class _Template:
             return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), state)
 
         shapes = [jax.ShapeDtypeStruct(tuple(param.tensor.shape), dtype) for param, dtype in zip(params, types, strict=True)]
-        with x64(self._wide):
+        with x64(self._wide), default_promotion():
             begun = jax.eval_shape(init, nested((param.path, shape) for param, shape in zip(params, shapes, strict=True)))
         flat, self.structure = jax.tree_util.tree_flatten_with_path(begun)
         self.places = _places([path for path, _ in flat], params)
@@ -288,7 +289,7 @@ class _Template:
         """A leaf as the transformation begins with it."""
         if self._begun is None:  # copies, because an init may hand out the parameters themselves
             tree = nested((param.path, to_jax(param.tensor.detach(), copy=True)) for param in self._params)
-            with x64(self._wide):
+            with x64(self._wide), default_promotion():
                 self._begun = jax.tree.leaves(self._tx.init(tree))
         return self._begun[position]
 

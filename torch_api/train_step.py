@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from bridge import storage, train
-from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_torch, x64
+from bridge.calm import looks_for_nan, refuse_not_finite
+from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_jax, to_torch, x64
 from bridge.dynamo import not_traced
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.transaction import Transaction
@@ -202,28 +203,47 @@ class JaxTrainStep:
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
         written = [*ready.in_place, *launch.params] if updates else ready.in_place
-        before = [*launch.copied(), *((b, b.detach().clone()) for b in ready.in_place)] if ready.program.calls_back else []
+        checked = looks_for_nan()
+        before = [*launch.copied(), *((b, b.detach().clone()) for b in ready.in_place)] if ready.program.calls_back or checked else []
+        if checked:
+            before += [(x, x.detach().clone()) for x in _beside(ready, self._device)]
         landed: list[Launch] = []
         try:
             outcome = train.run(ready.program, launch, train.Arrays(*about, seed, numbers, further, not self._pending, written), landed)
+            self._follow(ready, outcome)
+            if checked:
+                self._refuse_not_finite(ready, outcome, updates)
         except BaseException as error:
-            self._salvage(error, before, ready, landed if updates else ())
+            self._salvage(error, before, ready, landed if updates and not checked else ())
             raise
-        self._settle(ready, outcome, updates)
+        self._settle(ready, updates)
         if optimizer._asks.open:
             optimizer._take_back(asked)
         return (outcome.loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else outcome.loss
 
-    def _settle(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
-        """What is left to do when results are in memory."""
-        launch = ready.launch
+    def _follow(self, ready: Ready, outcome: train.Outcome) -> None:
+        """Look at the new places after results came to lie elsewhere."""
         if outcome.moved:
-            self.optimizer._launches.follow([launch])
+            self.optimizer._launches.follow([ready.launch])
             for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
                 buffer.data = storage.renewed(memory).tensor(buffer.device, like=buffer)
             for memory in ready.sums:
                 storage.renewed(memory)
             self._look()
+
+    def _refuse_not_finite(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
+        """Raise for what `jax_debug_nans` and `jax_debug_infs` look for, in the loss, what it returns beside, and what was updated."""
+        named = [("the loss", outcome.loss), *((f"aux result {i}", x) for i, x in enumerate(outcome.aux))]
+        if updates:
+            named += [(f"the new value of {self._names[id(leaf.param)]!r}", leaf.param) for leaf in ready.launch.leaves]
+        else:
+            names = sorted(self._names[id(self.optimizer._active[i].param)] for i in self._candidates)
+            named += [(f"the gradient of {name!r}", memory.array) for name, memory in zip(names, ready.sums, strict=True)]
+        arrays = ((name, to_jax(x.detach(), copy=None) if isinstance(x, torch.Tensor) else x) for name, x in named)
+        refuse_not_finite(OWNER, arrays, " Nothing was updated.")
+
+    def _settle(self, ready: Ready, updates: bool) -> None:
+        """What is left to do when results are in memory."""
         if updates:
             self._pending, self._summed = 0, frozenset()
             vars(self.optimizer)["_opt_called"] = True  # schedulers ask
@@ -374,6 +394,13 @@ class JaxTrainStep:
                 CompilationWarning,
                 stacklevel=stack_level(),
             )
+
+
+def _beside(ready: Ready, device: torch.device) -> list[torch.Tensor]:
+    """What a call may change beside what `Launch.copied` has and buffers in place."""
+    shared = [x for part in ready.launch.shared for x in part.shown.views.values()]
+    scalars = [x for leaf in ready.launch.leaves for x in leaf.scalars.values()]
+    return [*shared, *scalars, *(memory.tensor(device) for memory in ready.sums), *ready.copied]
 
 
 def _elsewhere(leaf: Leaf) -> bool:

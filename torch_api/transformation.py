@@ -15,6 +15,7 @@ import optax
 import torch
 from jax.extend.core import Literal
 
+from bridge.calm import default_promotion
 from bridge.masks import near_and_all
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
@@ -86,7 +87,8 @@ def _wants_pairs(transformation: Any) -> bool:
         return transformation.update(params, transformation.init(optax.LookaheadParams.init_synced(params)), params)
 
     try:
-        jax.eval_shape(update, {"x": jax.ShapeDtypeStruct((2, 2), np.float32)})
+        with default_promotion():
+            jax.eval_shape(update, {"x": jax.ShapeDtypeStruct((2, 2), np.float32)})
     except AttributeError as error:
         return "'fast'" in str(error)
     except Exception:  # noqa: BLE001 - a mask for other parameters, say; the real ones will tell
@@ -170,8 +172,9 @@ def last_factor(rule: Rule, params: Any) -> float | None:
 
     try:
         plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in rule.hyperparams.items()}
-        transformation = rule.factory(**plain)
-        closed = jax.make_jaxpr(update)(params, jax.eval_shape(transformation.init, params), params)
+        with default_promotion():
+            transformation = rule.factory(**plain)
+            closed = jax.make_jaxpr(update)(params, jax.eval_shape(transformation.init, params), params)
         program = inlined(closed.jaxpr, closed.consts)
     except Exception:  # noqa: BLE001 - the transformation may need arguments that only `step` has; what is wrong is said elsewhere
         return None
