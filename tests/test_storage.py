@@ -54,7 +54,7 @@ def test_a_placed_parameter_keeps_values_strides_and_identity_and_lies_in_jax_me
 def test_a_donated_call_writes_where_the_parameter_looks(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
     memory = storage.place(param).memory
-    with storage.x64():
+    with jax.enable_x64(True):
         result = jax.jit(lambda x: x + x, donate_argnums=0)(*storage.taken([memory])).block_until_ready()
     address = param.data_ptr()
     memory.array = result
