@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from .dlpack import to_torch, x64
 from .registered import is_torchish, registered
 from .trace import TRACE, value_needed, where_now
-from .traced import DETACHING, Traced, as_array
+from .traced import DETACHING, NOT_KNOWN, Traced, as_array
 from .writes import unnoticed
 
 _C: Any = torch._C
@@ -38,9 +38,8 @@ SPACES: dict[str, Any] = {
 
 
 # What a tensor without memory can tell of itself: attributes, and how torch would lay it out.
-META = frozenset(
-    {"__get__", "stride", "element_size", "get_device", "storage_offset", "dim_order", "is_same_size", "has_names", "is_contiguous"}
-)
+_META = "__get__ stride element_size get_device storage_offset dim_order is_same_size has_names is_contiguous is_signed"
+META = frozenset(_META.split())
 
 # Where torch promotes no type: numbers that it multiplies must have one dtype, elsewhere those with a fraction.
 _PRODUCTS = (
@@ -336,18 +335,25 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         with _known_values(found, arrays(args), arrays(kwargs)):
             return wrapped(found.handler(*args, **kwargs))
     if found.views and isinstance(args[0], Traced):
-        return viewed(found, func, args, kwargs)
+        with _naming_what_asks(func, args, kwargs):
+            return viewed(found, func, args, kwargs)
     given, named = arrays(args), arrays(kwargs)
-    with _known_values(found, given, named):
-        try:
-            result = found.handler(*given, **named)
-        except jax.errors.ConcretizationTypeError as error:
-            unknown = _unknown(given, named)
-            raise error if unknown is None else value_needed(_importable(func), unknown) from error
+    with _known_values(found, given, named), _naming_what_asks(func, given, named):
+        result = found.handler(*given, **named)
     target = args[0] if inplace else out
     if target is None:
         return wrapped(result)
     return _write(target, result, func)
+
+
+@contextmanager
+def _naming_what_asks(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Where an implementation asks for values that jax does not know, the error names the torch function."""
+    try:
+        yield
+    except NOT_KNOWN as error:
+        unknown = _unknown(args, kwargs)
+        raise error if unknown is None else value_needed(_importable(func), unknown) from error
 
 
 def _refuse_two_types(kind: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

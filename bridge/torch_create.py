@@ -134,13 +134,24 @@ def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None,
 @op("linspace", always=True)
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -> Any:
     """Numbers at equal distances."""
-    return create(lambda: jnp.linspace(start, end, steps, dtype=jax_dtype(dtype or torch.get_default_dtype())), steps)
+    return create(lambda: _evenly(start, end, steps, jax_dtype(dtype or torch.get_default_dtype()), lambda x: x), steps)
 
 
 @op("logspace", always=True)
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, **_: Any) -> Any:
     """Powers of the base at equal distances of the exponent."""
-    return create(lambda: jnp.logspace(start, end, steps, base=base, dtype=jax_dtype(dtype or torch.get_default_dtype())), steps)
+    power = lambda x: jnp.power(jnp.asarray(base, x.dtype), x)  # noqa: E731
+    return create(lambda: _evenly(start, end, steps, jax_dtype(dtype or torch.get_default_dtype()), power), steps)
+
+
+def _evenly(start: Any, end: Any, steps: int, dtype: Any, function: Callable[[Any], Any]) -> Any:
+    """A function of numbers at equal distances, for integers counted from the nearer end in a wider type and cut off, as torch does."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return function(jnp.linspace(start, end, steps, dtype=dtype))
+    wide = jax_dtype(torch.float64)
+    start, end = (jnp.asarray(x).astype(dtype).astype(wide) for x in (start, end))
+    places, step = jnp.arange(steps, dtype=wide), (end - start) / max(steps - 1, 1)
+    return function(jnp.where(places < max(steps // 2, 1), start + step * places, end - step * (steps - 1 - places))).astype(dtype)
 
 
 @op("eye", always=True)

@@ -51,7 +51,7 @@ def default_float() -> Any:
 
 
 # What jax raises where Python code wants the value of a tracer.
-_NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 
 
 class Graph:
@@ -268,7 +268,7 @@ class Traced(Tensor):
         """What Python code wants to know of its values: an error where jax does not know them."""
         try:
             return ask(self.value if whole else self._one())
-        except _NOT_KNOWN:
+        except NOT_KNOWN:
             raise value_needed(what, self.value) from None
 
     def _one(self) -> Any:
