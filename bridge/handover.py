@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 import torch
 
 from . import dlpack
+from .containers import holds
 from .masks import near, path_name
 from .tree import mapping, nest, tied_names, unnest
 
@@ -20,9 +19,9 @@ def to_jax(tree: Any, copy: bool | None = False) -> Any:
 
     Args:
       tree: a tensor, or any pytree of jax's that holds tensors (dicts and lists with None in them, a state_dict, an Equinox
-        module, a registered dataclass); leaves of other types come back unchanged. An `nn.Module`, by itself or in the
-        tree, becomes the nested dict of its parameters, detached, as by `module_tree`. Its buffers are no parameters and
-        are left out: `module_buffers` has them.
+        module, a registered dataclass, a named result of torch such as `torch.max(x, 1)`); leaves of other types come back
+        unchanged. An `nn.Module`, by itself or in the tree, becomes the nested dict of its parameters, detached, as by
+        `module_tree`. Its buffers are no parameters and are left out: `module_buffers` has them.
       copy: False: zero-copy or an error. None: zero-copy where possible, else a copy on the same device. True: a copy.
 
     Returns:
@@ -32,7 +31,8 @@ def to_jax(tree: Any, copy: bool | None = False) -> Any:
     Raises:
       ValueError: a tensor requires grad, is sparse, on the meta device, a lazy conjugate or negative, strided or
         expanded, or not aligned to 64 bytes. The text names the leaf and what to do.
-      TypeError: a container that jax does not know as a pytree holds tensors, which would stay behind in silence.
+      TypeError: a container or object that jax does not know as a pytree (deque, namespace, UserDict, distribution) holds tensors,
+        which would stay behind in silence.
       RuntimeError: jax does not see a tensor's device.
     """
     return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _opened("to_jax", tree, torch.Tensor), copy)
@@ -94,10 +94,11 @@ def _opened(what: str, tree: Any, kind: type) -> Any:
     """The tree with the parameters of modules in their place."""
 
     def opened(path: Any, x: Any) -> Any:
+        if isinstance(x, torch.Tensor | jax.Array):
+            return x
         if isinstance(x, torch.nn.Module) and kind is torch.Tensor:
             return nest((name, p.detach()) for name, p in x.named_parameters())
-        held = x.values() if isinstance(x, Mapping) else vars(x).values() if dataclasses.is_dataclass(x) and hasattr(x, "__dict__") else ()
-        if any(isinstance(value, kind) for value in held) and not isinstance(x, type):
+        if not isinstance(x, torch.nn.Module) and holds(x, kind) is not None:
             name = path_name(path)
             raise TypeError(
                 f"{what}: {f'leaf {name!r}' if name else 'the tree'} is a {type(x).__name__}, which holds arrays but is no pytree to jax. "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.tree_util import DictKey
 from torch import nn
 
 from . import (
@@ -41,10 +45,12 @@ from . import (
     torch_windows,
 )
 from .autograd import tracing
+from .containers import holds, with_values
 from .dlpack import to_jax
 from .dlpack import x64 as scope
 from .dynamo import not_traced_where_imported
 from .masks import near, path_name
+from .originals import not_redirected
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
 from .trace import TRACE, Keys, trace_state
@@ -92,8 +98,8 @@ def module_function(module: nn.Module) -> Callable[..., Any]:
 
     `params` has the structure of `module_tree(module)`, `buffers` that of `module_buffers(module)`; their leaves are arrays
     or tracers of the module's shapes, of any dtype. Inputs are pytrees of arrays; numbers, strings and None stay what they
-    are. The output has jax arrays for tensors. `fn` works under `jit`, `grad`, `vmap` (an ensemble is a vmap over params) and
-    `jax.checkpoint`; torch code in it may branch on shapes, types and flags, not on values.
+    are. The output has jax arrays for tensors, and a dict for a mapping of another type. `fn` works under `jit`, `grad`, `vmap` (an
+    ensemble is a vmap over params) and `jax.checkpoint`; torch code in it may branch on shapes, types and flags, not on values.
 
     `train`: as `module.train()` and `module.eval()` would set it; None takes the module's flags as they are at the call.
     `rng`: a key of `jax.random`. The n-th draw of a call has the n-th key of it, so that layers differ and a key gives the
@@ -105,7 +111,7 @@ def module_function(module: nn.Module) -> Callable[..., Any]:
     embedding has not is NaN.
 
     Raises:
-      TypeError: module is no nn.Module; an input is a torch tensor; rng is no key.
+      TypeError: module is no nn.Module; an input is a torch tensor; rng is no key; the output is an object that holds tensors.
       ValueError: names or shapes of params or buffers are not the module's; something is drawn without rng.
       NotImplementedError: a torch operation has no implementation; the text names it and the submodule that calls it.
     """
@@ -147,17 +153,28 @@ def traced_call(
     Returns:
       What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
     """
-    named = _given(module, params, "params", dict(module.named_parameters()))
-    if buffers is None:
-        held = {name: canonical(to_jax(b.detach(), copy=True)) for name, b in module.named_buffers()}
-    else:
-        held = _given(module, buffers, "buffers", dict(module.named_buffers()))
+    with not_redirected():
+        named = _given(module, params, "params", dict(module.named_parameters()))
+        if buffers is None:
+            held = {name: canonical(to_jax(b.detach(), copy=True)) for name, b in module.named_buffers()}
+        else:
+            held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
     with joined().RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
         TRACE.stand_in = stand_in = StandIn(module, named, held, train)
-        inputs, keywords = jax.tree_util.tree_map_with_path(_input, (tuple(args), dict(kwargs or {})))
-        with nullcontext() if x64 is None else scope(x64):
-            out = function(stand_in.root, *inputs, **keywords)
+        inputs, keywords = _inputs((tuple(args), dict(kwargs or {})))
+        TRACE.doubles, TRACE.tensors = stand_in.doubles, stand_in.tensors
+        try:
+            with nullcontext() if x64 is None else scope(x64):
+                out = function(stand_in.root, *inputs, **keywords)
+        finally:
+            TRACE.doubles = TRACE.tensors = {}
+            left = stand_in.restore_original()
+        if left:
+            raise ValueError(
+                f"Traced code writes into {left[0]!r} of the original {type(module).__name__}, and the module that jax traces has a copy "
+                "of it: the value would be lost. Refer to it through the module: self, or the module that a hook is given."
+            )
         stand_in.refuse_written()
         stand_in.refuse_lost()
         given = {} if buffers is None else unnest(mapping(buffers, "module_function: buffers", "module_buffers"))
@@ -176,11 +193,15 @@ def _started(module: nn.Module, rng: Any, x64: bool | None, constants: dict[int,
     """A trace of this module's code, from its beginning."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
-    ranks = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
-    return tracing(
-        path=(), device=device, rng=rng, drawn=0, dispatch=dispatch, constants=constants, autocast=autocasts(), x64=x64, ranks=ranks,
-        stand_in=None, home=trace_state(),
-    )  # fmt: skip
+    values = {"rng": rng, "constants": constants, "autocast": autocasts(), "x64": x64, "dispatch": dispatch}
+    ranks: Any = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
+    values |= {"ranks": ranks, "stand_in": None, "home": trace_state()}
+    return tracing(path=(), device=device, drawn=0, doubles={}, tensors={}, within=False, **values)
+
+
+def _inputs(tree: Any, path: tuple[Any, ...] = ()) -> Any:
+    """A tree of inputs with traced tensors for arrays; `path` leads to it."""
+    return jax.tree_util.tree_map_with_path(lambda inner, x: _input((*path, *inner), x), tree)
 
 
 def _input(path: Any, x: Any) -> Any:
@@ -191,20 +212,46 @@ def _input(path: Any, x: Any) -> Any:
         )
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return as_traced(canonical(x))
+    if isinstance(x, Mapping):
+        return with_values(x, {key: _inputs(value, (*path, DictKey(key))) for key, value in x.items()})
     return x
 
 
-def outputs(out: Any) -> Any:
-    """jax arrays for tensors in what torch code returned; a dict for a mapping of another type."""
+def outputs(out: Any, place: str = "") -> Any:
+    """jax arrays for tensors in what torch code returned; a dict for a mapping of another type.
 
-    def leaf(x: Any) -> Any:
+    Raises:
+      TypeError: an object that is no pytree to jax holds tensors. Dataclasses and namespaces come back with arrays.
+    """
+
+    def leaf(path: Any, x: Any) -> Any:
+        here = ".".join(filter(None, (place, path_name(path))))
         if is_traced(x) or isinstance(x, torch.Tensor):
             return as_array(x)
         if isinstance(x, Mapping):
-            return outputs(dict(x))
-        return tuple(map(outputs, x)) if isinstance(x, tuple) else x  # torch.return_types, which jax does not look into
+            return outputs(dict(x), here)
+        if isinstance(x, tuple):
+            return tuple(outputs(y, f"{here}.{i}".lstrip(".")) for i, y in enumerate(x))
+        if isinstance(x, nn.Module) or holds(x, (torch.Tensor, joined().Torchish)) is None:
+            return x
+        if isinstance(x, SimpleNamespace) or (dataclasses.is_dataclass(x) and not isinstance(x, type)):
+            return _with_arrays(x, here)
+        raise TypeError(
+            f"{f'Output {here!r}' if here else 'The output'} of the traced code is a {type(x).__name__}, which holds tensors and is no "
+            "pytree to jax. Return a dict of the tensors in it."
+        )
 
-    return jax.tree.map(leaf, out, is_leaf=lambda x: type(x) is Traced)
+    return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=lambda x: type(x) is Traced)
+
+
+def _with_arrays(x: Any, place: str) -> Any:
+    """A copy of a dataclass or namespace with jax arrays for its tensors."""
+    names = [field.name for field in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else list(vars(x))
+    new = copy.copy(x)
+    for name in names:
+        if hasattr(x, name):
+            object.__setattr__(new, name, outputs(getattr(x, name), f"{place}.{name}".lstrip(".")))
+    return new
 
 
 def _check_module(module: Any) -> None:

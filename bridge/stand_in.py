@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from types import MethodType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .originals import UNNAMED, Belongings
 from .patches import while_tracing
 from .trace import TRACE, ends_before, trace_state
 from .traced import Traced, as_array, as_traced
 
 COPIED = (dict, OrderedDict, list, tuple, set)
+_BUILT_IN = (BuiltinMethodType, MethodWrapperType)  # such as `append` of a list and `__setitem__` of a dict
+_PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)  # what refers to nothing
 
 
 class StandIn:
     """The double of a module, `root`, with arrays in the place of parameters and buffers.
 
-    Copied are the modules themselves and the plain containers in their attributes, at each trace, so that it is what the
-    module is then and nothing that torch code writes is left behind in the module. No tensor is copied.
+    Copied are the modules themselves, the plain containers in their attributes and the functions that close over one of these, at each
+    trace, so that it is what the module is then and nothing that torch code writes is left behind in the module. No tensor is copied.
+
+    doubles, tensors: as of `Trace`.
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any], train: bool | None):
         self._names = {id(m): name for name, m in module.named_modules()}
         _refuse_backward_hooks(module)
         self._known: dict[int, Any] = {}
+        self._module_itself, self._place, self._belongings = module, "", Belongings()
         self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
         self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
         self._known |= {id(p): self._params[name] for name, p in module.named_parameters()}
@@ -40,11 +48,17 @@ class StandIn:
         self.root: Any = self._double(module)
         if train is not None:
             self.root.train(train)
+        self.doubles = {key: double for key, (m, double) in self._kept.items() if isinstance(m, nn.Module)}
+        self.tensors = self._known
 
     @staticmethod
     def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
         path, _, key = name.rpartition(".")
         return module.get_submodule(path), key
+
+    def restore_original(self) -> list[str]:
+        """Take what belongs to the trace out of the original; the attributes whose container the double has a copy of."""
+        return self._belongings.restore()
 
     def refuse_written(self) -> None:
         """Raise an error where a new value would be lost without a word: a parameter's, or the first of a buffer that was None."""
@@ -124,6 +138,8 @@ class StandIn:
         return out
 
     def _double(self, x: Any) -> Any:
+        if type(x) in weakref.ProxyTypes:
+            return x
         if isinstance(x, torch.Tensor):
             return self._known.get(id(x), x)
         if isinstance(x, nn.Module):
@@ -134,6 +150,12 @@ class StandIn:
             return MethodType(x.__func__, self._double(x.__self__))
         if type(x) is functools.partial:
             return functools.partial(self._double(x.func), *map(self._double, x.args), **self._double(x.keywords))
+        if isinstance(x, FunctionType):
+            return self._once(x, self._function) if self._refers(x) else x
+        if isinstance(x, _BUILT_IN):
+            return getattr(self._double(x.__self__), x.__name__) if self._refers(x) else x
+        if not isinstance(x, _PLAIN):
+            self._belongings.shared(x.__self__ if isinstance(x, MethodType) else x)
         return x
 
     def _once(self, x: Any, make: Callable[[Any], Any]) -> Any:
@@ -147,22 +169,97 @@ class StandIn:
             return tuple(map(self._double, x))
         empty = type(x)()
         self._kept[id(x)] = x, empty
+        self._belongings.copied(x, self._place)
         if isinstance(x, dict):
-            empty.update((k, self._double(v)) for k, v in x.items())
+            empty.update((self._double(k) if isinstance(k, nn.Module) else k, self._double(v)) for k, v in x.items())
         elif isinstance(x, list):
             empty.extend(map(self._double, x))
         else:
-            empty.update(x)
+            empty.update(self._double(k) if isinstance(k, nn.Module) else k for k in x)
         return empty
+
+    def _function(self, f: FunctionType) -> FunctionType:
+        """A function that closes over the module, or over a container in its attributes, as one that closes over the double's."""
+        cells = tuple(self._once(cell, self._cell) if self._refers(cell) else cell for cell in f.__closure__ or ())
+        defaults = None if f.__defaults__ is None else tuple(map(self._referred, f.__defaults__))
+        double = FunctionType(f.__code__, f.__globals__, f.__name__, defaults, cells)
+        double.__kwdefaults__ = {name: self._referred(x) for name, x in (f.__kwdefaults__ or {}).items()} or None
+        double.__qualname__, double.__doc__, double.__module__ = f.__qualname__, f.__doc__, f.__module__
+        vars(double).update(vars(f))
+        return double
+
+    def _cell(self, cell: CellType) -> CellType:
+        double = CellType()
+        self._kept[id(cell)] = cell, double  # before its content, which may be a function that closes over it
+        double.cell_contents = self._referred(cell.cell_contents)
+        return double
+
+    def _referred(self, x: Any) -> Any:
+        """What a function refers to: the double's where it is the module's, else as it is."""
+        return self._double(x) if self._refers(x) else x
+
+    def _refers(self, x: Any) -> bool:
+        """Whether it is of the module (a submodule, a tensor, a container in an attribute), or a function that refers to such a thing."""
+        pending, seen = [x], set()
+        while pending:
+            x = pending.pop()
+            if id(x) in seen or type(x) in weakref.ProxyTypes or isinstance(x, _PLAIN):
+                continue
+            seen.add(id(x))
+            if isinstance(x, torch.Tensor):
+                found = id(x) in self._known
+            else:
+                found = isinstance(x, nn.Module | dict | list | set) and id(x) in self._own
+            if found:
+                return True
+            pending += _parts(x)
+        return False
+
+    @functools.cached_property
+    def _own(self) -> dict[int, Any]:
+        """The modules and containers that are reached from the module by attributes."""
+        found: dict[int, Any] = {}
+        pending: list[Any] = [self._module_itself]
+        while pending:
+            x = pending.pop()
+            if id(x) in found or type(x) in weakref.ProxyTypes or isinstance(x, _PLAIN):
+                continue
+            if isinstance(x, nn.Module) or type(x) in COPIED:
+                if type(x) is not tuple:
+                    found[id(x)] = x
+                pending += vars(x).values() if isinstance(x, nn.Module) else x.values() if isinstance(x, dict) else x
+            elif isinstance(x, functools.partial):
+                pending += _parts(x)
+        return found
 
     def _module(self, m: nn.Module) -> nn.Module:
         double = object.__new__(type(m))
         self._kept[id(m)] = m, double
-        double.__dict__.update((k, self._double(v)) for k, v in m.__dict__.items())
+        self._belongings.copied(m.__dict__, self._names.get(id(m)) or type(m).__name__)
+        for key, value in m.__dict__.items():
+            place, self._place = self._place, f"{self._names.get(id(m), UNNAMED)}.{key}".lstrip(".")
+            double.__dict__[key] = self._double(value)
+            self._place = place
         double.__dict__["_compiled_call_impl"] = None  # module.compile() has made one for eager torch
         own = self._double(m.__dict__["forward"]) if "forward" in m.__dict__ else None
-        double.__dict__["forward"] = _Forward(double, self._names.get(id(m), "?"), own)
+        double.__dict__["forward"] = _Forward(double, self._names.get(id(m), UNNAMED), own)
         return double
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    """What a function refers to."""
+    if isinstance(x, FunctionType):
+        return (*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
+    if isinstance(x, CellType):
+        try:
+            return (x.cell_contents,)
+        except ValueError:  # nothing yet
+            return ()
+    if isinstance(x, MethodType):
+        return x.__self__, x.__func__
+    if isinstance(x, _BUILT_IN):
+        return (x.__self__,)
+    return (x.func, *x.args, *x.keywords.values()) if isinstance(x, functools.partial) else ()
 
 
 class _Forward:
@@ -205,7 +302,15 @@ while_tracing(nn.Module, "__copy__", _copied)
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
-    """Raise for a hook on gradients of a module, which torch hangs on its graph."""
+    """Raise for a hook on gradients of a module, which torch hangs on its graph, and for a tracker that sets one for each module."""
+    tracker: Any = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
+    hooks = getattr(nn.modules.module, "_global_forward_pre_hooks", {}).values()
+    if any(isinstance(getattr(hook, "__self__", None), tracker) for hook in hooks):
+        raise NotImplementedError(
+            "FlopCounterMode or another user of torch's ModuleTracker is active: it sets hooks on gradients, which belong to torch's "
+            "graph, and counts operators of torch, which a traced program does not call. Leave its context before the first call, and "
+            "count the eager module."
+        )
     for name, m in module.named_modules():
         if m._backward_hooks or m._backward_pre_hooks:
             raise NotImplementedError(

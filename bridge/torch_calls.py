@@ -195,10 +195,38 @@ def autocasts() -> bool:
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a torch function on traced tensors. What it returns requires grad where torch's result would: code may ask."""
+    if TRACE.tensors and any(id(x) in TRACE.tensors for x in leaves((args, dict(kwargs)))):
+        return _of_the_module(func, _replaced(args), _replaced(dict(kwargs)))
     out = _called(func, args, kwargs)
     if func not in DETACHING:
         follow(args[:1] if out is None else out, (args, kwargs))  # `x[i] = y` returns nothing
     return out
+
+
+def _replaced(x: Any) -> Any:
+    """The same containers with the traced values in the place of the traced module's own parameters and buffers.
+
+    A function may hold one of these tensors under a name of its own, which no double of the module changes.
+    """
+    if type(x) in (tuple, list) or (isinstance(x, tuple) and type(x) is not torch.Size):
+        return type(x)(*map(_replaced, x)) if hasattr(x, "_fields") else type(x)(map(_replaced, x))
+    if type(x) is dict:
+        return {k: _replaced(v) for k, v in x.items()}
+    if type(x) is slice:
+        return slice(*map(_replaced, (x.start, x.stop, x.step)))
+    return TRACE.tensors.get(id(x), x)
+
+
+def _of_the_module(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function whose arguments were the module's own tensors: what `Traced` defines in Python is found there."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(args[0], func.__self__.__name__)
+    if name == "__set__":
+        return setattr(args[0], func.__self__.__name__, args[1])
+    if name in vars(Traced) and getattr(torch.Tensor, name, None) is func:
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    return dispatch(func, args, kwargs)
 
 
 def follow(results: Any, given: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ class Trace(threading.local):
     ranks: str | None = None  # how code in jax may promote ranks, where torch functions promote them all
     stand_in: Any = None  # the `StandIn` of the module whose code runs
     home: Any = None  # as of `trace_state`: where the values of the stand-in's buffers must be of use
+    doubles: Mapping[int, Any] = MappingProxyType({})  # id of a module that is traced -> its double
+    tensors: Mapping[int, Any] = MappingProxyType({})  # id of a parameter or buffer of that module -> the traced value
+    within: bool = False  # whether a module's call is running
 
 
 TRACE = Trace()

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from bad_inputs import Bad
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 import bridge
 from bridge.dlpack import x64
@@ -147,6 +149,26 @@ def with_an_unset_buffer(_):
     return bridge.module_function(module)(bridge.module_tree(module), X)
 
 
+class Keeps(nn.Module):
+    """Its hook keeps an output in a container that it refers to by a global name."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = FEATURES
+        self.register_forward_hook(lambda module, inputs, output: FEATURES.append(output))
+
+    def forward(self, x):
+        return x * 2
+
+
+FEATURES = []
+
+
+def counted(_):
+    with FlopCounterMode(display=False):
+        applied(torch.relu)(None)
+
+
 BUFFERS = {"running_mean": jnp.ones(3), "running_var": jnp.ones(3), "num_batches_tracked": jnp.ones((), jnp.int32)}
 
 FUNCTION = [
@@ -181,6 +203,10 @@ FUNCTION = [
     Bad("torch.func", jitted(lambda x: torch.func.grad(lambda y: F.linear(y, torch.ones(1, 3)).sum())(x))),
     Bad("a tensor without memory", applied(lambda x: x + WITHOUT_MEMORY)),
     Bad("a backward hook of a module", with_a_backward_hook),
+    Bad("a module within FlopCounterMode", counted),
+    Bad("a hook that keeps an output by a global name", lambda _: bridge.module_function(Keeps())({}, X)),
+    Bad("a distribution as output", applied(lambda x: {"policy": torch.distributions.Normal(x, 1.0)})),
+    Bad("lengths that are not sorted", applied(lambda x: pack_padded_sequence(x.T, [1, 2]).data)),
     Bad("a parameter of another module", applied(lambda x: x @ OTHER)),
     Bad("a traced value written into a plain tensor", applied(into_a_plain_tensor)),
     Bad("a result written into a plain tensor", applied(lambda x: torch.add(x, 1, out=PLAIN))),
