@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import jax
@@ -15,6 +18,7 @@ from jax.core import Tracer
 from torch.autograd import forward_ad
 
 from .backing import first_short, shortage
+from .containers import holds
 from .dlpack import dense_order, device_of, numpy_dtype, to_jax
 from .dlpack import x64 as scope
 from .dynamo import not_traced
@@ -24,6 +28,7 @@ from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
 from .trace import TRACE
 from .traced import Traced, as_array, as_traced
+from .warned import CompilationWarning, stack_level
 from .widths import is_wide, keeps, narrow
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
@@ -57,6 +62,9 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
         ints, bools, strings, functions, all else that is hashable: static, part of the signature.
       It returns the tree that `fn` returns, with tensors for arrays and numbers; random keys stay jax arrays.
 
+    The ninth signature of one function warns (`torch_api.CompilationWarning`), and so does the ninth function that is made of one code
+    after the others are gone.
+
     The signature is the tree, shapes, dtypes, device, dimension order in memory, static leaves, and of jax's settings the
     precision of matrix products, promotion and x64. Gradients of another set of arguments compile another program.
 
@@ -76,7 +84,8 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     their program, with their types of 64 bits.
 
     Raises:
-      TypeError: an argument is a tracer (call `fn` itself inside jax) or not hashable; an output is no array.
+      TypeError: an argument is a tracer (call `fn` itself inside jax), not hashable, or an object that holds tensors and is no pytree;
+        an output is no array.
       ValueError: tensors lie on several devices, are sparse or meta, or their storage was freed.
       RuntimeError: in a process forked after jax started; jax does not see the tensors' device.
       FloatingPointError: a result, or what is kept for a backward, has NaN under `jax_debug_nans`, or infinity under `jax_debug_infs`.
@@ -85,6 +94,65 @@ def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunct
     Sources: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html, https://docs.pytorch.org/docs/stable/notes/extending.func.html.
     """
     return JaxFunction(fn, x64)
+
+
+_MANY = 9  # so many signatures are one for each call of some loops: that is said
+_compiled: weakref.WeakKeyDictionary[CodeType, _Compiled] = weakref.WeakKeyDictionary()
+
+
+class _Compiled:
+    """What functions with one code have compiled: how many programs in all, and the functions that still exist."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+        self.functions: weakref.WeakSet[JaxFunction] = weakref.WeakSet()
+        self.was_said = False
+
+
+def _count(function: JaxFunction, names: Sequence[str]) -> None:
+    """Warn where a function compiles for the ninth signature, or where it is the ninth that is made of one code and soon dropped."""
+    if function.programs == _MANY:
+        how = _difference(list(function._known), names)
+        warnings.warn(
+            f"{function._title} has compiled {_MANY} programs, one for each signature, which differ {how}. Pass numbers that change "
+            "as tensors or floats, pad tensors to a few shapes, and pass functions that are made once.",
+            CompilationWarning,
+            stacklevel=stack_level(),
+        )
+    code = _code(function._fn)
+    if code is None:
+        return
+    made = _compiled.setdefault(code, _Compiled())
+    made.programs += 1
+    made.functions.add(function)
+    if not made.was_said and made.programs - sum(other.programs for other in list(made.functions)) >= _MANY - 1:
+        made.was_said = True
+        warnings.warn(
+            f"{function._title} was made anew {_MANY} times or more from one function, and each compiled a program of its own. Make it "
+            "once, outside of the loop, and pass what changes as an argument.",
+            CompilationWarning,
+            stacklevel=stack_level(),
+        )
+
+
+def _difference(keys: list[Any], names: Sequence[str]) -> str:
+    """Which arguments differ between signatures that have the tree of the last one."""
+    same = [key[1] for key in keys if key[0] == keys[-1][0] and len(key[1]) == len(names)]
+    if len(same) < 2:
+        return "by the trees of the arguments"
+    differ = [name for name, *entries in zip(names, *same, strict=True) if any(entry != entries[0] for entry in entries)]
+    listed = ", ".join(repr(name) for name in differ[:3])
+    return f"in value, shape or dtype of the arguments {listed}" if differ else "by settings of jax"
+
+
+def _code(fn: Any) -> CodeType | None:
+    """The code that a function was made of, beneath partial applications and transformations; None for other callables."""
+    for _ in range(20):
+        inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
+        if inner is None:
+            break
+        fn = inner
+    return getattr(fn, "__code__", None)
 
 
 class JaxFunction:
@@ -212,6 +280,7 @@ class JaxFunction:
                     del self._known[next(iter(self._known))]
                     self._quick.clear()
                 self._known[key] = program, flat.out_tree
+                _count(self, [name for name, _ in named])
             return self._known[key]
 
     def _check(self, name: str, leaf: Any) -> None:
@@ -228,6 +297,12 @@ class JaxFunction:
                     f"{self._title}: argument {name!r} is a {type(leaf).__name__}, which has no hash; expected a tensor, an array, a "
                     "number, or something hashable. Register its type as a pytree, or close over it."
                 ) from None
+            place = holds(leaf, torch.Tensor)
+            if place is not None:
+                raise TypeError(
+                    f"{self._title}: argument {name!r} is a {type(leaf).__name__} that holds a tensor at {place!r}, and it is no pytree to "
+                    "jax: the tensor's values would be constants of the program. Pass its tensors, or register its type as a pytree."
+                )
 
     def _place(self, named: Sequence[tuple[str, Any]]) -> Place:
         """The device of the tensors, else of the jax arrays, else jax's own; and whether types of 64 bits are there to keep."""

@@ -35,6 +35,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax._src.base import NO_PARAMS_MSG
 
+from .flax_states import known_to_flax
 from .masks import Leaves, column, path_name
 from .optim_data import check_gradients, field_values, in_type, nested, opposite, restored, wide_type, with_fields
 
@@ -74,6 +75,7 @@ class OptimizerDef:
 
     def create(self, target: Any, focus: Any = None) -> Optimizer:
         """An `Optimizer` of the target, a pytree of arrays. `focus`: a selector; leaves outside it have no state and stay as they are."""
+        known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         optimizer_def = self if focus is None else MultiOptimizer((focus, self))
         return Optimizer(optimizer_def, optimizer_def.init_state(target), target)
 
@@ -174,6 +176,7 @@ class Optimizer:
 
     def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Optimizer:
         """The optimizer after one update; overrides as in `OptimizerDef.update_hyper_params`, for this update only."""
+        known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
         target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
         return self.replace(target=target, state=state)
@@ -283,6 +286,22 @@ class ModelParamTraversal:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(leaf) if self(path_name(path), leaf) else leaf, inputs)
 
 
+class _Traversed:
+    """A selector of the leaves that a traversal of flax (`flax.traverse_util`) visits."""
+
+    def __init__(self, traversal: Any) -> None:
+        self._traversal = traversal
+
+    def __call__(self, params: Any) -> Any:
+        chosen = object()
+        return jax.tree.map(lambda x: x is chosen, self._traversal.update(lambda _: chosen, params))
+
+
+def _selector(traversal: Any) -> Any:
+    is_of_flax = not callable(traversal) and callable(getattr(traversal, "iterate", None)) and callable(getattr(traversal, "update", None))
+    return _Traversed(traversal) if is_of_flax else traversal
+
+
 class MultiOptimizer(OptimizerDef):
     """Several definitions, each for the leaves that its selector names.
 
@@ -311,7 +330,7 @@ class MultiOptimizer(OptimizerDef):
         for pair in traversals_and_optimizers:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], OptimizerDef):
                 raise TypeError(f"MultiOptimizer: expected pairs of (selector, OptimizerDef), got {pair!r}.")
-        self.traversals = tuple(traversal for traversal, _ in traversals_and_optimizers)
+        self.traversals = tuple(_selector(traversal) for traversal, _ in traversals_and_optimizers)
         self.sub_optimizers = tuple(optimizer for _, optimizer in traversals_and_optimizers)
         super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
 

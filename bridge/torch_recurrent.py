@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from .stored import on_cpu, once
-from .torch_calls import Op, add_ops
+from .torch_calls import Op, add_ops, op
 from .torch_layers import dropout
 
 
@@ -100,19 +102,24 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return out if bias is None else out + bias
 
 
-def _direction(cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool) -> tuple[Any, tuple[Any, ...]]:
+def _direction(
+    cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool, there: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """One direction of a layer over (T, N, F). `there`: which steps (T, N) a sequence has; None for all."""
     w_ih, w_hh, b_ih, b_hh, projection = weights
     gates = _affine(x, w_ih, b_ih)
-    if projection is None:
+    if projection is None and there is None:
         bias = jnp.zeros(w_hh.shape[0], w_hh.dtype) if b_hh is None else b_hh
         return _recurrence(cell, reverse, on_cpu(), gates, state, w_hh, bias)
 
-    def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
+    def step(state: tuple[Any, ...], given: Any) -> tuple[Any, Any]:
+        g, here = given
         h, *rest = cell.new(g, _affine(state[0], w_hh, b_hh), state, on_cpu())
-        state = h @ projection.T, *rest
+        new = h if projection is None else h @ projection.T, *rest
+        state = new if here is None else tuple(jnp.where(here[:, None], now, before) for now, before in zip(new, state, strict=True))
         return state, state[0]
 
-    last, out = lax.scan(step, state, gates, reverse=reverse)
+    last, out = lax.scan(step, state, (gates, there), reverse=reverse)
     return out, last
 
 
@@ -181,6 +188,7 @@ def _layers(
     train: bool,
     both: bool,
     first: bool,
+    there: Any = None,
 ) -> tuple[Any, ...]:
     x = jnp.swapaxes(input, 0, 1) if first else input
     directions = 2 if both else 1
@@ -193,7 +201,7 @@ def _layers(
             own = list(params[k * width : (k + 1) * width])
             weights = own[:4] if has_biases else [*own[:2], None, None]
             weights.append(own[-1] if width in (3, 5) else None)
-            out, last = _direction(cell, x, tuple(s[k] for s in states), weights, d == 1)
+            out, last = _direction(cell, x, tuple(s[k] for s in states), weights, d == 1, there)
             outs.append(out)
             lasts.append(last)
         x = jnp.concatenate(outs, -1) if both else outs[0]
@@ -202,17 +210,75 @@ def _layers(
     return jnp.swapaxes(x, 0, 1) if first else x, *(jnp.stack(s) for s in zip(*lasts, strict=True))
 
 
+def _states(hx: Any) -> tuple[Any, ...]:
+    return tuple(hx) if isinstance(hx, tuple | list) else (hx,)
+
+
+def _known(lengths: Any) -> np.ndarray[Any, Any]:
+    """Lengths and batch sizes, whose values decide shapes."""
+    if isinstance(lengths, Tracer):
+        raise jax.errors.ConcretizationTypeError(lengths, "lengths decide shapes")
+    return np.asarray(lengths)
+
+
+def _packed(
+    cell: Any, data: Any, sizes: Any, hx: Any, params: Any, has_biases: bool, layers: int, p: float, train: bool, both: bool
+) -> tuple[Any, ...]:
+    """A network over a PackedSequence: over the padded batch, in which a sequence that has ended keeps its state."""
+    there, places = _places(_known(sizes))
+    out, *lasts = _layers(cell, data[places], _states(hx), params, has_biases, layers, p, train, both, False, jnp.asarray(there))
+    return out[there.nonzero()], *lasts
+
+
+def _places(sizes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Which steps (T, N) the sequences have, and where these lie in the packed data; 0 for the others."""
+    there = np.arange(sizes[0]) < sizes[:, None]
+    return there, np.where(there, (np.cumsum(sizes) - sizes)[:, None] + np.arange(sizes[0]), 0)
+
+
+@op("_pack_padded_sequence")
+def pack_padded_sequence(input: Any, lengths: Any, batch_first: bool) -> tuple[Any, torch.Tensor]:
+    """The steps of a padded batch that its sequences have, one time after the other, and how many sequences have each."""
+    known, x = _known(lengths), jnp.swapaxes(input, 0, 1) if batch_first else input
+    if not known.size or known[-1] < 1 or (np.diff(known) > 0).any() or known[0] > x.shape[0] or known.size != x.shape[1]:
+        raise RuntimeError(
+            f"pack_padded_sequence is given lengths {known.tolist()} for {x.shape[1]} sequences of at most {x.shape[0]} steps; expected "
+            "one length of 1 or more for each sequence, in decreasing order. Pass enforce_sorted=False to have them sorted."
+        )
+    there = np.arange(known[0])[:, None] < known
+    return x[there.nonzero()], _lengths(there.sum(1))
+
+
+@op("_pad_packed_sequence")
+def pad_packed_sequence(
+    data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Any, torch.Tensor]:
+    """The padded batch of a PackedSequence, and the lengths of its sequences."""
+    there, places = _places(_known(batch_sizes))
+    more = [(0, int(total_length) - len(there)), (0, 0)]
+    there, places = np.pad(there, more), np.pad(places, more)
+    out = jnp.where(there.reshape(*there.shape, *[1] * (data.ndim - 1)), data[places], jnp.asarray(padding_value, data.dtype))
+    return jnp.swapaxes(out, 0, 1) if batch_first else out, _lengths(there.sum(0))
+
+
+def _lengths(counts: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor of torch, on the CPU, as torch has lengths: code may branch on them."""
+    with torch._C.DisableTorchFunction():
+        return torch.from_numpy(counts.astype(np.int64))
+
+
 def _network(name: str, cell: Any) -> None:
-    def run(input: Any, hx: Any, params: Any, has_biases: bool, layers: int, p: float, train: bool, both: bool, first: bool = False) -> Any:
-        states = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-        return _layers(cell, input, states, params, has_biases, layers, p, train, both, first)
+    def run(input: Any, hx: Any, params: Any, has_biases: Any, layers: Any, p: Any, train: Any, both: Any, first: Any = False) -> Any:
+        if isinstance(has_biases, tuple | list):  # of a PackedSequence: input, batch sizes, hx, weights, ...
+            return _packed(cell, input, hx, params, has_biases, layers, p, train, both, first)
+        return _layers(cell, input, _states(hx), params, has_biases, layers, p, train, both, first)
 
     add_ops({getattr(torch, name): Op(run, None)})
 
 
 def _cell(name: str, cell: Any) -> None:
     def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
+        state = _states(hx)
         state = cell.new(_affine(input, w_ih, b_ih), _affine(state[0], w_hh, b_hh), state, on_cpu())
         return state if len(state) > 1 else state[0]
 

@@ -32,6 +32,7 @@ from optax import (
 )
 from optax.schedules import StatefulSchedule
 
+from .flax_states import known_to_flax
 from .masks import near, path_name, required_arguments
 from .tree import resolve_labels, resolve_mask
 
@@ -212,6 +213,7 @@ def _resolved(
         return optax.partition(transforms, lambda _: labels, mask_compatible_extra_args=mask_compatible_extra_args)
 
     def init(params: Any) -> ResolvedState:
+        known_to_flax(Labels, _saved, _restored)
         if not jax.tree.leaves(params):
             # Nothing to decide. optax's tree_map_params calls init with such a thing in the parameters' place, and maps over
             # the real state opposite the result: one leaf, not a tree, keeps the real labels whole.
@@ -220,12 +222,28 @@ def _resolved(
         return ResolvedState(by(_tree(labels, params)).init(params), labels)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ResolvedState]:
+        known_to_flax(Labels, _saved, _restored)
         labels = state.labels if isinstance(state.labels, Labels) else Labels((), {})
         tx = by(_tree(labels, updates if params is None else params))
         updates, inner = tx.update(_trained(labels, updates), state.inner_state, params, **extra_args)
         return _trained(labels, updates), ResolvedState(inner, state.labels)
 
     return GradientTransformationExtraArgs(init, update)
+
+
+def _saved(labels: Labels) -> dict[str, Any]:
+    return {"elements": dict(labels.elements)}
+
+
+def _restored(labels: Labels, state: Any) -> Labels:
+    """Labels with the boolean arrays that flax has saved; which leaves are trained, init has decided."""
+    found = {name: jnp.asarray(x) for name, x in state["elements"].items()}
+    if found.keys() != labels.elements.keys():
+        raise ValueError(
+            f"The saved state masks elements of {sorted(found)}, this transformation those of {sorted(labels.elements)}. Restore into a "
+            "state that was made with the same mask."
+        )
+    return Labels(labels.by_path, found)
 
 
 def _with_absent(resolve: Callable[[Any], Any], params: Any) -> Any:

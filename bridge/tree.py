@@ -50,16 +50,19 @@ def mapping(tree: Any, what: str, source: str) -> Mapping[str, Any]:
     return tree
 
 
-def module_tree(module: torch.nn.Module) -> dict[str, Any]:
+def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str, Any]:
     """The module's parameters as a nested dict of `jax.Array`s over the same memory (no copy).
+
+    `copy` is that of `to_jax`: False: an error for a parameter that jax cannot see as it lies, such as one from a file that begins at no
+    multiple of 64 bytes. None: a copy of that parameter. True: a copy of all.
 
     A tied parameter appears once, under its first name, as in `module.named_parameters()`; `tied_names` says which.
     Import afresh after every torch write: jax may have cached what it read before.
 
     Raises:
-      ValueError: a parameter cannot be seen by jax without a copy; the text names it.
+      ValueError: a parameter cannot be seen by jax without a copy, and copy is False; the text names it.
     """
-    return nest(to_jax({name: p.detach() for name, p in module.named_parameters()}).items())
+    return nest(to_jax({name: p.detach() for name, p in module.named_parameters()}, copy=copy).items())
 
 
 def module_buffers(module: torch.nn.Module) -> dict[str, Any]:

@@ -70,12 +70,18 @@ JAX = [
         "a transformation without a leaf",
         lambda _: bridge.partition({"a": optax.sgd(0.1), "b": optax.sgd(0.1)}, {"body": "a", "head": "a"}).init(TREE),
     ),
+    Bad("a state that flax saved with another mask", lambda _: with_another_mask()),
     Bad("other parameters than at init", lambda _: other_parameters(bridge.select(optax.sgd(0.1), "head.*"))),
 ]
 
 
 def unpaired():
     return bridge.transforms.unpaired(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+
+
+def with_another_mask():
+    state = bridge.select(optax.sgd(0.1), "head.*").init(TREE)
+    return bridge.transforms._restored(state.labels, {"elements": {"['head']['weight']": np.ones((2, 3), bool)}})
 
 
 def other_parameters(tx):
@@ -162,6 +168,13 @@ def in_a_forked_process():
         return bridge.jax_function(jnp.sin)(torch.ones(3))
 
 
+class Holder:
+    """Holds a tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 FUNCTIONS = [
     Bad("a tracer", lambda _: jax.jit(bridge.jax_function(jnp.sin))(jnp.ones(3))),
     Bad("tensors on two devices", lambda _: bridge.jax_function(jnp.add)(torch.ones(3), torch.ones(3, device="meta"))),
@@ -169,6 +182,7 @@ FUNCTIONS = [
     Bad("an argument whose memory was freed", lambda _: bridge.jax_function(jnp.sin)(without_memory(torch.ones(3)))),
     Bad("an argument that was freed before the backward", lambda _: freed_before_the_backward()),
     Bad("an argument without a hash", lambda _: bridge.jax_function(lambda x, options: x)(torch.ones(3), options={1, 2})),
+    Bad("an object that holds a tensor", lambda _: bridge.jax_function(lambda x: 1.0)(Holder(torch.ones(3)))),
     Bad("an output that is no array", lambda _: bridge.jax_function(lambda x: {"y": x, "why": "because"})(torch.ones(3))),
     Bad("gradients batched by torch's old vmap", lambda _: batched_gradient()),
     Bad("a function in a forked process", lambda _: in_a_forked_process()),

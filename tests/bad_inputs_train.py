@@ -61,6 +61,16 @@ def distributed(net):
         JaxTrainStep(net, loss, adamw(net))
 
 
+def calling_the_original(net):
+    body = net["body"]
+    return fresh(lambda model, x, y: F.mse_loss(model["head"](body(x)), y))(net)
+
+
+def with_an_object(model, x, y):
+    value = loss(model, x, y)
+    return value, SimpleNamespace(value=value)
+
+
 def with_a_buffer(net):
     net.register_buffer("scale", torch.ones(2))
     return made()(net)
@@ -130,6 +140,8 @@ TABLE = {
             itself,
         ),
         Bad("a loss that is no scalar", lambda s: s(X, Y), fresh(lambda m, x, y: m["head"](m["body"](x)))),
+        Bad("a loss that calls the original model", lambda s: s(X, Y), calling_the_original),
+        Bad("an object with arrays in aux", lambda s: s(X, Y), fresh(with_an_object, has_aux=True)),
         Bad("a loss that is no number", lambda s: s(X, Y), fresh(lambda m, x, y: None)),
         Bad("has_aux without aux", lambda s: s(X, Y), fresh(loss, has_aux=True)),
         Bad(
@@ -153,6 +165,7 @@ TABLE = {
         Bad("a micro-batch inside ema_params", averaged, made(optimizer={"ema_decay": 0.9}, accumulate=2)),
         Bad("a copy of a train step", copy.deepcopy, made()),
         Bad("an extra argument that no transformation takes", lambda s: s(X, Y, value=1.0), made()),
+        Bad("a batch as keywords", lambda s: s(x=X, y=Y), made()),
         Bad("a call in a forked process", forked, made()),
     ]
 }

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent.parent
 # A file imports only files to its left; torch_api may import bridge, never the other way.
 ORDER = {
     "bridge": [
+        "warned",
+        "flax_states",
         "backing",
         "overlaps",
         "masks",
@@ -155,6 +157,7 @@ ORDER = {
         "partitioned",
         "watch",
         "batch",
+        "draws",
         "traced_loss",
         "train_parts",
         "train_step",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from bridge import storage
 from bridge.backing import shortage
+from bridge.containers import opened
 from bridge.dlpack import host_view, to_jax
 
 OWNER = "JaxTrainStep"
@@ -27,7 +28,7 @@ class Batch:
 
     arrays: the traced ones as a program takes them: tensors on the CPU as views by numpy, which cost the least; floats as
     `real`. signature: all else; equal ones have one program. Ints, bools and strings are no arrays: they decide shapes and
-    branches, so each value has its own program.
+    branches, so each value has its own program. A mapping that is no dict (UserDict, BatchEncoding) reaches loss_fn as one of its type.
     """
 
     def __init__(self, batch: Sequence[Any], device: torch.device, real: type[np.floating[Any]] = np.float32) -> None:
@@ -46,10 +47,14 @@ class Batch:
                 self.arrays.append(_checked(x, position))
             elif isinstance(x, _STATIC):
                 kinds.append((_Static, x, type(x)))
+            elif isinstance(x, Mapping):
+                inner = Batch(opened(batch), device, real)
+                self.arrays, self.tree, self.signature = inner.arrays, inner.tree, inner.signature
+                return
             else:
                 raise TypeError(
                     f"{OWNER}: item {position} of the batch is a {type(x).__name__}; expected tensors, arrays, numbers, strings, or lists, "
-                    "tuples and dicts of them. Convert it before the call."
+                    "tuples and mappings of them. Convert it before the call."
                 )
         self.signature = self.tree, tuple(kinds)
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bridge import step, tiles, update
 from bridge.problem import Extra
+from bridge.warned import CompilationWarning, stack_level
 
 # After so many sets of live leaves with programs of their own, programs serve any.
 _SETS = 3
-
-
-class CompilationWarning(UserWarning):
-    """A step after the first compiled a program; the text says why."""
 
 
 class CacheInfo(NamedTuple):
@@ -85,14 +81,6 @@ def _of_one_set(plan: update.Plan) -> bool:
     """Whether a program is hardly of use to other sets of live leaves: of several kinds, or for a number of equal ones that no tile has."""
     kinds = set(plan.leaves)
     return len(kinds) > 1 or not any(len(plan.leaves) in tiles.tile_sizes(math.prod(leaf.spec.shape)) for leaf in kinds)
-
-
-def stack_level() -> int:
-    """The stack level, seen from the caller, of the frame that called the step: the first that is neither torch's nor ours."""
-    level, frame = 0, sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_api", "bridge"):
-        level, frame = level + 1, frame.f_back
-    return level + 1
 
 
 def _cause(before: Situation, now: Situation) -> str:

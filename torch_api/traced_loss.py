@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 
 from bridge import train
+from bridge.containers import holds
 from bridge.dlpack import numpy_dtype
 from bridge.modules import traced_call
 from bridge.problem import Spec
 from bridge.tree import nest, unnest
+from bridge.warned import stack_level
 
 from .batch import OWNER, Batch
+from .draws import Draws
 from .watch import Watch
 
 
@@ -44,6 +48,12 @@ class TracedLoss:
         self._versions = list(map(_version, self._outside))
         loss, aux = self._parted(result)
         flat, self._tree = jax.tree.flatten(aux)
+        for x in flat:
+            if not isinstance(x, jax.Array) and holds(x, jax.Array) is not None:
+                raise TypeError(
+                    f"{OWNER}: loss_fn returns a {type(x).__name__} in aux, which holds arrays and is no pytree to jax. Return a dict of "
+                    "the arrays in it."
+                )
         self._leaves = [_TRACED if isinstance(x, jax.Array) else x for x in flat]
         after = unnest(after)
         return _checked(loss), [x for x in flat if isinstance(x, jax.Array)], [after[name] for name in self._names[1]]
@@ -84,5 +94,13 @@ def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: b
     specs = [
         {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
     ]
-    function = TracedLoss(module, loss_fn, has_aux, watch, items)
-    return train.Forward(function, specs[0], specs[1], items.arrays)
+    function, draws = TracedLoss(module, loss_fn, has_aux, watch, items), Draws(module, loss_fn)
+    forward = train.Forward(function, specs[0], specs[1], items.arrays)
+    sources = draws.sources()
+    if sources:
+        warnings.warn(
+            f"{OWNER}: the loss draws by {' and by '.join(sources)} while it is traced, so the number is a constant of every later call. "
+            "Draw by torch.rand, torch.randperm or torch.distributions, or outside of the loss and pass the number in the batch.",
+            stacklevel=stack_level(),
+        )
+    return forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
@@ -203,6 +204,24 @@ def check_whole(watch: Watch) -> None:
             raise ValueError(
                 f"{OWNER}: {name!r} of the module cannot be read: {why}. Nothing was updated: give its storage back before the call."
             )
+
+
+def refuse_keywords(loss_fn: Any, given: dict[str, Any], are_taken: bool, has_batch: bool) -> None:
+    """Raise for keyword arguments of a call that are no arguments of the transformation: most likely a batch, as `step(**batch)`."""
+    if are_taken and not has_batch:
+        try:
+            inspect.signature(loss_fn).bind(None)
+            return
+        except TypeError:
+            pass  # loss_fn takes a batch
+        except ValueError:  # a callable without a signature
+            return
+    elif are_taken:
+        return
+    raise TypeError(
+        f"{OWNER}: keyword arguments of a call go to the optimizer's transformation, which does not take {sorted(given)}. Pass the batch "
+        "as one dict, train_step(batch), which loss_fn(model, batch) receives."
+    )
 
 
 def refuse_autocast() -> None:

@@ -26,7 +26,7 @@ from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
 from .traced_loss import traced_loss
-from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast
+from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast, refuse_keywords
 from .watch import Watch
 
 _is_deleted = methodcaller("is_deleted")
@@ -127,6 +127,9 @@ class JaxTrainStep:
     def __call__(self, *batch: Any, **extra_args: Any) -> Any:
         """One step on this batch; `extra_args` are further arguments of the transformation, as of `optimizer.step`."""
         refuse_autocast()
+        if extra_args:
+            are_taken = any(rule.takes_extra for rule in self.optimizer._rules.values())
+            refuse_keywords(self.loss_fn, extra_args, are_taken, bool(batch))
         if self.optimizer._exchange.inside:
             self.optimizer._exchange.refuse(OWNER)
         result = _AGAIN

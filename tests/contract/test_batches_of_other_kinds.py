@@ -1,0 +1,196 @@
+"""Batches that are mappings but no dicts, and packed sequences."""
+
+import collections
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import rnn
+
+import bridge
+import torch_api
+
+
+class Encoding(collections.UserDict):
+    """As a tokenizer's: values are attributes too."""
+
+    def __init__(self, data, note="none"):
+        super().__init__(data)
+        self.note = note
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Named(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Read(collections.abc.Mapping):
+    """A mapping that nobody can write into."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def __getitem__(self, key):
+        return self._data[key]
+
+    def __iter__(self):
+        return iter(self._data)
+
+    def __len__(self):
+        return len(self._data)
+
+
+DATA = {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([0, 1]), "extra": [torch.ones(2), 3]}
+KINDS = [dict, collections.OrderedDict, collections.UserDict, Encoding, Named, Read, types.MappingProxyType]
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, 2))
+
+
+def loss(model, batch):
+    assert batch["extra"][1] == 3
+    return F.cross_entropy(model(batch["ids"]), batch["labels"]) * batch["extra"][0].sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mapping_is_a_batch(kind):
+    model = classifier()
+    step = torch_api.JaxTrainStep(model, loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.0))
+    expected = loss(model, DATA).detach()
+    for _ in range(2):
+        np.testing.assert_allclose(step(kind(DATA)), expected, rtol=1e-6)
+    swapped = DATA | {"labels": torch.tensor([1, 0])}
+    np.testing.assert_allclose(step(kind(swapped)), loss(model, swapped).detach(), rtol=1e-6)
+    assert step.cache_info().compilations == 1
+
+
+@pytest.mark.parametrize("kind", [Encoding, Named])
+def test_a_mapping_keeps_its_type_and_attributes(kind):
+    model, seen = classifier(), []
+
+    def by_attribute(model, batch, nested):
+        seen.append((type(batch), type(nested["inner"]), getattr(nested["inner"], "note", None)))
+        return F.cross_entropy(model(batch.ids), nested["inner"].labels)
+
+    step = torch_api.JaxTrainStep(model, by_attribute, torch_api.MaskedSGD(model.named_parameters(), lr=0.0))
+    inner = Encoding(DATA, note="mine")
+    np.testing.assert_allclose(step(kind(DATA), {"inner": inner}), F.cross_entropy(model(DATA["ids"]), DATA["labels"]).detach(), rtol=1e-6)
+    assert seen == [(kind, Encoding, "mine")]
+    assert all(isinstance(x, torch.Tensor) for x in (inner["ids"], inner["labels"]))
+
+
+@pytest.mark.parametrize("kind", [collections.UserDict, Encoding, types.MappingProxyType])
+def test_a_module_function_takes_a_mapping(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, batch, scale=None):
+            return self.linear(batch["x"]) * scale["s"]
+
+    net, x = Model(), torch.ones(2, 3)
+    got = bridge.module_function(net)(bridge.module_tree(net), kind({"x": jnp.ones((2, 3))}), scale=kind({"s": jnp.asarray(2.0)}))
+    np.testing.assert_allclose(got, net({"x": x}, {"s": 2}).detach(), rtol=1e-6)
+    with pytest.raises(TypeError, match=r"input 0\.x is a torch tensor|input 0.0.x is a torch tensor"):
+        bridge.module_function(net)(bridge.module_tree(net), kind({"x": x}))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.lbfgs(0.1)], ids=["no arguments", "further arguments"])
+def test_a_batch_as_keywords_is_an_error(tx):
+    model = classifier()
+    step = torch_api.JaxTrainStep(model, loss, torch_api.OptaxOptimizer(model.named_parameters(), tx))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(TypeError, match="Pass the batch as one dict"):
+        step(**DATA)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+LENGTHS = [4, 3, 1]
+
+
+class Recurrent(nn.Module):
+    """A network over a packed sequence, given as one or packed in forward."""
+
+    def __init__(self, kind, lengths=None, **options):
+        super().__init__()
+        self.net, self.lengths = getattr(nn, kind)(3, 5, **options), lengths
+
+    def forward(self, x):
+        if self.lengths is not None:
+            x = rnn.pack_padded_sequence(x, self.lengths, batch_first=self.net.batch_first, enforce_sorted=False)
+        out, last = self.net(x)
+        padded, lengths = rnn.pad_packed_sequence(out, batch_first=self.net.batch_first, padding_value=-1.0, total_length=6)
+        return padded, last, lengths
+
+
+CELLS = [("LSTM", {}), ("GRU", {"bidirectional": True, "num_layers": 2}), ("RNN", {"nonlinearity": "relu", "bias": False})]
+CELLS += [("LSTM", {"proj_size": 2, "bidirectional": True}), ("LSTM", {"batch_first": True, "num_layers": 2})]
+
+
+@pytest.mark.parametrize(("kind", "options"), CELLS)
+def test_constant_lengths_in_forward(kind, options):
+    torch.manual_seed(0)
+    lengths = [1, 4, 3] if options.get("batch_first") else torch.tensor([1, 4, 3])
+    net = Recurrent(kind, lengths, **options)
+    x = torch.randn((3, 5, 3) if options.get("batch_first") else (5, 3, 3))
+    function = bridge.module_function(net)
+    got = jax.jit(function)(bridge.module_tree(net), bridge.to_jax(x))
+    expected = net(x)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-6), got, expected)
+    expected[0].square().sum().backward()
+    grads = jax.jit(jax.grad(lambda p: (function(p, bridge.to_jax(x))[0] ** 2).sum()))(bridge.module_tree(net))
+    for name, p in net.net.named_parameters():
+        np.testing.assert_allclose(grads["net"][name], p.grad, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_packed_sequence_is_a_batch():
+    torch.manual_seed(0)
+    net = Recurrent("GRU")
+    step = torch_api.JaxTrainStep(net, lambda model, x: model(x)[0].square().mean(), torch_api.MaskedSGD(net.named_parameters(), lr=0.0))
+    for lengths, sort in ((LENGTHS, True), ([1, 4, 3], False), (LENGTHS, True)):
+        packed = rnn.pack_padded_sequence(torch.randn(4, 3, 3), lengths, enforce_sorted=sort)
+        np.testing.assert_allclose(step(packed), net(packed)[0].square().mean().detach(), rtol=1e-5)
+    assert step.cache_info().compilations == 2
+
+
+def test_a_packed_sequence_through_to_jax_and_a_module_function():
+    net = Recurrent("GRU")
+    packed = rnn.pack_padded_sequence(torch.randn(4, 3, 3), [2, 4, 1], enforce_sorted=False)
+    arrays = bridge.to_jax(packed, copy=None)
+    assert isinstance(arrays.data, jax.Array)
+    assert arrays.batch_sizes.tolist() == packed.batch_sizes.tolist()
+    got = bridge.module_function(net)(bridge.module_tree(net), arrays)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-6), got, net(packed))
+    back = bridge.to_torch(arrays)
+    assert all(torch.equal(one, other) for one, other in zip(back, packed, strict=True))
+
+
+def test_lengths_that_are_wrong_or_traced_are_errors():
+    for lengths in ([4, 3], [3, 4, 1], [5, 1, 1], [4, 1, 0]):
+        with pytest.raises(RuntimeError, match=r"expected one length of 1 or more for each sequence"):
+            bridge.module_function(Packs(lengths))({}, jnp.ones((4, 3, 2)))
+    with pytest.raises(jax.errors.ConcretizationTypeError, match="_pack_padded_sequence"):
+        jax.jit(bridge.module_function(Packs(None)))({}, jnp.ones((4, 3, 2)), jnp.asarray([3, 2, 1]))
+
+
+class Packs(nn.Module):
+    def __init__(self, lengths):
+        super().__init__()
+        self.lengths = lengths
+
+    def forward(self, x, lengths=None):
+        return rnn.pack_padded_sequence(x, self.lengths if lengths is None else lengths).data

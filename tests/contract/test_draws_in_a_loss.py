@@ -1,0 +1,100 @@
+"""A loss that draws by NumPy or Python is traced once, so the number is a constant: one warning says so."""
+
+import random
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_api
+
+GENERATOR = np.random.default_rng(0)
+PYTHONS = random.Random(0)
+LEGACY = np.random.RandomState(0)
+
+
+def helper():
+    return GENERATOR.beta(0.4, 0.4)
+
+
+def closed_over():
+    own = np.random.default_rng(1)
+    return lambda: own.random()
+
+
+DRAWS = {
+    "numpy.random.rand": (np.random.rand, "numpy.random"),
+    "numpy.random.beta": (lambda: np.random.beta(0.4, 0.4), "numpy.random"),
+    "permutation": (lambda: torch.ones(2)[np.random.permutation(2)].sum(), "numpy.random"),
+    "random.random": (random.random, "by random "),
+    "random.choice": (lambda: random.choice([1.0, 2.0]), "by random "),
+    "a generator of the module's file": (lambda: GENERATOR.random(), "GENERATOR, a generator of NumPy"),
+    "one in a helper function": (helper, "GENERATOR, a generator of NumPy"),
+    "one that is closed over": (closed_over(), "own, a generator of NumPy"),
+    "of Python": (lambda: PYTHONS.random(), "PYTHONS, a generator of Python"),
+    "legacy": (lambda: LEGACY.rand(), "LEGACY, a generator of NumPy"),
+    "made in the loss": (lambda: np.random.default_rng().random(), "default_rng"),
+}
+
+
+def step_of(draw, model=None):
+    model = model or nn.Linear(3, 1)
+    return torch_api.JaxTrainStep(model, lambda model, x: model(x).mean() * draw(), torch_api.MaskedSGD(model.named_parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_draw_warns_once(kind):
+    draw, source = DRAWS[kind]
+    step = step_of(draw)
+    with pytest.warns(UserWarning, match=f"{source}.*torch.rand") as caught:
+        step(torch.ones(2, 3))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert step(torch.ones(2, 3)) == step(torch.ones(2, 3))
+
+
+def test_a_draw_of_the_model_warns():
+    class Drops(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.generator = np.random.default_rng(0)
+
+        def forward(self, x):
+            return super().forward(x) * self.generator.random()
+
+    with pytest.warns(UserWarning, match=r"generator, a generator of NumPy"):
+        step_of(lambda: 1.0, Drops())(torch.ones(2, 3))
+
+
+def fixed():
+    return np.random.default_rng(3).random()
+
+
+SILENT = {
+    "torch.rand": lambda: torch.rand(()),
+    "torch's Beta": lambda: torch.distributions.Beta(torch.tensor(0.4), torch.tensor(0.4)).sample(),
+    "a seeded generator that is made in the loss": fixed,
+    "jax": lambda: jax.random.uniform(jax.random.key(0)),
+    "constants of numpy": lambda: np.ones(()).item(),
+}
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_other_losses_do_not_warn(kind):
+    step = step_of(SILENT[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = {float(step(torch.ones(2, 3))) for _ in range(3)}
+    assert len(losses) == (3 if kind.startswith("torch") else 1)
+
+
+def test_draws_outside_of_the_loss_do_not_warn():
+    step = step_of(lambda: 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            step(torch.full((2, 3), np.random.rand()))
+            random.random()
