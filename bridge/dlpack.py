@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from .backing import shortage
+from .backing import shortage, storage_of
 from .masks import path_name
 
 # jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign), and a program on a GPU
@@ -66,7 +67,7 @@ def results(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
     if calls is None:
         return list(map(_exporter(), arrays))
     to_capsule, from_capsule = calls
-    return [from_capsule(to_capsule(array, None)) for array in arrays]
+    return list(map(from_capsule, map(to_capsule, arrays, repeat(None))))
 
 
 _stride, _is_contiguous = torch.Tensor.stride, torch.Tensor.is_contiguous
@@ -95,10 +96,21 @@ class Operands:
 
     The memory of plain tensors is only looked at. The caller knows that their storages hold them (`backing`), and holds the tensors
     until the program has ended.
+
+    Args:
+      shapes, dtypes: of the tensors.
+      order: of the dimensions of each in memory; None as they are.
+      needed: how many bytes the storage of each must have, where the caller does not know: it may have been freed or made smaller.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], order: Sequence[tuple[int, ...] | None]) -> None:
-        self._order = order
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        order: Sequence[tuple[int, ...] | None],
+        needed: Sequence[int] = (),
+    ) -> None:
+        self._order, self._needed = order, needed
         self._contiguous = [dims is None for dims in order]
         self._turned = [i for i, dims in enumerate(order) if dims is not None]
         self._strides = [_dense_strides(shapes[i], order[i] or ()) for i in self._turned]
@@ -111,6 +123,7 @@ class Operands:
             and list(map(_is_contiguous, tensors)) == self._contiguous
             and (not self._turned or list(map(_stride, map(tensors.__getitem__, self._turned))) == self._strides)
             and not any(map(torch.Tensor.is_neg, tensors))
+            and (not self._needed or all(map(operator.ge, map(len, map(storage_of, tensors)), self._needed)))
         ):
             try:
                 addresses = list(map(torch.Tensor.data_ptr, tensors))

@@ -10,7 +10,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, ge, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from . import lanes, openmp
-from .backing import storage_of
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
-from .dlpack import X64, behind_torch, operands, wait_for
+from .dlpack import X64, behind_torch, wait_for
 from .fusion import client_started, request
 from .programs import Program, compilations, count_compilation, programs
 from .reading import Reader
@@ -72,7 +71,7 @@ class Launch(ABC):
     state: the memories of the state of every leaf, then of the shared state; likewise.
     scalars: the scalars of leaves by themselves, by dtype.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
-    kept_bytes: how long the storage of each must be; kept_operands: from the tensors to arguments.
+    kept_operands: from those tensors to arguments; a ValueError where the storage of one was freed or made smaller.
     positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `Places` for a loop.
     rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
       are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
@@ -86,8 +85,8 @@ class Launch(ABC):
     """
 
     __slots__ = (
-        "flat", "gathered", "inplace", "joined", "kept", "kept_bytes", "kept_operands", "kept_order", "live", "masks", "mirrored",
-        "mirrors", "offsets", "params", "positions", "program", "reader", "ready", "room", "rows", "scalars", "state", "targets",
+        "flat", "gathered", "inplace", "joined", "kept", "kept_operands", "kept_order", "live", "masks", "mirrored", "mirrors",
+        "offsets", "params", "positions", "program", "reader", "ready", "room", "rows", "scalars", "state", "targets",
     )  # fmt: skip
 
     program: Program
@@ -100,7 +99,6 @@ class Launch(ABC):
     scalars: Sequence[Cells]
     kept: Sequence[torch.Tensor]
     kept_order: Sequence[Any]
-    kept_bytes: Sequence[int]
     kept_operands: Any
     positions: Sequence[int]
     flat: Any  # of tensors to a list of arguments
@@ -153,10 +151,8 @@ def run(
     """
     if _forked:
         refuse_fork()
-    if room := sum(map(_room, launches)):
-        check_room(room)
     flight, skipped, side_by_side = _Flight(launches, landed), [], []
-    flight.may_fail = any(map(_calls_back, launches))
+    flight.room, flight.may_fail = sum(map(_room, launches)), any(map(_calls_back, launches))
     # A norm over all must be known before the first program begins; else each begins while the next is made ready.
     waves = (launches,) if launches[0].program.plan.measured else zip(launches)
     further, after = (list(extra), list(scaling)), []
@@ -193,7 +189,7 @@ def run(
             for launch, gradients in zip(wave, given, strict=True):
                 memories = [*map(_memory, launch.inplace), *launch.state]
                 split = len(launch.inplace)
-                read = read_kept(launch) if launch.kept else []
+                read = launch.kept_operands(launch.kept) if launch.kept else []
                 if side_by_side:
                     lanes.choose(side_by_side[len(flight.landing) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
@@ -214,17 +210,6 @@ def run(
                 torch.autograd.graph.increment_version(launch.params)
                 del own, old  # arrays that were donated: gone while the program runs, not behind it
     return Outcome(flight.moved, skipped)
-
-
-def read_kept(launch: Launch) -> list[Any]:
-    """Return the tensors of `launch.kept` as arguments.
-
-    Raises:
-      ValueError: the storage of one was freed or made smaller.
-    """
-    if all(map(ge, map(len, map(storage_of, launch.kept)), launch.kept_bytes)):
-        return launch.kept_operands(launch.kept)
-    return operands(launch.kept, launch.kept_order)
 
 
 @functools.lru_cache(64)
@@ -248,19 +233,10 @@ def refuse_fork() -> None:
 APART = 256  # bytes between two results in memory, at most
 
 
-def check_room(size: int) -> None:
-    """Raise, while nothing has changed, where so many bytes cannot be had: XLA does so when it has taken what is donated."""
-    try:
-        np.empty(size, np.uint8)
-    except MemoryError as error:
-        error.add_note("The step needs this memory for its results, which are copied. Nothing was updated.")
-        raise
-
-
 class _Flight:
     """The time from the first donation until all results are where torch looks."""
 
-    __slots__ = ("copies", "landed", "landing", "launches", "may_fail", "moved", "on_cpu", "order", "reader", "results")
+    __slots__ = ("copies", "landed", "landing", "launches", "may_fail", "moved", "on_cpu", "order", "reader", "results", "room")
     on_cpu: bool  # whether the programs run there
     may_fail: bool  # whether some may fail while they run
 
@@ -270,11 +246,18 @@ class _Flight:
         self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, ...]]] = []
         self.results: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = [], [], [], [], []  # as of `write_back`
         self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
+        self.room = 0  # bytes that the calls allocate for results which are copied
         self.moved = False
         self.reader: Reader | None = None  # of gradients that must stay until it has read them
         self.order: int | None = None  # of this thread's executions, to go back to
 
     def __enter__(self) -> _Flight:
+        if self.room:
+            try:  # while nothing has changed: XLA asks for it when it has taken what is donated
+                np.empty(self.room, np.uint8)
+            except MemoryError as error:
+                error.add_note("The step needs this memory for its results, which are copied. Nothing was updated.")
+                raise
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -342,12 +325,12 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
             array.delete()
 
 
-def flight(device: Any, launch: Launch, may_fail: bool, landed: list[Any]) -> _Flight:
-    """The flight of one program that is no update alone; `may_fail`: while it runs; `landed`: as of `run`."""
+def flight(device: Any, launch: Launch, room: int, may_fail: bool, landed: list[Any]) -> _Flight:
+    """The flight of one program that is no update alone; `room`: as of a launch; `may_fail`: while it runs; `landed`: as of `run`."""
     if _forked:
         refuse_fork()
     alone = _Flight([launch], landed)
-    alone.on_cpu, alone.may_fail = device.platform == "cpu", may_fail
+    alone.on_cpu, alone.room, alone.may_fail = device.platform == "cpu", room, may_fail
     return alone
 
 

@@ -353,13 +353,12 @@ class Outcome(NamedTuple):
 
 def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]) -> Outcome:
     """One call, and a wait for its results, which are then in the tensors. To be called within a transaction; `landed` as of `step.run`."""
-    if room := launch.room + sum(t.nbytes + step.APART for t in arrays.copied if program.plan.device.platform == "cpu"):
-        step.check_room(room)
-    flight, new_kept, new_scalars = step.flight(program.plan.device, launch, program.calls_back, landed), [], []
+    room = launch.room + sum(t.nbytes + step.APART for t in arrays.copied if program.plan.device.platform == "cpu")
+    flight, new_kept, new_scalars = step.flight(program.plan.device, launch, room, program.calls_back, landed), [], []
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
     with flight, calm():
         params = [leaf.memory for leaf in launch.inplace]
-        kept = step.read_kept(launch) if launch.kept else []
+        kept = launch.kept_operands(launch.kept) if launch.kept else []
         copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
         read = [readable(x) if isinstance(x, Memory) else x for x in arrays.read]
         for cells in launch.scalars:

@@ -165,9 +165,15 @@ def test_state_bytes_equal_torchs():
     assert size(ours) == size(original)
 
 
-def test_a_warm_step_enters_at_most_20_frames_in_10_files():
-    params = random_params(shapes=[(8, 8)] * 30)
-    optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0)
+@pytest.mark.parametrize("kind", ["in place", "copy", "views", "transposed views"])
+def test_a_warm_step_enters_at_most_20_frames_in_10_files(kind):
+    """Also one whose results are copied: by request, or into parameters that are views of one tensor."""
+    params = random_params(shapes=[(8, 4)] * 30)
+    if "views" in kind:
+        rows = torch.randn(30, 8, 4)
+        params = [torch.nn.Parameter(row.t() if kind == "transposed views" else row) for row in rows]
+    optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0, writeback="copy" if kind == "copy" else "inplace")
+    assert {row["write-back"].partition(":")[0] for row in optimizer.report().rows} == {"inplace" if kind == "in place" else "copy"}
     stepped(optimizer, params, 2)
     set_grads(params, random_grads(params))
     frames = project_frames(optimizer.step)

@@ -104,10 +104,9 @@ class Launch(step.Launch):
             scalars.setdefault(tensor.dtype, []).append(tensor)
         self.scalars = list(map(Cells, scalars.values()))
         self.kept, self.kept_order = [leaf.local for leaf in kept], [leaf.order for leaf in kept]
-        self.kept_bytes = list(map(bytes_needed, self.kept))
-        shapes, dtypes = [leaf.shape for leaf in kept], [leaf.dtype for leaf in kept]
+        shapes, dtypes, needed = [leaf.shape for leaf in kept], [leaf.dtype for leaf in kept], list(map(bytes_needed, self.kept))
         on_cpu = self.device.type == "cpu"
-        self.kept_operands = Operands(shapes, dtypes, self.kept_order) if on_cpu else partial(operands, order=self.kept_order)
+        self.kept_operands = Operands(shapes, dtypes, self.kept_order, needed) if on_cpu else partial(operands, order=self.kept_order)
         self.positions = [position for _, (position, _) in singly] or [position for block in scattered for position in block.positions]
         order = [*(order for _, (_, order) in singly), *(None for _ in self.rows)]
         longer = {at: block.described.buffer[0][1] for at, (block, _) in enumerate(singly) if block.described.length is not None}

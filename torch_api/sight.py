@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -81,27 +81,22 @@ class Sight:
         absent = [p for p in rest if p.requires_grad or p.layout is not torch.strided]
         # torch owns the memory of those that are read and written at their address, so it may be resized too.
         kept = [leaves[i].param for i in live if leaves[i].memory is None]
-        held = *_held(grads), _held(kept)
-        self._known = tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), *held
+        held = [*grads, *kept]  # equal strides and these: equal reach (`backing.shortage`)
+        sizes, offsets = list(map(len, map(storage_of, held))), list(map(offset_of, held))
+        self._known = tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), sizes, offsets
 
     def glance(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
         """The active leaves that have a gradient, and the gradients; None where anything has changed since `remember`."""
         if self._known is None:
             return None
-        live, params, present, absent, kept, as_params, as_grads, addresses, sizes, offsets, held = self._known
+        live, params, present, absent, kept, as_params, as_grads, addresses, sizes, offsets = self._known
         grads = list(map(_grad, present))
         as_before = (
             as_grads(*grads)
             and as_params(*params)
             and list(map(_address, present)) == addresses
             and all(map(is_, map(_grad, absent), repeat(None)))
-            and list(map(len, map(storage_of, grads))) == sizes
-            and list(map(offset_of, grads)) == offsets
-            and (not kept or _held(kept) == held)
+            and list(map(len, map(storage_of, chain(grads, kept)))) == sizes
+            and list(map(offset_of, chain(grads, kept))) == offsets
         )
         return (live, grads) if as_before else None
-
-
-def _held(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[Any]]:
-    """The bytes of each tensor's storage, and where the tensor begins in it. Equal strides and these: equal reach (`backing.shortage`)."""
-    return list(map(len, map(storage_of, tensors))), list(map(offset_of, tensors))
