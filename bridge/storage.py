@@ -18,7 +18,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import torch
 
 from .backing import shortage
 from .calm import default_settings
-from .dlpack import ALIGNMENT, cpu, dense_order, device_of, numpy_dtype, operands, results
+from .dlpack import ALIGNMENT, cpu, dense_order, device_of, numpy_dtype, operands, results, to_jax
 from .ownership import is_owned
 from .windows import Window
 
@@ -109,6 +109,7 @@ class Placement(NamedTuple):
 
 
 _array = attrgetter("array")
+_MAY_OWN = torch.Tensor, torch.nn.Parameter
 IN_PLACE = "in jax-owned memory"
 FOREIGN, SHARED = "in memory of another library", "another tensor shares its storage"
 _SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
@@ -243,6 +244,30 @@ class Ahead:
             if located(tensor)[0] is None and not cannot_own(tensor):  # a tensor that reads it for the copy counts as a holder from then on
                 self._begun[id(tensor)] = _copy(tensor, tensor)
                 self._bytes += tensor.nbytes
+
+
+_lent: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()  # by the address of the storage, and what is in it
+
+
+def lend(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array:
+    """A flat array over a tensor on the CPU that is only read, dimensions in this order. It holds the storage until `recall` deletes it.
+
+    Raises:
+      ValueError: jax would copy it; see `to_jax`.
+    """
+    key = tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.numel(), tensor.dtype, order
+    known = _lent.get(key)
+    if known is None or known.is_deleted():
+        known = _lent[key] = to_jax((tensor if order is None else tensor.permute(order)).detach().reshape(-1))
+    return known
+
+
+def recall(tensors: Iterable[torch.Tensor]) -> None:
+    """Delete the arrays of `lend` over the storages of these tensors, which are to own them alone. Who reads them lends them anew."""
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in _MAY_OWN} if _lent else set()
+    for (address, *_), array in list(_lent.items()):
+        if address in addresses:
+            array.delete()
 
 
 _fixed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address: those that `align` may not move
@@ -488,7 +513,9 @@ def write_back(
     on_cpu: bool,
 ) -> None:
     """Copy flat results into tensors whose storage is not ours alone, and `mirrors` into `mirrored`, all in one fused call."""
-    into = [t.detach() if dims is None else t.detach().permute(dims) for t, dims in zip(tensors, order, strict=True)]
+    into = list(map(torch.Tensor.detach, tensors))
+    for i, dims in enumerate(order):
+        into[i] = into[i] if dims is None else into[i].permute(dims)
     torch._foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results(arrays, on_cpu), into), *mirrors])
 
 
@@ -517,7 +544,7 @@ def _covers(memory: Memory, tensor: torch.Tensor) -> bool:
 
 def cannot_own(tensor: torch.Tensor) -> str:
     """Why the tensor must keep the storage that it has, or ''."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in _MAY_OWN:
         return f"a {type(tensor).__name__}"
     if not tensor.numel():
         return "no elements"

@@ -82,6 +82,8 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     A leaf that is in jax-owned memory already stays there, in a pack as long as all leaves of that pack have one key:
     else two updates would want to have the one buffer.
     """
+    if writeback == "inplace":
+        storage.recall(leaf.local for leaf in leaves)
     key_by: dict[Leaf, Key | None] = {}
     ahead = storage.Ahead(2 * max(map(_bytes, leaves), default=0))
     for leaf in sorted(leaves, key=_bytes, reverse=True):  # the largest mostly have no key, and are copied while others are looked at

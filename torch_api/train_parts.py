@@ -13,7 +13,7 @@ import torch
 
 from bridge import storage, train
 from bridge.backing import shortage
-from bridge.dlpack import Views, dense_order, numpy_dtype, to_jax
+from bridge.dlpack import Views, dense_order, numpy_dtype
 from bridge.plain import is_dense
 from bridge.problem import Spec
 from bridge.torch_calls import autocasts
@@ -97,7 +97,7 @@ class Parts:
 
 
 def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
-    """The flat tensor as an array over its memory, or None where there is none that stays true.
+    """The flat tensor as an array over its memory, until the tensor is to be trained; or None where there is none that stays true.
 
     On a GPU each look orders jax's work after torch's, so there is one for each call.
     """
@@ -105,7 +105,7 @@ def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
         return None
     storage.align(tensor)
     try:
-        return to_jax((tensor if order is None else tensor.permute(order)).detach().reshape(-1))
+        return storage.lend(tensor, order)
     except ValueError:  # not aligned
         return None
 

@@ -242,3 +242,81 @@ def test_memory_of_numpy_is_not_taken_where_python_does_not_list_its_objects(tmp
     finally:
         gc.unfreeze()
     assert array.tolist() == [-1.0] * 8
+
+
+def unfrozen_by_grad(model, optimizer, step):
+    model[0].requires_grad_(True)
+    return optimizer
+
+
+def unfrozen_by_set_trainable(model, optimizer, step):
+    optimizer.set_trainable("0.*", True)
+    return optimizer
+
+
+def added(model, optimizer, step):
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].named_parameters("0"))})
+    return optimizer
+
+
+def unfrozen_for_another_optimizer(model, optimizer, step):
+    model[0].requires_grad_(True)
+    return torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
+
+
+THAWS = {
+    unfrozen_by_grad: lambda model: torch_api.MaskedSGD(model.named_parameters(), lr=0.1),
+    unfrozen_by_set_trainable: lambda model: torch_api.MaskedSGD(model.named_parameters(), lr=0.1, mask="[12].*"),
+    added: lambda model: torch_api.MaskedSGD([*model[1].named_parameters("1"), *model[2].named_parameters("2")], lr=0.1),
+    unfrozen_for_another_optimizer: lambda model: torch_api.MaskedSGD(model.named_parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("first", ["the train step", "the optimizer"])
+@pytest.mark.parametrize("thaw", THAWS)
+def test_what_a_train_step_has_read_as_frozen_is_updated_in_its_own_memory_when_thawed(thaw, first):
+    made, twin, batches = model(), model(), [torch.ones(2, 8), torch.ones(3, 8)]
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    if thaw is not unfrozen_by_set_trainable:
+        made[0].requires_grad_(False)
+    step = torch_api.JaxTrainStep(made, loss, optimizer := THAWS[thaw](made))
+    for x in batches:  # two programs read the frozen part
+        step(x)
+    thawed = thaw(made, optimizer, step)
+    with torch.no_grad():
+        for p, q in zip(twin.parameters(), made.parameters(), strict=True):
+            p.copy_(q)
+    theirs, x, placed = torch.optim.SGD(twin.parameters(), lr=0.1), batches[0], []
+    for nth in range(3):
+        if thawed is optimizer and (nth or first == "the train step"):
+            step(x)
+        else:
+            made.zero_grad()
+            loss(made, x).backward()
+            thawed.step()
+        theirs.zero_grad()
+        loss(twin, x).backward()
+        theirs.step()
+        placed.append([p.data_ptr() for p in made.parameters()])
+    assert placed[0] == placed[1] == placed[2]
+    assert {row["write-back"] for row in thawed.report().rows} == {"inplace"}
+    for ours, of_torch in zip(made.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, of_torch, rtol=1e-4, atol=1e-5)
+
+
+def test_a_train_step_goes_on_reading_what_another_optimizer_has_moved():
+    made, x = model(), torch.ones(2, 8)
+    made[:2].requires_grad_(False)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    step = torch_api.JaxTrainStep(made, loss, torch_api.MaskedSGD(made[2].parameters(), lr=0.0))
+    step(x)
+    other = torch_api.MaskedSGD(made[0].requires_grad_(True).parameters(), lr=0.1)
+    made[0].requires_grad_(False)
+    for _ in range(2):
+        torch.testing.assert_close(step(x), loss(made, x).detach(), rtol=1e-4, atol=1e-5)
+        made[0].requires_grad_(True)
+        give_gradients(list(made[0].parameters()), 0)
+        other.step()
+        made[0].requires_grad_(False)
+    torch.testing.assert_close(step(x), loss(made, x).detach(), rtol=1e-4, atol=1e-5)
