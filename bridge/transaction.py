@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import jax
+import torch
+
 _MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
 _SECONDS = 0.1  # between two looks at signals that have arrived while another thread has its turn
@@ -67,11 +70,15 @@ class Transaction:
         given_back = False
         while not given_back:
             try:
-                self._give_back()
+                for number, handler in self._handlers.items():
+                    replaced = signal.signal(number, handler)
+                    if replaced not in (self._note, handler):  # by a handler that has set another
+                        signal.signal(number, replaced)
                 given_back = True
             except BaseException as raised:  # noqa: BLE001 - a handler that is back has raised; the others must be given back, too
                 error = _behind(error, raised)
-        self._deliver(error)
+        if self._arrived or error is not None:  # handlers are back, so no more arrive
+            self._deliver(error)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -86,15 +93,10 @@ class Transaction:
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Stands in for each handler."""
         if self._interruptible:
-            self._handlers[number](number, frame)
+            with torch._C.DisableTorchFunction(), jax.ensure_compile_time_eval():  # not in the trace that it interrupts
+                self._handlers[number](number, frame)
         else:
             self._arrived.append((number, frame))
-
-    def _give_back(self) -> None:
-        for number, handler in self._handlers.items():
-            replaced = signal.signal(number, handler)
-            if replaced not in (self._note, handler):  # by a handler that has set another
-                signal.signal(number, replaced)
 
     def _deliver(self, error: BaseException | None = None) -> None:
         """Call the handlers of all signals that have arrived, also behind one that raises.

@@ -49,6 +49,7 @@ class Launches:
         self._owner, self._active, self._rows, self._rules = states.owner, states.active, states.rows, states.rules
         self._stores = False  # whether XLA stores what all rows of packs at once are to compute
         self.began = False  # whether the last set of live leaves had some that were given state
+        self.is_outdated = False  # whether the optimizer has been prepared anew since
         self.known: dict[Any, list[list[Launch]]] = {}
         self._described: dict[Leaf, update.Leaf] = {}
         self._kinds: dict[update.Leaf, update.Leaf] = {}
@@ -78,7 +79,7 @@ class Launches:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
 
         `scaled`: the gradients are those of a scaled loss; `checked`: somebody else has seen whether all are finite. Compiling may be
-        interrupted, the rest of the `transaction` not.
+        interrupted, the rest of the `transaction` not. Empty where a signal handler has changed the optimizer meanwhile.
         """
         values, key = self._rows.cut(hyperparams), (live, extra, scaled, checked)
         checked = checked and self._max_grad_norm is None  # a norm finds it too, and so there is one program for both
@@ -98,6 +99,8 @@ class Launches:
         before = self._cache.info.compilations
         with uncollected(), transaction.interruptible():
             found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
+        if self.is_outdated:
+            return []
         if not self._stores and any(program.stores for program in found):
             self._stores = True
             early.clear()
@@ -133,16 +136,19 @@ class Launches:
 
     def whole(
         self, live: Sequence[int], extra: Extra, hyperparams: np.ndarray, compiled: Callable[[Sequence[Block], update.Plan], Any]
-    ) -> Launch:
+    ) -> Launch | None:
         """One launch of these leaves, all on one device, as one program that does more than update them.
 
-        `compiled` makes it, from the blocks and the plan of their update; state is given only when it has.
+        `compiled` makes it, from the blocks and the plan of their update; state is given only when it has. None where a signal handler
+        has changed the optimizer meanwhile.
         """
         values = self._rows.cut(hyperparams)
         leaves = [self._active[i] for i in live]
         blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
         with uncollected():
             program = compiled(blocks, self._plan(blocks, extra, False, False, False, ahead=False))
+        if self.is_outdated:
+            return None
         self._rows.looked_at.clear()
         storage.return_freed()
         with uncollected():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import storage, train
+from bridge import step, storage, train
 from bridge.calm import looks_for_nan, refuse_not_finite
 from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_jax, to_torch, x64
 from bridge.dynamo import not_traced
@@ -102,6 +104,8 @@ class JaxTrainStep:
         self._programs: dict[Any, train.Program] = {}
         self._sums: dict[str, storage.Memory] = {}
         self._pending, self._summed = 0, frozenset()
+        # Which call updates is settled before its hooks run: with several calls to an update those of other threads wait for their turn.
+        self._turn: AbstractContextManager[Any] = threading.RLock() if accumulate > 1 else nullcontext()
         self._hits = self._misses = self._compilations = 0
         self._loss_like: Any = None
         with optimizer._transaction():
@@ -132,17 +136,19 @@ class JaxTrainStep:
             refuse_keywords(self.loss_fn, extra_args, are_taken, bool(batch))
         if self.optimizer._exchange.inside:
             self.optimizer._exchange.refuse(OWNER)
+        step.refuse_fork()  # here, since another thread may have had its turn then
         result = _AGAIN
-        while result is _AGAIN:
-            if self._pending + 1 >= self.accumulate:
-                result = _hooked(self.optimizer, self._step, batch, extra_args, True)
-            else:
-                result = self._step(batch, extra_args, False)
+        while result is _AGAIN:  # a hook may have made calls of its own
+            with self._turn:
+                if self._pending + 1 >= self.accumulate:
+                    result = _hooked(self.optimizer, self._step, batch, extra_args, True)
+                else:
+                    result = self._step(batch, extra_args, False)
         return result
 
     def flush(self, **extra_args: Any) -> None:
         """Update now with the mean of the gradients of the `pending` calls, if there are any: for the end of an epoch."""
-        with self.optimizer._transaction():
+        with self._turn, self.optimizer._transaction():
             if not self._pending:
                 return
             trained = {name: self._watch.params[name] for name in self._summed}
@@ -162,13 +168,15 @@ class JaxTrainStep:
     # ------------------------------------------------------------------ one call
 
     def _step(self, batch: Sequence[Any], extra_args: dict[str, Any], updates: bool) -> Any:
-        """The call; `_AGAIN` where another thread's came first, so that this one is to update or not, or parameters have moved."""
-        with Transaction(self.optimizer._devices) as transaction:
-            if updates is (self._pending + 1 >= self.accumulate):
-                return self._update(transaction, batch, extra_args, updates)
-        return _AGAIN
+        """The call; `_AGAIN` where others were made meanwhile, so that this one is to update or not."""
+        result = _AGAIN
+        while result is _AGAIN and updates is (self._pending + 1 >= self.accumulate):
+            with Transaction(self.optimizer._devices) as transaction:
+                result = self._update(transaction, batch, extra_args, updates)
+        return result
 
     def _update(self, transaction: Transaction, batch: Sequence[Any], extra_args: dict[str, Any], updates: bool) -> Any:
+        """The call within a transaction; `_AGAIN` where it must begin again, because the optimizer was changed while it prepared."""
         optimizer, devices = self.optimizer, self.optimizer._devices
         if optimizer._exchange.inside:  # by now, in another thread
             optimizer._exchange.refuse(OWNER)
@@ -184,6 +192,8 @@ class JaxTrainStep:
             return _AGAIN
         items = Batch(batch, self._device, self._real)
         forward = self._forward(items, transaction)
+        if forward is None:
+            return _AGAIN
         live = self._live(forward, updates)
         extra, further = (NO_EXTRA, []) if arguments is None else arguments.of([optimizer._active[i] for i in live])
         numbers = optimizer._hyperparams()
@@ -194,7 +204,10 @@ class JaxTrainStep:
         self._hits += ready is not None
         if ready is None:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
-            ready = self._ready[key] = self._prepared(transaction, forward, live, extra, loss_at, updates, numbers)
+            ready = self._prepared(transaction, forward, live, extra, loss_at, updates, numbers)
+            if ready is None:
+                return _AGAIN
+            self._ready[key] = ready
         launch = ready.launch
         held = []  # until the call has ended, so that nobody moves what is read
         for position, tensor, order, view in ready.looked_at:
@@ -313,7 +326,10 @@ class JaxTrainStep:
         return live
 
     def _forward(self, items: Batch, transaction: Transaction) -> Any:
-        """The traced loss for this kind of batch, with the values that tensors from outside have now."""
+        """The traced loss for this kind of batch, with the values that tensors from outside have now.
+
+        None where a signal handler has changed the optimizer while it was traced.
+        """
         found = self._traced.get(items.signature)
         if found is not None and found.function.stale():
             for known in (self._forwards, self._traced, self._programs, self._ready, self._lives):
@@ -326,6 +342,8 @@ class JaxTrainStep:
                 with transaction.interruptible():
                     found = traced_loss(self.module, self.loss_fn, self.has_aux, self._watch, items)
                 self._forwards[key] = found
+                if self._was_changed():
+                    return None
             self._traced[items.signature] = found
         return found
 
@@ -338,8 +356,8 @@ class JaxTrainStep:
         loss_at: int | None,
         updates: bool,
         numbers: np.ndarray,
-    ) -> Ready:
-        """The program and all around it."""
+    ) -> Ready | None:
+        """The program and all around it; None where a signal handler has changed optimizer or module while it was compiled."""
         launches, active = self.optimizer._launches, self.optimizer._active
         parts = Parts(self._watch, forward.changed, [active[i] for i in live])
         names = sorted(self._names[id(active[i].param)] for i in self._candidates) if self.accumulate > 1 else []
@@ -352,6 +370,7 @@ class JaxTrainStep:
             names = {} if extra is NO_EXTRA else self._optimizers_names()
             task = train.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
             key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
+            self._watch.look()  # buffers have moved, and weights that were not aligned
             if key not in self._programs:
                 with transaction.interruptible():
                     program = train.Program(task, updates)
@@ -363,15 +382,20 @@ class JaxTrainStep:
         signature, self.optimizer._signature = self.optimizer._signature, None  # after an error the optimizer prepares everything anew
         with self.optimizer.arrangement.explaining([active[i] for i in live]):
             launch = launches.whole(live, extra, numbers, compiled)
+        if launch is None or self._was_changed() or not self._watch.same():
+            return None
         self.optimizer._sight.forget(launches.began)
         self.optimizer._signature = signature
-        self._watch.look()  # buffers have moved, and weights that were not aligned
         program: Any = launch.program
         self._misses += 1
         imported = [x for x in parts.read if isinstance(x, jax.Array)]
         own = parts.memories, parts.in_place, parts.copied, parts.copied_order, parts.read, imported, parts.looked_at, sums
         reached = [name for leaf in launch.leaves if (name := self._names[id(leaf.param)]) in forward.reaches]
         return Ready(program, launch, *own, reached)
+
+    def _was_changed(self) -> bool:
+        """Whether a signal handler has changed the optimizer while a loss was traced or compiled."""
+        return self._launches.is_outdated or bool(self.optimizer._exchange.inside)
 
     def _optimizers_names(self) -> dict[str, str]:
         """What the optimizer calls each parameter, in the tree that its transformation sees, and what the module calls it."""

@@ -322,3 +322,83 @@ def test_many_signals_within_one_call_are_all_delivered():
         signal.signal(signal.SIGALRM, before)
     assert len(arrived) == count
     assert len(optimizer.param_groups) == 2
+
+
+def load(optimizer, saved):
+    optimizer.load_state_dict(saved)
+
+
+def freeze(optimizer, saved):
+    optimizer.set_trainable("bias", False)
+
+
+def outcome(model, optimizer):
+    """The parameters, their state, and which of them are trained."""
+    state = [optimizer.state[p]["trace"].clone() for p in model.parameters() if p in optimizer.state]
+    return [*(p.detach().clone() for p in model.parameters()), *state], [row["status"] for row in optimizer.report().rows]
+
+
+def is_same(one, other):
+    return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(torch.allclose, one[0], other[0]))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("step", freeze),
+        ("train step", freeze),
+        ("train step", load),
+        ("the loss of a train step", freeze),
+        ("the loss of a train step", load),
+    ],
+)
+def test_what_a_handler_changes_while_a_step_is_compiled_stays_changed(kind, change):
+    """It is as if the handler had been called before the step, or after it."""
+    count = last = at = 0  # of traces: so many are made, so many by the first step, and the one with the signal
+
+    def traced(function):
+        def arriving(*args):
+            nonlocal count
+            count += 1
+            if count == at:
+                signal.raise_signal(signal.SIGUSR1)
+            return function(*args)
+
+        return arriving
+
+    momentum, loss = optax.trace(0.5), lambda model, x: model(x).sum()
+    if kind == "the loss of a train step":
+        loss = traced(loss)
+    else:
+        momentum = optax.GradientTransformation(momentum.init, traced(momentum.update))
+
+    def run(before=lambda *_: None, after=lambda *_: None):
+        """What a first step leaves behind, and a second one."""
+        nonlocal count, last, at
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+        optimizer = torch_api.OptaxOptimizer(model.named_parameters(), optax.chain(momentum, optax.scale(-1.0)))
+        saved = {"state": {i: {"trace": torch.full_like(p, 8.0)} for i, p in enumerate(model.parameters())}}
+        saved["param_groups"] = optimizer.state_dict()["param_groups"]
+        step = torch_api.JaxTrainStep(model, loss, optimizer) if kind != "step" else lambda x: optimizer.step()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before(optimizer, saved)
+        earlier = signal.signal(signal.SIGUSR1, lambda *_: change(optimizer, saved))
+        count = 0
+        try:
+            step(torch.ones(1, 2))
+        finally:
+            signal.signal(signal.SIGUSR1, earlier)
+        last, at = count, 0
+        after(optimizer, saved)
+        first = outcome(model, optimizer)
+        step(torch.ones(1, 2))
+        return first, outcome(model, optimizer)
+
+    expected = [run(before=change), run(after=change)]
+    for nth in sorted({1, (1 + last) // 2, last}):
+        at = nth
+        found = run()
+        assert any(all(map(is_same, found, each)) for each in expected), nth

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -318,3 +319,36 @@ def test_a_step_that_copies_and_lacks_memory_changes_nothing():
     code = [sys.executable, "-W", "ignore", "-c", SHORT_OF_MEMORY]
     done = subprocess.run(code, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_hooks_run_once_for_each_update_of_a_train_step_in_several_threads(accumulate):
+    module = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
+    optimizer, seen = torch_api.MaskedSGD(module.parameters(), lr=1.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before") or time.sleep(0.0005))  # the others go on meanwhile
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train_step = torch_api.JaxTrainStep(module, lambda model, x: model(x).sum(), optimizer, accumulate=accumulate)
+    x = torch.ones(1, 3)
+    together([lambda: train_step(x)] * 4, 30)
+    assert [seen.count(kind) for kind in ("before", "after")] == [120 // accumulate] * 2
+    assert (module.weight == -120 // accumulate).all()
+
+
+def test_a_hook_may_call_the_train_step_itself():
+    module = torch.nn.Linear(3, 2)
+    torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
+    optimizer, x, inner = torch_api.MaskedSGD(module.parameters(), lr=1.0), torch.ones(1, 3), [True]
+    train_step = torch_api.JaxTrainStep(module, lambda model, x: model(x).sum(), optimizer, accumulate=2)
+
+    def hook(*_):
+        if inner:
+            inner.pop()
+            train_step(x)
+
+    optimizer.register_step_pre_hook(hook)
+    train_step(x), train_step(x)
+    assert train_step.pending == 1
+    train_step.flush()
+    assert train_step.pending == 0
+    assert (module.weight == -2).all()
