@@ -7,12 +7,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import optax
 import optax.contrib
 import torch
+
+from bridge.precision import MASTER
 
 from .averages import EVALUATION, write
 from .betas import spread
@@ -196,8 +199,8 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
     def train(self) -> None:
         """Have the training weights y in the parameters again; without `eval()` before, it does nothing.
 
-        They are those of before `eval()`, bit for bit. Where a parameter was written to meanwhile, or the optimizer was loaded or
-        copied, y = b1 x + (1 - b1) z.
+        They are those of before `eval()`, bit for bit; of an optimizer that was loaded or copied meanwhile, those with master weights.
+        Where a parameter was written to, and for others that were loaded or copied, y = b1 x + (1 - b1) z.
 
         Raises:
           RuntimeError: inside `eval_params()` or `ema_params()`.
@@ -207,17 +210,18 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         with self._transaction():
             if self._exchange.inside != EVALUATION:
                 self._exchange.refuse(f"{type(self).__name__}.train")
-            pairs = [(p, self._training_point(p, b1, state["z"])) for p, b1, state in self._members() if "z" in state]
+            pairs = [(p, self._training_point(p, b1, state)) for p, b1, state in self._members() if "z" in state]
             write([p for p, _ in pairs], [y for _, y in pairs])
             for group in self.param_groups:
                 group.pop(_MODE, None)
             self._exchange.inside, self._points = "", {}
 
-    def _training_point(self, p: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
-        y, b1_before = self._points.get(id(p), (None, b1))
-        if y is not None and torch.equal(p.detach(), _average(y, b1_before, z).to(p.dtype)):
+    def _training_point(self, p: torch.Tensor, b1: float, state: Mapping[str, Any]) -> torch.Tensor:
+        master = state[MASTER].to(p.dtype) if MASTER in state else None  # what a loaded optimizer has of y
+        y, b1_before = self._points.get(id(p), (master, b1))
+        if y is not None and torch.equal(p.detach(), _average(y, b1_before, state["z"]).to(p.dtype)):
             return y
-        return b1 * p.detach() + (1.0 - b1) * z
+        return b1 * p.detach() + (1.0 - b1) * state["z"]
 
     def _members(self) -> list[tuple[torch.Tensor, float, dict[str, Any]]]:
         """Each parameter with its b1 and its state."""

@@ -207,3 +207,36 @@ def test_frozen_parameters_are_left_alone():
     assert torch.equal(params[1], before)
     optimizer.train()
     assert torch.equal(params[1], before)
+
+
+@pytest.mark.parametrize("way", [saved_and_loaded, copied, pickled])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_training_point_of_master_weights_is_saved_with_them(dtype, way):
+    params, optimizer = made(dtype, master_weights=True)
+    steps(params, optimizer)
+    y = values(params)
+    optimizer.eval()
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    if way is saved_and_loaded:
+        other = torch_api.MaskedScheduleFreeAdamW([("w", twins[0]), ("b", twins[1])], lr=0.1, master_weights=True)
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
+    else:
+        twins, other = way(optimizer, twins)
+    for own, o in ((params, optimizer), (twins, other)):
+        o.train()
+        assert all(map(torch.equal, own, y))
+        steps(own, o, 3, 3)
+    assert all(map(torch.equal, twins, params))
+    assert all(torch.equal(other.state[q]["master_param"], optimizer.state[p]["master_param"]) for p, q in zip(params, twins, strict=True))
+
+
+def test_weights_that_were_loaded_beside_master_weights_are_gone_on_from():
+    params, optimizer = made(torch.bfloat16, master_weights=True)
+    steps(params, optimizer)
+    optimizer.eval()
+    twins, other = copied(optimizer, None)
+    best = torch.randn(5, 3).bfloat16()
+    with torch.no_grad():
+        twins[0].copy_(best)
+    other.train()
+    torch.testing.assert_close(twins[0].detach(), (0.9 * best.float() + 0.1 * other.state[twins[0]]["z"].float()).bfloat16())
