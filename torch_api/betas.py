@@ -5,8 +5,9 @@ OneCycleLR and CyclicLR write `group["betas"]` or `group["momentum"]`, and look 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from .groups import is_sequence
 
@@ -82,17 +83,26 @@ class Group(dict[str, Any]):
             super().__setitem__(key, value)
         elif self._names:  # else nobody trains the group
             super().update(_each("param group", value, self._names))
+            super().pop(BETAS, None)  # written by `dict.update`
 
     def update(self, *others: Any, **values: Any) -> None:
         for key, value in dict(*others, **values).items():
             self[key] = value
 
+    def __ior__(self, other: Any) -> Self:
+        self.update(other)
+        return self
+
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # the optimizer that is made of a copy has groups of this class again
+        # Of a class that torch.load takes with weights_only=True. The optimizer that is made of a copy has groups of this one again.
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def take_betas(group: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Take `betas` out of a plain group, which was put in by hand or saved, and write it to the hyperparams that it stands for."""
-    if names and not isinstance(group, Group) and BETAS in group:
+    """Take `betas` out of a group that has it as an entry, and write it to the hyperparams that it stands for.
+
+    So has a plain group, which was put in by hand or saved, and one that was written to by `dict.update`.
+    """
+    if names and dict.__contains__(group, BETAS):
         group.update(_each("param group", group[BETAS], names))
         del group[BETAS]

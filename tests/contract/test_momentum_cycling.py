@@ -211,3 +211,49 @@ def test_a_train_step_cycles_momentum():
         reference.step()
         scheduler.step()
     torch.testing.assert_close(list(one.parameters()), list(other.parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Lion", "optax.adamw", "bridge.Adam", "partitioned", "multi", "Lars"])
+def test_groups_are_saved_by_themselves_as_plain_dicts(name):
+    optimizer = MAKE[name][0](parameters())
+    file = io.BytesIO()
+    torch.save([optimizer.param_groups, optimizer.defaults], file)
+    file.seek(0)
+    groups, defaults = torch.load(file, weights_only=True)
+    for loaded, own in zip([*groups, defaults], [*optimizer.param_groups, optimizer.defaults], strict=True):
+        assert isinstance(loaded, dict)
+        assert type(loaded).__module__ in ("builtins", "collections")
+        plain = lambda group: {key: value for key, value in group.items() if key != "params"}  # noqa: E731
+        assert plain(loaded) == plain(dict(own))
+        assert all(map(torch.equal, loaded.get("params", ()), own.get("params", ())))
+
+
+BYPASSES = {
+    "|=": lambda group, betas: group.__ior__({"betas": betas}),
+    "dict.update": lambda group, betas: dict.update(group, betas=betas),
+    "update": lambda group, betas: group.update([("betas", betas)]),
+    "dict.__setitem__": lambda group, betas: dict.__setitem__(group, "betas", betas),
+}
+
+
+@pytest.mark.parametrize("way", BYPASSES)
+def test_betas_are_taken_however_they_are_written(way):
+    params, twins = parameters(), parameters()
+    optimizer, reference = torch_api.MaskedLion(params, lr=0.1), torch_api.MaskedLion(twins, lr=0.1, b1=0.5, b2=0.8)
+    set_grads(params, 0)
+
+    def write_and_step(betas):
+        BYPASSES[way](optimizer.param_groups[0], betas)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"betas is .*; expected 2 numbers, for b1, b2"):
+        write_and_step((0.5, 0.8, 0.9))
+    torch.testing.assert_close(params, parameters(), rtol=0, atol=0)
+    BYPASSES[way](optimizer.param_groups[0], (0.5, 0.8))
+    for own, stepped in ((params, optimizer), (twins, reference)):
+        set_grads(own, 0)
+        stepped.step()
+    group = optimizer.param_groups[0]
+    assert group["betas"] == (group["b1"], group["b2"]) == (0.5, 0.8)
+    assert "betas" not in optimizer.state_dict()["param_groups"][0]
+    torch.testing.assert_close(params, twins, rtol=0, atol=0)
