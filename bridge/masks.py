@@ -90,6 +90,14 @@ def snapshot(spec: Any) -> Any:
     return list(spec) if isinstance(spec, Iterator) else spec
 
 
+def reads_names(spec: Any) -> bool:
+    """Whether a spec may decide by the names of parameters: all do but values for all, modules, and the parameters themselves."""
+    if type(spec) in (list, tuple, set):
+        pairs = all(isinstance(item, tuple) and len(item) == 2 for item in spec)
+        return any(not isinstance(item[1], torch.nn.Parameter) and reads_names(item[0]) if pairs else reads_names(item) for item in spec)
+    return not (spec is None or isinstance(spec, bool | np.bool_ | numbers.Real | torch.nn.Module) or _is_array(spec))
+
+
 def path_name(path: Sequence[Any]) -> str:
     """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

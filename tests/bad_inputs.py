@@ -97,6 +97,10 @@ def alone(make, cls=MaskedAdamW, **options):
     return lambda net: cls([*net.parameters(), make()], **options)
 
 
+def tail():
+    return torch.nn.Parameter(torch.zeros(2))
+
+
 def lazy_conjugate():
     return torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64).conj())
 
@@ -197,6 +201,11 @@ ARGUMENTS = [
     Bad("a seed below zero", adamw(rounding_seed=-1)),
     Bad("master weights with stochastic rounding", adamw(master_weights=True, stochastic_rounding=True)),
     Bad("a group edited by hand", lambda opt: opt.step(), stepped(after=lambda opt: opt.param_groups[0].update(eps="small"))),
+    Bad(
+        "a parameter put in by hand without a name, beside a mask by name",
+        lambda opt: opt.step(),
+        stepped(lambda named: MaskedAdamW(named, mask="*weight"), lambda opt: opt.param_groups[0]["params"].append(tail())),
+    ),
     Bad("decay_mask without a decay", lambda net: OptaxOptimizer(net.named_parameters(), optax.sgd, lr=0.1, decay_mask="*.weight")),
     Bad(
         "decay_mask where parameters are updated together",

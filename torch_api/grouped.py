@@ -36,6 +36,7 @@ class GroupedOptimizer(Keeper, ABC):
     _constructed: bool
     _signature: list[Any] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
     by_label = False  # whether groups have a rule by their label
+    _gave_lr: Any  # whether the default lr is the user's; where groups have a rule by their label, of each label
     _warned_of_lr_scale = False
     _unscales = False  # whether `step` does what a scaled loss asks for
 
@@ -87,7 +88,7 @@ class GroupedOptimizer(Keeper, ABC):
             param_group = betas.spread(owner, param_group, self._betas_of(rule))
             groups.make_tuples(param_group, rule)
             groups.check_group(owner, self.defaults | param_group, rule)
-            self._warn_of_lr_scale(groups.take_lr_scale(param_group, self._default_lr(param_group)))
+            self._warn_of_lr_scale(groups.take_lr_scale(param_group, *self._default_lr(param_group)))
             param_group = self._with_betas(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         refuse_decay_mask(owner, mask)
@@ -107,9 +108,9 @@ class GroupedOptimizer(Keeper, ABC):
             if self._constructed:
                 self._place()
 
-    def _default_lr(self, group: Mapping[str, Any]) -> Any:
-        """The lr of a group that is given without one."""
-        return self.defaults["lr"]
+    def _default_lr(self, group: Mapping[str, Any]) -> tuple[Any, bool]:
+        """The lr of a group that is given without one, and whether the user gave it."""
+        return self.defaults["lr"], bool(self._gave_lr)
 
     def _warn_of_lr_scale(self, text: str | None) -> None:
         if text is not None and not self._warned_of_lr_scale:
@@ -156,8 +157,13 @@ class GroupedOptimizer(Keeper, ABC):
     def _followed(self) -> list[Leaf]:
         """The leaves, where `param_groups` may have been edited by hand since the last step."""
         leaves, new = followed(self._leaves, self.names(), self.param_groups)
-        if new and all(len(group.get("param_names", ())) == len(group["params"]) for group in self.param_groups):
-            self._resolve([leaf for leaf in leaves if leaf not in new], new)  # without names no pattern can decide
+        if new:
+            for leaf in new:
+                group = self.param_groups[leaf.group]
+                if not groups.is_named(group) and any("param_names" in each for each in self.param_groups):
+                    self._selectors.refuse_nameless(leaf.name, leaf.group)
+                leaf.ignores_mask = bool(group.get("trainable"))
+            self._resolve([leaf for leaf in leaves if leaf not in new], new)
         return leaves
 
     def names(self) -> list[str]:

@@ -266,11 +266,12 @@ def _length(value: Any) -> int:
     return len(value) if is_sequence(value) else 0
 
 
-def take_lr_scale(group: dict[str, Any], default_lr: Any) -> str | None:
+def take_lr_scale(group: dict[str, Any], default_lr: Any, is_given: bool) -> str | None:
     """Decide what the `lr_scale` means that a group is given with; the text of a warning where that is not clear.
 
     Beside the default lr it scales the lr: it is taken out, and reads 1 from then on, so that it acts once under any scheduler. A group
-    with another lr has lr_scale for the record, as in torch.optim: constructors of the BEiT kind have scaled that lr by it.
+    with another lr has lr_scale for the record, as in torch.optim: constructors of the BEiT kind have scaled that lr by it. That is clear
+    where the default lr is not the user's (`is_given`), or the lr is that much of it.
     """
     if "lr_scale" not in group:
         return None
@@ -283,7 +284,7 @@ def take_lr_scale(group: dict[str, Any], default_lr: Any) -> str | None:
         group[TAKEN_LR_SCALE], group["lr_scale"] = scale, 1.0
         return None
     group[TAKEN_LR_SCALE] = None
-    if math.isclose(lr, scale * float(default_lr), rel_tol=1e-6):
+    if not is_given or math.isclose(lr, scale * float(default_lr), rel_tol=1e-6):
         return None
     return (
         f"a param group has lr {lr:g} and lr_scale {scale:g}, beside a default lr of {float(default_lr):g}. As in torch.optim, its lr is "
@@ -331,8 +332,12 @@ def without_duplicates(owner: str, group: Any) -> Any:
 
 def names(group: dict[str, Any], start: int) -> list[str]:
     """The group's own names, or positions where it has none (or no longer as many as parameters)."""
-    names = group.get("param_names", [])
-    return names if len(names) == len(group["params"]) else [f"param{start + i}" for i in range(len(group["params"]))]
+    return group["param_names"] if is_named(group) else [f"param{start + i}" for i in range(len(group["params"]))]
+
+
+def is_named(group: Mapping[str, Any]) -> bool:
+    """Whether the group has a name for each parameter; one to which parameters were added by hand may have fewer."""
+    return "param_names" in group and len(group["param_names"]) == len(group["params"])
 
 
 def check_initialized(owner: str, name: str, p: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from .scaling import Scaling
 from .selectors import Selectors
 from .sight import Sight
 from .states import States
-from .transformation import as_rule, last_factor, multiplies
+from .transformation import as_rule, gives_lr, last_factor, multiplies
 
 _ALL = "all"  # the key of the only rule
 _FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
@@ -90,7 +90,8 @@ class OptaxOptimizer(GroupedOptimizer):
     _overridden: Any = None  # by hyper_params of one step, where a class has that
     max_grad_norm: Any = Changeable()
     ema_decay: Any = Changeable()
-    _carried = ("_rules", "_options", "_selectors", "max_grad_norm", "ema_decay")  # what copies and pickles have beside torch's own
+    # What copies and pickles have beside torch's own.
+    _carried = ("_rules", "_options", "_selectors", "_gave_lr", "max_grad_norm", "ema_decay")
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class OptaxOptimizer(GroupedOptimizer):
         engine |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed, "ema_decay": ema_decay}
         torch_options = {name: hyperparams.pop(name) for name in groups.TORCH_OPTIONS & hyperparams.keys()}
         rule, defaults = as_rule(owner, tx, hyperparams)
+        self._gave_lr = gives_lr(type(self), tx, hyperparams)
         groups.make_tuples(defaults, rule)
         if not rule.scaled:
             groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | groups.TORCH_OPTIONS | _ENGINE)
@@ -144,7 +146,7 @@ class OptaxOptimizer(GroupedOptimizer):
         """What no copy or pickle carries."""
         self._signature = []
         self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
-        self._group_sizes: list[int] = []  # how many keys each group had when they were checked
+        self._group_keys: list[tuple[Any, ...]] = []  # of each group, when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = self._warned_of_frozen = False
 
@@ -178,6 +180,8 @@ class OptaxOptimizer(GroupedOptimizer):
         if self._signature is None:
             gc.collect()  # what an interrupted preparation has left, jax's references among it, may share the parameters' memory
         self._signature = None
+        if "_launches" in vars(self):
+            self._launches.is_outdated = True  # first: a step that compiles goes on even where this raises in a signal handler
         step.refuse_fork()
         for group in self.param_groups:  # it may be a plain dict that was put in by hand
             betas.take_betas(group, self._betas_of(self.rule_of(group)))
@@ -294,11 +298,11 @@ class OptaxOptimizer(GroupedOptimizer):
         Raises:
           ValueError: since the last call a key that is almost a known one has come into a group.
         """
-        sizes = list(map(len, self.param_groups))
-        if sizes != self._group_sizes:
+        keys = list(map(tuple, self.param_groups))
+        if keys != self._group_keys:
             for group in self.param_groups:
                 groups.check_keys(type(self).__name__, group, self.rule_of(group))
-            self._group_sizes = sizes
+            self._group_keys = keys
         get: Any = dict.get  # in C also for `betas.Group`
         signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
         for group, listed in zip(self.param_groups, self._listed, strict=False):
@@ -450,7 +454,7 @@ class OptaxOptimizer(GroupedOptimizer):
         launches, signature, self._signature = self._launches, self._signature, None
         with self.arrangement.explaining([self._active[i] for i in live]):
             found = launches.build(live, extra, scaled, hyperparams, checked, transaction)
-        if self._launches is not launches:  # a signal handler has loaded or changed the optimizer while this compiled
+        if launches.is_outdated or self._exchange.inside:  # a signal handler has loaded or changed the optimizer while this compiled
             return []
         self._sight.forget(launches.began)
         self._signature = signature

@@ -18,7 +18,7 @@ from . import betas, groups
 from .optimizer import OptaxOptimizer
 from .plan import Leaf
 from .selectors import Selectors, refuse_decay_mask
-from .transformation import as_rule
+from .transformation import as_rule, gives_lr
 
 _NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
 
@@ -73,6 +73,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         if not isinstance(transforms, Mapping) or not transforms:
             raise TypeError(f"{owner}: transforms is {transforms!r}; expected a dict from label to transformation.")
         rules = {label: as_rule(f"{owner}[{label!r}]", *_pair(given)) for label, given in transforms.items()}
+        self._gave_lr = {label: gives_lr(type(self), *_pair(given)) for label, given in transforms.items()}
         nobody, nothing = as_rule(owner, optax.set_to_zero, {})
         rules[_NOBODY] = nobody._replace(leaf_checks=(Check(_never, self._without_label),)), nothing
         self._defaults_of = {label: defaults for label, (_, defaults) in rules.items()}
@@ -85,8 +86,8 @@ class PartitionedOptimizer(OptaxOptimizer):
 
     _label_rules: Mapping[str, str] = MappingProxyType({})  # by name, of the parameters that a selector has labelled last
 
-    def _default_lr(self, group: Mapping[str, Any]) -> Any:
-        return self._defaults_of[group["label"]]["lr"]
+    def _default_lr(self, group: Mapping[str, Any]) -> tuple[Any, bool]:
+        return self._defaults_of[group["label"]]["lr"], self._gave_lr.get(group["label"], False)
 
     def _show_label_rules(self) -> None:
         """Let `report()` show what gave each parameter its label, where no mask has decided about it."""

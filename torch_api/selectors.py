@@ -6,6 +6,7 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -53,7 +54,8 @@ class _Lost(NamedTuple):
 class Selectors:
     """`mask`, `decay_mask`, `lr_scale` and, where there are any, `labels` of the constructor, by name.
 
-    A copy of the optimizer shares them. A pickle has those that pickle without a module; instead of the others it has a note, and
+    In a copy of the optimizer, modules and parameters in them are the copies, where the same `copy.deepcopy` has made some before
+    (`copy.deepcopy((model, optimizer))`). A pickle has those that pickle without a module; instead of the others it has a note, and
     a group that is added to the unpickled optimizer is then an error.
     """
 
@@ -80,8 +82,19 @@ class Selectors:
                 error.add_note(f"{self._owner}: {name} of the constructor also decides about parameters that are added.{_remedy(name)}")
             raise
 
-    def __deepcopy__(self, _: Any) -> Selectors:
-        return self
+    def refuse_nameless(self, name: str, group: int) -> None:
+        """Raise where a selector decides by names, for a parameter without one in an optimizer whose other parameters have names."""
+        given = [key for key, spec in self._specs.items() if key != "labels" and masks.reads_names(spec)]
+        if given:
+            raise ValueError(
+                f"{self._owner}: {name!r}, put into param group {group} by hand, has no name, and {given[0]} of the constructor decides by "
+                "name. Expected a name for each parameter in group['param_names']. Or use add_param_group."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Selectors:
+        twin = object.__new__(Selectors)
+        twin._owner, twin._specs = self._owner, {name: _with_copies(spec, memo) for name, spec in self._specs.items()}
+        return twin
 
     def __getstate__(self) -> dict[str, Any]:
         specs = {name: spec if _pickles(spec) else _Lost(_description(spec)) for name, spec in self._specs.items()}
@@ -100,6 +113,19 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.nn.Module):
             raise pickle.PicklingError(type(obj).__name__)
         return "tensor" if isinstance(obj, torch.Tensor) else None
+
+
+def _with_copies(spec: Any, memo: Mapping[int, Any]) -> Any:
+    """The spec with the copies of modules and parameters that are in the memo of a `copy.deepcopy`."""
+    if isinstance(spec, torch.nn.Module | torch.Tensor):
+        return memo.get(id(spec), spec)
+    if isinstance(spec, MethodType):
+        return MethodType(spec.__func__, _with_copies(spec.__self__, memo))
+    if type(spec) is dict:
+        return {key: _with_copies(value, memo) for key, value in spec.items()}
+    if type(spec) in (list, tuple, set):
+        return type(spec)(_with_copies(value, memo) for value in spec)
+    return spec
 
 
 def _pickles(spec: Any) -> bool:

@@ -152,6 +152,21 @@ def _rule(factory: _Factory, values: dict[str, Any], traceable: frozenset[str], 
     return Rule(factory, given=values, traceable=traceable, scaled=True, ready=ready, takes_extra=takes_extra)
 
 
+def gives_lr(owner: type, tx: Any, hyperparams: Mapping[str, Any]) -> bool:
+    """Whether the user has given the lr that groups begin with: it is no default of a class, nor the 1 of a ready transformation.
+
+    Args:
+      owner: the optimizer's class; one that has a default for `lr` passes it on.
+      tx, hyperparams: as of `as_rule`.
+    """
+    lr = hyperparams.get("lr", hyperparams.get("learning_rate"))
+    if lr is None:
+        return isinstance(tx, OptimizerDef)
+    constructors = (vars(cls).get("__init__") for cls in owner.__mro__)
+    arguments = (inspect.signature(function).parameters.get("lr") for function in constructors if inspect.isfunction(function))
+    return not any(argument is not None and argument.default is lr for argument in arguments)
+
+
 def multiplies(rule: Rule) -> bool:
     """Whether `lr` of the groups multiplies what the transformation gives, instead of being one of its own hyperparams."""
     return rule.scaled and "lr" not in rule.hyperparams

@@ -265,3 +265,111 @@ def test_a_copy_of_a_partitioned_optimizer_takes_a_group_with_a_label():
     twin = copy.deepcopy(optimizer)
     twin.add_param_group({"params": [("later", later)], "label": "a"})
     assert [row["label"] for row in twin.report().rows] == ["a", "a"]
+
+
+DECIDE = {
+    "name and parameter": lambda net: lambda name, param: param.ndim > 1,
+    "a callable object": lambda net: Callable(),
+    "a module": lambda net: net["body"],
+    "modules": lambda net: [net["body"][0], net["body"][1]],
+    "pairs": lambda net: [(net["body"][0], False), (lambda name, param: param.ndim > 1, True)],
+    "True": lambda net: True,
+    "None": lambda net: None,
+}
+BY_HAND = {
+    "appended": lambda optimizer, params: optimizer.param_groups[0]["params"].extend(params),
+    "a group": lambda optimizer, params: optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(params)}),
+}
+
+
+def nameless(net):
+    return [[p for _, p in part] for part in parts(net)]
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+@pytest.mark.parametrize("form", DECIDE)
+def test_a_selector_decides_about_parameters_put_by_hand_into_groups_without_names(form, way):
+    def make(params, net):
+        return torch_api.MaskedAdamW(params, weight_decay=0.1, mask=DECIDE[form](net), decay_mask=DECIDE[form](net))
+
+    net = model()
+    first, second = nameless(net)
+    expected = seen(make(first + second, net))
+    optimizer = make(first, net)
+    BY_HAND[way](optimizer, second)
+    assert seen(optimizer) == expected
+    for p in first + second:
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in first + second]
+    optimizer.step()
+    statuses = ["frozen" if torch.equal(p, q) else "trained" for p, q in zip(first + second, before, strict=True)]
+    assert statuses == [row[1] for row in expected]
+
+
+@pytest.mark.parametrize("form", ["a glob", "globs", "a regular expression", "name and parameter", "a name", "pairs", "a dict by prefix"])
+def test_a_parameter_put_by_hand_beside_others_with_names_needs_one_where_a_selector_decides_by_name(form):
+    net = model()
+    first, second = parts(net)
+    optimizer = torch_api.MaskedAdamW(first, lr=0.1, mask=MASKS[form](net))
+    optimizer.param_groups[0]["params"] += [p for _, p in second]
+    for _, p in first + second:
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for _, p in first + second]
+    for call in (optimizer.step, optimizer.report, optimizer.state_dict):
+        with pytest.raises(ValueError, match=r"put into param group 0 by hand, has no name, and mask .* group\['param_names'\]"):
+            call()
+    assert all(torch.equal(p, q) for (_, p), q in zip(first + second, before, strict=True))
+    optimizer.param_groups[0]["param_names"] += [name for name, _ in second]
+    assert seen(optimizer) == seen(torch_api.MaskedAdamW(first + second, lr=0.1, mask=MASKS[form](net)))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("form", ["None", "True", "a module", "parameters"])
+def test_a_selector_that_needs_no_names_decides_about_a_parameter_without_one(form):
+    net = model()
+    first, second = parts(net)
+    mask = [p for _, p in first[:1]] if form == "parameters" else MASKS[form](net)
+    optimizer = torch_api.MaskedAdamW(first, lr=0.1, mask=mask)
+    optimizer.param_groups[0]["params"] += [p for _, p in second]
+    at_once = torch_api.MaskedAdamW(first + second, lr=0.1, mask=mask)
+    assert [row[1] for row in seen(optimizer)] == [row[1] for row in seen(at_once)]
+
+
+HELD = {
+    "a module": lambda net: net["body"],
+    "modules": lambda net: [net["body"][1], net["body"][0]],
+    "pairs": lambda net: [(net["body"], True), ("*.0.bias", False)],
+    "parameters": lambda net: [net["body"][0].weight],
+    "pairs with parameters": lambda net: [([net["body"][0].weight], True), (net["body"][1], True)],
+    "a method of a module": lambda net: net.picks,
+}
+
+
+class Picking(torch.nn.ModuleDict):
+    def picks(self, name, param):
+        return any(param is p for p in self["body"].parameters())
+
+
+@pytest.mark.parametrize("form", HELD)
+def test_a_selector_of_a_copy_refers_to_what_was_copied_with_it(form):
+    net = Picking(dict(model()))
+    first, second = parts(net)
+    optimizer = torch_api.MaskedSGD(first, mask=HELD[form](net))
+    twin_net, twin = copy.deepcopy((net, optimizer))
+    alone = copy.deepcopy(optimizer)
+    twin.add_param_group({"params": parts(twin_net)[1]})
+    for one in (optimizer, alone):
+        one.add_param_group({"params": second})
+    assert seen(twin) == seen(optimizer) == seen(alone)
+    assert {row[1] for row in seen(twin)} == {"trained", "frozen"}
+
+
+def test_pairs_of_a_copied_multi_optimizer_refer_to_what_was_copied_with_it():
+    net = model()
+    first, second = parts(net)
+    optimizer = torch_api.MultiOptimizer(first, (net["body"], optax.sgd(0.1)))
+    twin_net, twin = copy.deepcopy((net, optimizer))
+    optimizer.add_param_group({"params": second})
+    twin.add_param_group({"params": parts(twin_net)[1]})
+    assert seen(twin) == seen(optimizer)
+    assert {row[1] for row in seen(twin)} == {"trained", "frozen"}

@@ -156,3 +156,55 @@ def test_a_copy_of_a_group_keeps_its_meaning():
         optimizer.add_param_group({**optimizer.param_groups[0], "params": list(net[2].parameters())})
         rates = [row["lr"] for row in optimizer.report().rows[::2]]
         assert rates == pytest.approx([BASE * s for s in (SCALES[0], SCALES[1], SCALES[0])])
+
+
+class WithDefault(torch_api.MaskedSGD):
+    def __init__(self, params, lr=0.2, **options):
+        super().__init__(params, lr=lr, **options)
+
+
+class Passing(torch_api.MaskedAdamW):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
+WITHOUT_LR = {
+    "SGD": torch_api.MaskedSGD,
+    "AdamW": torch_api.MaskedAdamW,
+    "a class of the user's": WithDefault,
+    "a class that passes all on": Passing,
+    "a ready transformation": lambda groups: torch_api.OptaxOptimizer(groups, optax.scale(-1.0)),
+    "a factory with a default": lambda groups: torch_api.OptaxOptimizer(groups, with_default),
+    "labels": lambda groups: torch_api.PartitionedOptimizer(groups, {"x": (with_default, {})}, labels=lambda name, p: "x"),
+}
+
+
+def with_default(learning_rate=0.3):
+    return optax.sgd(learning_rate)
+
+
+@pytest.mark.parametrize("name", WITHOUT_LR)
+def test_nothing_is_said_about_a_default_lr_that_the_user_has_not_given(name):
+    """The scaled lrs of the groups are all that there is."""
+    net = model()
+    optimizer = WITHOUT_LR[name](beit(net)[:2])
+    optimizer.add_param_group(beit(net)[2])
+    assert [row["lr"] for row in optimizer.report().rows[::2]] == pytest.approx([BASE * s for s in SCALES])
+    twin = copy.deepcopy(optimizer)
+    twin.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.07, "lr_scale": 0.1})
+    assert twin.report().rows[-1]["lr"] == pytest.approx(0.07)
+
+
+GIVEN = {
+    "by keyword": lambda groups: torch_api.MaskedSGD(groups, lr=1e-3),
+    "by position": lambda groups: torch_api.MaskedSGD(groups, 1e-3),
+    "to a class of the user's": lambda groups: WithDefault(groups, lr=0.5),
+    "to a factory": lambda groups: torch_api.OptaxOptimizer(groups, with_default, learning_rate=0.5),
+    "for a label": lambda groups: torch_api.PartitionedOptimizer(groups, {"x": (optax.sgd, {"lr": 0.5})}, labels=lambda name, p: "x"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_lr_that_the_user_has_given_is_named(name):
+    with pytest.warns(UserWarning, match=r"lr 0.025 and lr_scale 0.25, beside a default lr of (0.001|0.5)"):
+        GIVEN[name](beit(model()))

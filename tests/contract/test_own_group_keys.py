@@ -201,3 +201,30 @@ def test_a_hyperparameter_in_a_group_of_frozen_parameters_needs_no_label():
         "1.weight": "trained",
         "1.bias": "trained",
     }
+
+
+@pytest.mark.parametrize("removed", ["lr_mult", "depth"], ids=["an earlier key", "the latest key"])
+def test_a_near_miss_is_seen_where_another_key_was_removed_at_the_same_time(removed):
+    net = model()
+    optimizer = torch_api.MaskedAdamW(grouped(net, {"lr_mult": 5, "depth": 1}))
+    train = torch_api.JaxTrainStep(net, lambda model, x: model(x).square().sum(), optimizer)
+    step(net, optimizer)
+    del optimizer.param_groups[1][removed]
+    optimizer.param_groups[1]["wieght_decay"] = 0.1
+    before = [p.detach().clone() for p in net.parameters()]
+    for call in (lambda: step(net, optimizer), lambda: train(torch.ones(1, 3))):
+        with pytest.raises(ValueError, match="'weight_decay'"):
+            call()
+    assert all(map(torch.equal, before, net.parameters()))
+    optimizer.param_groups[1][removed] = optimizer.param_groups[1].pop("wieght_decay")
+    step(net, optimizer)
+
+
+def test_a_near_miss_in_a_group_that_was_exchanged_is_seen():
+    net = model()
+    optimizer = torch_api.MaskedAdamW(grouped(net, {"lr_mult": 5}))
+    step(net, optimizer)
+    last = optimizer.param_groups[1]
+    optimizer.param_groups[1] = {("lr_scales" if key == "lr_mult" else key): value for key, value in last.items()}
+    with pytest.raises(ValueError, match="'lr_scale'"):
+        step(net, optimizer)

@@ -142,3 +142,15 @@ def test_a_warning_that_is_an_error_changes_nothing():
     with pytest.raises(UserWarning, match="a learning rate of 1e-06"):
         torch_api.OptaxOptimizer(net.named_parameters(), optax.adam(1e-3), lr=1e-3)
     assert [p.data_ptr() for p in net.parameters()] == before
+
+
+def test_the_lr_of_a_ready_transformation_that_was_not_given_is_in_no_warning():
+    layers = [([(f"{i}.{name}", p) for name, p in layer.named_parameters()]) for i, layer in enumerate(model())]
+    scaled = [{"params": part, "lr_scale": 0.5} for part in layers]
+    own = [{"params": part, "lr": 1.0, "lr_scale": 0.5} for part in layers]
+    with_scale = [{"params": part, "lr": 0.1, "lr_scale": 0.5} for part in layers]
+    for groups in (scaled, own):
+        assert seen_in(lambda groups=groups: torch_api.OptaxOptimizer(groups, optax.adam(1e-3)))[1] == []
+    (text,) = seen_in(lambda: torch_api.OptaxOptimizer(with_scale, optax.adam(1e-3)))[1]
+    assert "a learning rate of 0.0001" in text
+    assert "default" not in text
