@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,17 @@ Dims = int | Sequence[int] | None
 def floating(x: Any) -> Any:
     """x in a floating type, as torch's functions of real numbers take integers."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(default_float())
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of floating arrays that computes half types in float32: jax's series is coarse for them, or refuses them."""
+
+    @functools.wraps(function)
+    def wide(*xs: Any) -> Any:
+        dtype = xs[-1].dtype
+        return function(*(x.astype(jnp.float32) for x in xs)).astype(dtype) if dtype.itemsize < 4 else function(*xs)
+
+    return wide
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:

@@ -12,7 +12,7 @@ import jax.scipy.linalg
 import torch
 
 from .torch_calls import op
-from .torch_ops import add, cast, floating, norm, sum_
+from .torch_ops import add, cast, floating, in_float32, norm, sum_
 from .traced import jax_dtype, promoted
 
 op("inner")(lambda input, other: jnp.inner(input, other))
@@ -69,7 +69,7 @@ def einsum(equation: Any, *operands: Any) -> Any:
     return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))
 
 
-op("linalg_matrix_exp", "matrix_exp")(lambda A: jax.scipy.linalg.expm(A))
+op("linalg_matrix_exp", "matrix_exp")(lambda A: in_float32(jax.scipy.linalg.expm)(A))
 
 
 @op("linalg_matrix_power")

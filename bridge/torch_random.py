@@ -79,9 +79,11 @@ def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = No
     """Normal numbers of this mean and deviation, neither of which has a gradient."""
     if size is None:
         size = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
-    drawn = _normal(next_key("torch.normal"), tuple(size), jax_dtype(dtype) if dtype else default_float())
+    like = next((x for x in (mean, std) if hasattr(x, "dtype")), None)
+    kind = jax_dtype(dtype) if dtype else default_float() if like is None else like.dtype
+    drawn = _normal(next_key("torch.normal"), tuple(size), kind)
     drawn, mean, std = jax.lax.stop_gradient(promoted(drawn, mean, std))
-    return drawn * std + mean
+    return (drawn * std + mean).astype(kind)
 
 
 @op("bernoulli", always=True)

@@ -14,8 +14,8 @@ from jax import lax
 from jax.scipy import special
 
 from .torch_calls import op
-from .torch_ops import clamp, floating, pow_
-from .traced import default_float, jax_dtype, promoted
+from .torch_ops import clamp, floating, in_float32, pow_
+from .traced import jax_dtype, promoted
 from .writes import unnoticed
 
 
@@ -57,7 +57,7 @@ i0.defjvps(lambda tangent, _, x: tangent * special.i1(x))
 def _polygamma(n: Any, input: Any) -> Any:
     """The function has the order first, the method the tensor."""
     n, x = (n, input) if isinstance(n, int) else (input, n)
-    return polygamma(n, floating(x))
+    return in_float32(functools.partial(polygamma, n))(floating(x))
 
 
 op("polygamma")(_polygamma)
@@ -73,11 +73,11 @@ def _register() -> None:
     one |= {f"special_{name}": getattr(special, name) for name in ("i0e", "i1", "i1e", "ndtr", "ndtri", "log_ndtr", "entr", "erfcx")
             if hasattr(special, name)}  # fmt: skip
     for name, f in one.items():
-        op(name)(lambda input, f=f: f(floating(input)))
+        op(name)(lambda input, f=f: in_float32(f)(floating(input)))
     two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": _xlog1py, "special_zeta": special.zeta, "igamma": special.gammainc}
     two |= {"special_gammainc": special.gammainc, "igammac": special.gammaincc, "special_gammaincc": special.gammaincc}
     for name, f in two.items():
-        op(name)(lambda input, other, f=f: f(*map(floating, promoted(input, other))))
+        op(name)(lambda input, other, f=f: in_float32(f)(*map(floating, promoted(input, other))))
     for name, f in {"isposinf": jnp.isposinf, "isneginf": jnp.isneginf, "isreal": jnp.isreal, "signbit": jnp.signbit}.items():
         op(name)(lambda input, f=f: f(input))
 
@@ -96,8 +96,12 @@ def logit(input: Any, eps: float | None = None) -> Any:
 @op("mvlgamma", "special_multigammaln")
 def mvlgamma(input: Any, p: int) -> Any:
     """The logarithm of the gamma function of p dims."""
-    x = floating(input)[..., None] - jnp.arange(p, dtype=default_float()) / 2
-    return jnp.sum(lax.lgamma(x), -1) + p * (p - 1) / 4 * math.log(math.pi)
+    return in_float32(functools.partial(_mvlgamma, p))(floating(input))
+
+
+def _mvlgamma(p: int, x: Any) -> Any:
+    terms = lax.lgamma(x[..., None] - jnp.arange(p, dtype=x.dtype) / 2)
+    return jnp.sum(terms, -1) + p * (p - 1) / 4 * math.log(math.pi)
 
 
 @op("frexp")
