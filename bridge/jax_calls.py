@@ -8,7 +8,8 @@ its results, and a jitted function runs as a part of the program that is traced.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 from .dlpack import x64
 from .patches import while_tracing
 from .trace import TRACE
+from .widths import is_wide
 
 _config: Any = jax.config
 _jit: Any = jax.jit
@@ -114,3 +116,49 @@ def _within(settings: list[Callable[[], Any]], rule: Callable[..., Any]) -> Call
             return rule(*args, **kwargs)
 
     return run
+
+
+def in_32_bits(jaxpr: Any, jitted: bool = False) -> Any:
+    """The program with rules of derivatives that see types of 32 bits in the functions that were jitted, and maybe traced, before.
+
+    Calls of those are not seen while the program is traced. A rule that has to do with values of 64 bits stays as it is, and so does one
+    that jax keeps in another form than we know.
+    """
+    eqns = [_eqn_in_32_bits(eqn, jitted) for eqn in jaxpr.eqns]
+    return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
+
+
+def _eqn_in_32_bits(eqn: Any, jitted: bool) -> Any:
+    inside = jitted or eqn.primitive.name in ("jit", "pjit")
+    new = {name: _param_in_32_bits(value, inside) for name, value in eqn.params.items()}
+    if jitted and not any(map(is_wide, _avals(eqn))):
+        new |= {name: rule.wrap(_narrow, (), None) for name in _RULES if hasattr(rule := eqn.params.get(name), "wrap")}
+    return eqn if all(new[name] is value for name, value in eqn.params.items()) else eqn.replace(params=new)
+
+
+def _param_in_32_bits(value: Any, jitted: bool) -> Any:
+    if hasattr(getattr(value, "jaxpr", None), "eqns"):  # a closed one
+        body = in_32_bits(value.jaxpr, jitted)
+        return value if body is value.jaxpr else value.replace(jaxpr=body)
+    if hasattr(value, "eqns"):
+        return in_32_bits(value, jitted)
+    if isinstance(value, tuple):
+        new = tuple(_param_in_32_bits(x, jitted) for x in value)
+        return value if all(map(operator.is_, new, value)) else new
+    return value
+
+
+# What jax 0.8 to 0.10 call the rules among the parameters of a call.
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+
+
+def _narrow(rule: Callable[..., Any], *args: Any) -> Any:
+    with x64(False):
+        return rule(*args)
+
+
+def _avals(eqn: Any) -> Iterator[Any]:
+    yield from (v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
+    body = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
+    for inner in getattr(body, "eqns", ()):
+        yield from _avals(inner)

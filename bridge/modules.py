@@ -161,6 +161,7 @@ def traced_call(
             held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
     with joined().RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
+        TRACE.home = None if buffers is None else trace_state()
         TRACE.stand_in = stand_in = StandIn(module, named, held, train)
         inputs, keywords = _inputs((tuple(args), dict(kwargs or {})))
         TRACE.doubles, TRACE.tensors = stand_in.doubles, stand_in.tensors

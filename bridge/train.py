@@ -31,6 +31,7 @@ from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
 from .fusion import compiled
 from .half_sums import summed_in_float32
+from .jax_calls import in_32_bits
 from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
@@ -54,12 +55,20 @@ class Forward:
     function: traced with 64-bit types on.
     params, buffers: the shapes and dtypes of the module's tensors by name; `function` gets lists in their order.
     batch: arrays, or anything that has shape and dtype.
+    narrow: whether code in jax in it sees types of 32 bits nevertheless.
 
     reaches: the parameters that the loss can have a gradient of. changed: the buffers that come back as others. random:
     whether the seed matters.
     """
 
-    def __init__(self, function: Callable[..., Any], params: Mapping[str, Spec], buffers: Mapping[str, Spec], batch: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        params: Mapping[str, Spec],
+        buffers: Mapping[str, Spec],
+        batch: Sequence[Any],
+        narrow: bool = False,
+    ) -> None:
         self.function = function
         self.params, self.buffers = dict(params), dict(buffers)
         self.batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch]
@@ -68,6 +77,7 @@ class Forward:
         with default_settings():
             traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
         closed, (_, aux, _) = traced
+        closed = closed.replace(jaxpr=in_32_bits(closed.jaxpr)) if narrow else closed
         self.aux = len(aux)
         jaxpr: Any = closed.jaxpr
         self.calls_back = calls_back(jaxpr)

@@ -33,7 +33,7 @@ class TracedLoss:
         self._names = list(watch.params), list(watch.buffers)
         given = [*(numpy_dtype(p.dtype) for p in watch.params.values()), *(x.dtype for x in items.arrays)]
         wide = any(dtype in (np.float64, np.complex128) for dtype in given)
-        self._x64: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        self.keeps_64_bits: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree: Any = None
         self._outside: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -43,7 +43,7 @@ class TracedLoss:
         own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
         constants: dict[int, Any] = {}
         given = self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch)
-        result, after = traced_call(*given, rng=jax.random.key(seed), x64=self._x64, constants=constants)
+        result, after = traced_call(*given, rng=jax.random.key(seed), x64=self.keeps_64_bits, constants=constants)
         self._outside = [tensor for tensor, _ in constants.values() if not tensor.is_inference()]
         self._versions = list(map(_version, self._outside))
         loss, aux = self._parted(result)
@@ -95,7 +95,7 @@ def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: b
         {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
     ]
     function, draws = TracedLoss(module, loss_fn, has_aux, watch, items), Draws(module, loss_fn)
-    forward = train.Forward(function, specs[0], specs[1], items.arrays)
+    forward = train.Forward(function, specs[0], specs[1], items.arrays, narrow=not function.keeps_64_bits)
     sources = draws.sources()
     if sources:
         warnings.warn(
