@@ -142,22 +142,30 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """input + alpha * other."""
     a, b = promoted(input, other)
     if a.dtype == bool:
-        return jnp.logical_or(a, b)
-    return a + (b if isinstance(alpha, int | float) and alpha == 1 else b * jnp.asarray(alpha, b.dtype))
+        return jnp.logical_or(a, jnp.logical_and(b, alpha))
+    return a + _times(b, alpha)
+
+
+def _times(x: Any, alpha: Any) -> Any:
+    """x multiplied by a number, which wraps around where the dtype has no negative ones, as in torch."""
+    if isinstance(alpha, int | float) and alpha == 1:
+        return x
+    dtype = jax_dtype(torch.int64) if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else x.dtype
+    return x * jnp.asarray(alpha, dtype).astype(x.dtype)
 
 
 @op("sub", "subtract", "__sub__")
 def sub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """input - alpha * other."""
     a, b = promoted(input, other)
-    return a - (b if isinstance(alpha, int | float) and alpha == 1 else b * jnp.asarray(alpha, b.dtype))
+    return a - _times(b, alpha)
 
 
 @op("rsub", "__rsub__")
 def rsub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """other - alpha * input."""
     a, b = promoted(input, other)
-    return b - a * jnp.asarray(alpha, a.dtype)
+    return b - _times(a, alpha)
 
 
 @op("div", "divide", "true_divide", "__div__", "__truediv__")
@@ -317,7 +325,8 @@ def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dt
     """A sum; of bools and small integers in int64, as torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
-    return jnp.sum(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
+    input = cast(input, dtype)
+    return jnp.sum(input, axis=axes(dim), keepdims=keepdim, dtype=input.dtype)
 
 
 @op("mean")
@@ -333,7 +342,8 @@ def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: to
     """A product."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
-    return jnp.prod(cast(input, dtype), axis=dim, keepdims=keepdim)
+    input = cast(input, dtype)
+    return jnp.prod(input, axis=dim, keepdims=keepdim, dtype=input.dtype)
 
 
 @op("var")

@@ -98,7 +98,8 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
     pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else [[d] if isinstance(d, int) else d for d in dims]
     for i, j in zip(*pairs, strict=True):
         if a.shape[i] != b.shape[j]:
-            a, b = (a, jnp.sum(b, j, keepdims=True)) if a.shape[i] == 1 else (jnp.sum(a, i, keepdims=True), b)
+            whole = [jnp.sum(x, d, keepdims=True, dtype=x.dtype) for x, d in ((a, i), (b, j))]
+            a, b = (a, whole[1]) if a.shape[i] == 1 else (whole[0], b)
     return jnp.tensordot(a, b, axes=tuple(map(tuple, pairs)))
 
 

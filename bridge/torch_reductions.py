@@ -25,14 +25,16 @@ def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
 @lines
 def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Sums from the start."""
-    return jnp.cumsum(cast(input, _summed(input, dtype)), axis=dim)
+    input = cast(input, _summed(input, dtype))
+    return jnp.cumsum(input, axis=dim, dtype=input.dtype)
 
 
 @op("cumprod")
 @lines
 def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """Products from the start."""
-    return jnp.cumprod(cast(input, _summed(input, dtype)), axis=dim)
+    input = cast(input, _summed(input, dtype))
+    return jnp.cumprod(input, axis=dim, dtype=input.dtype)
 
 
 def _summed(x: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -73,7 +75,7 @@ def sum_to_size(input: Any, *size: Any) -> Any:
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     lead = input.ndim - len(shape)
     dims = [d for d in range(input.ndim) if d < lead or (shape[d - lead] == 1 and input.shape[d] != 1)]
-    return jnp.sum(input, axis=tuple(dims)).reshape(shape) if dims else input
+    return sum_(input, dims).reshape(shape) if dims else input
 
 
 @op("diff")

@@ -100,6 +100,14 @@ def _nearest(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None]
     return x
 
 
+def _in_floats(resize: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """Of integers, the nearest ones to what floating-point numbers give."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return resize(x, *args)
+    bounds = jnp.iinfo(x.dtype)
+    return jnp.clip(jnp.round(resize(x.astype(jnp.float32), *args)), bounds.min, bounds.max).astype(x.dtype)
+
+
 def _dims(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None]) -> list[tuple[int, int, float | None]]:
     """Axis, size and factor of each dim behind the channels."""
     scales = list(scales) or [None] * (x.ndim - 2)
@@ -120,13 +128,13 @@ def _register() -> None:
     for name, taps in {"linear1d": _linear, "bilinear2d": _linear, "trilinear3d": _linear, "bicubic2d": _cubic}.items():
 
         def smooth(input: Any, output_size: Any, align_corners: bool, scale_factors: Any = None, taps: _Taps = taps) -> Any:
-            return _resized(input, output_size, align_corners, scale_factors or (), taps)
+            return _in_floats(_resized, input, output_size, align_corners, scale_factors or (), taps)
 
         op(f"upsample_{name}")(smooth)
     for name, kernel in _FILTERS.items():
 
         def smoothed(input: Any, output_size: Any, align_corners: bool, scale_factors: Any = None, kernel: Any = kernel) -> Any:
-            return _smoothed(input, output_size, align_corners, scale_factors or (), kernel)
+            return _in_floats(_smoothed, input, output_size, align_corners, scale_factors or (), kernel)
 
         op(f"_upsample_{name}2d_aa")(smoothed)
 

@@ -63,6 +63,13 @@ def _polygamma(n: Any, input: Any) -> Any:
 op("polygamma")(_polygamma)
 
 
+def _zeta(x: Any, q: Any) -> Any:
+    """Hurwitz's; infinite at its poles, NaN where it is not real, as in torch."""
+    outside = jnp.where(q == jnp.floor(q), jnp.inf, jnp.where(x == jnp.floor(x), special.zeta(x, q), jnp.nan))
+    out = jnp.where(q <= 0, outside, special.zeta(x, q))
+    return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, out))
+
+
 def _xlog1py(x: Any, y: Any) -> Any:
     return special.xlog1py(jnp.where((x == 0) & (y <= -1), lax.stop_gradient(x), x), y)
 
@@ -74,7 +81,7 @@ def _register() -> None:
             if hasattr(special, name)}  # fmt: skip
     for name, f in one.items():
         op(name)(lambda input, f=f: in_float32(f)(floating(input)))
-    two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": _xlog1py, "special_zeta": special.zeta, "igamma": special.gammainc}
+    two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": _xlog1py, "special_zeta": _zeta, "igamma": special.gammainc}
     two |= {"special_gammainc": special.gammainc, "igammac": special.gammaincc, "special_gammaincc": special.gammaincc}
     for name, f in two.items():
         op(name)(lambda input, other, f=f: in_float32(f)(*map(floating, promoted(input, other))))

@@ -196,6 +196,10 @@ def test_integers_have_the_dtype_and_values_of_torch():
         "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
         "relu": F.relu,
         "vander": lambda x: torch.vander(x[0].to(torch.int32)),
+        "sums in a dtype": lambda x: x.sum(0, dtype=torch.int32) + x.cumsum(0, dtype=torch.int32) + x.prod(0, dtype=torch.int32),
+        "sum_to_size": lambda x: x.to(torch.uint8).sum_to_size(1, 1),
+        "sums of bytes and bools": lambda x: torch.sub(x.to(torch.uint8), 1, alpha=-3) + torch.add(x > 1, x > 2, alpha=False),
+        "zeta": lambda x: torch.special.zeta(torch.tensor([1, 2, -1, 3, 3]), torch.tensor([2, -1, 2, 2, 0])) + x[0, 0],
         "any and all": lambda x: torch.stack([x.to(torch.uint8).any(), x.to(torch.uint8).all()]),
         "square and kron of bools": lambda x: (x > 1).square() + torch.kron(x[0, :2] > 1, x[0, :2] > 1),
         "sqrt": lambda x: torch.sqrt(x * x),
@@ -228,6 +232,7 @@ def test_integers_have_the_dtype_and_values_of_torch():
         "avg_pool2d without the padding": lambda x: F.avg_pool2d(x, 3, 2, padding=1, count_include_pad=False),
         "avg_pool2d by a divisor": lambda x: F.avg_pool2d(-x, 2, divisor_override=3),
         "avg_pool3d": lambda x: F.avg_pool3d(x.reshape(1, 4, 2, 2), 2),
+        "interpolate of bytes": lambda x: F.interpolate((x * 16)[None].to(torch.uint8), scale_factor=2, mode="bilinear"),
         "max_pool2d": lambda x: F.max_pool2d(x, 2, padding=1),
         "max_pool2d of places": lambda x: F.max_pool2d(x, 2, padding=1, return_indices=True)[0],
     }
