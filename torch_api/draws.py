@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,13 @@ def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _named(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """What the variables that a function's code names hold: free ones, global ones, and those of functions among them."""
+    """The generators in variables that a function's code names: free ones, global ones, those of functions among them; and of a method."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        own = getattr(function.__self__, "__dict__", {})
+        yield from ((name, x) for name, x in own.items() if _is_generator(x))
+        function = function.__func__
     if not isinstance(function, FunctionType):
         return
     variables = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}

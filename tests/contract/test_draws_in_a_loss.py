@@ -56,6 +56,20 @@ def test_a_draw_warns_once(kind):
     assert step(torch.ones(2, 3)) == step(torch.ones(2, 3))
 
 
+def test_a_draw_of_an_object_whose_method_is_the_loss_warns():
+    class Trainer:
+        generator = None
+
+        def loss(self, model, x):
+            return model(x).mean() * self.generator.beta(0.4, 0.4)
+
+    trainer, model = Trainer(), nn.Linear(3, 1)
+    trainer.generator = np.random.default_rng(0)
+    step = torch_api.JaxTrainStep(model, trainer.loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.0))
+    with pytest.warns(UserWarning, match="generator, a generator of NumPy"):
+        step(torch.ones(2, 3))
+
+
 def test_a_draw_of_the_model_warns():
     class Drops(nn.Linear):
         def __init__(self):
