@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import checkpoint
 
-from .patches import patched, while_tracing
+from .patches import patched, redirected, while_tracing
 from .torch_calls import Mode, follow, leaves, unsupported
 from .trace import TRACE, next_key, where_now
 from .traced import Traced, as_array, as_traced
@@ -34,7 +34,7 @@ def tracing(**values: Any) -> Iterator[None]:
     before = dict(TRACE.__dict__)
     TRACE.__dict__.update(values)
     try:
-        with patched(), torch.enable_grad(), Mode():
+        with patched(), redirected(TRACE.doubles), torch.enable_grad(), Mode():
             yield
     finally:
         TRACE.__dict__.clear()

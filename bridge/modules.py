@@ -51,6 +51,7 @@ from .dlpack import x64 as scope
 from .dynamo import not_traced_where_imported
 from .masks import near, path_name
 from .originals import not_redirected
+from .patches import redirected
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
 from .trace import TRACE, Keys, trace_state
@@ -166,7 +167,7 @@ def traced_call(
         inputs, keywords = _inputs((tuple(args), dict(kwargs or {})))
         TRACE.doubles, TRACE.tensors = stand_in.doubles, stand_in.tensors
         try:
-            with nullcontext() if x64 is None else scope(x64):
+            with redirected(stand_in.doubles), nullcontext() if x64 is None else scope(x64):
                 out = function(stand_in.root, *inputs, **keywords)
         finally:
             TRACE.doubles = TRACE.tensors = {}

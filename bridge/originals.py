@@ -21,52 +21,46 @@ import torch
 from jax.core import Tracer
 from torch import nn
 
-from .patches import while_tracing
+from .patches import redirects
 from .registered import is_torchish
 from .trace import TRACE
 from .traced import Traced
 
 UNNAMED = "?"  # a module that is held in an attribute and is no submodule
-_setattr: Any = nn.Module.__setattr__
-_delattr: Any = nn.Module.__delattr__
-_call: Any = nn.Module.__call__
 
 
-def _attribute(self: nn.Module, name: str) -> Any:
-    return object.__getattribute__(TRACE.doubles.get(id(self), self), name)
+def _reading(theirs: Any) -> Any:
+    return lambda self, name: theirs(TRACE.doubles.get(id(self), self), name)
 
 
-def _set(self: nn.Module, name: str, value: Any) -> None:
-    _setattr(TRACE.doubles.get(id(self), self), name, value)
+def _writing(theirs: Any) -> Any:
+    return lambda self, name, value: theirs(TRACE.doubles.get(id(self), self), name, value)
 
 
-def _delete(self: nn.Module, name: str) -> None:
-    _delattr(TRACE.doubles.get(id(self), self), name)
-
-
-def _called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A module's call. Of the original it is an error in code outside of all modules, which was given the double."""
-    if TRACE.dispatch is None:
-        return _call(self, *args, **kwargs)
-    double = None if TRACE.within else TRACE.doubles.get(id(self))
-    if double is not None and (name := double.__dict__["forward"].name) != UNNAMED:
-        raise _with_line(
-            ValueError(
-                f"The original module {f'{name!r} ' if name else ''}({type(self).__name__}) is called, and its parameters are those of "
-                "torch, not of the traced program. Call the model that loss_fn receives as its first argument, or a part of it."
+def _calling(theirs: Any) -> Any:
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module. Code outside of all modules was given the double, and what it calls there should be that."""
+        if TRACE.dispatch is None:
+            return theirs(self, *args, **kwargs)
+        double = None if TRACE.within else TRACE.doubles.get(id(self))
+        name = UNNAMED if double is None else double.__dict__["forward"].name
+        if double is not None and name != UNNAMED and any(p.requires_grad for p in double.parameters()):
+            raise _with_line(
+                ValueError(
+                    f"The original module {f'{name!r} ' if name else ''}({type(self).__name__}) is called, and its parameters are those of "
+                    "torch, not of the traced program. Call the model that loss_fn receives as its first argument, or a part of it."
+                )
             )
-        )
-    before, TRACE.within = TRACE.within, True
-    try:
-        return _call(self, *args, **kwargs)
-    finally:
-        TRACE.within = before
+        before, TRACE.within = TRACE.within, True
+        try:
+            return theirs(self, *args, **kwargs)
+        finally:
+            TRACE.within = before
+
+    return called
 
 
-while_tracing(nn.Module, "__getattribute__", _attribute)
-while_tracing(nn.Module, "__setattr__", _set)
-while_tracing(nn.Module, "__delattr__", _delete)
-while_tracing(nn.Module, "__call__", _called)
+redirects({"__getattribute__": _reading, "__setattr__": _writing, "__delattr__": _reading, "__call__": _calling})
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -45,6 +45,49 @@ def patched() -> Iterator[None]:
             _tracing -= 1
             if not _tracing:
                 _undo.close()
+
+
+_redirects: dict[str, Callable[[Any], Any]] = {}
+_redirected: dict[type, tuple[int, ExitStack]] = {}  # a class -> in how many traces, and what undoes it
+
+
+def redirects(methods: dict[str, Callable[[Any], Any]]) -> None:
+    """Have methods of these names, made of a class's own, on the classes of modules that are traced."""
+    _redirects.update(methods)
+
+
+@contextmanager
+def redirected(doubles: Mapping[int, Any]) -> Iterator[None]:
+    """The time in which code may refer to the originals of these doubles.
+
+    Only the classes of these modules are changed: Python updates each subclass of a class that is.
+    """
+    classes = set(map(type, doubles.values()))
+    with _lock:
+        for kind in classes:
+            count, undo = _redirected.get(kind) or (0, _redirect(kind))
+            _redirected[kind] = count + 1, undo
+    try:
+        yield
+    finally:
+        with _lock:
+            for kind in classes:
+                count, undo = _redirected.pop(kind)
+                if count > 1:
+                    _redirected[kind] = count - 1, undo
+                else:
+                    undo.close()
+
+
+def _redirect(kind: type) -> ExitStack:
+    undo = ExitStack()
+    for name, make in _redirects.items():
+        if name in vars(kind):
+            undo.callback(setattr, kind, name, vars(kind)[name])
+        else:
+            undo.callback(delattr, kind, name)
+        setattr(kind, name, make(getattr(kind, name)))
+    return undo
 
 
 _compile: Any = torch.compile

@@ -307,3 +307,29 @@ def test_a_forward_that_was_wrapped_on_the_instance():
     net.forward = lambda x: plain(x) * 2
     got = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, net(X).detach(), rtol=1e-6)
+
+
+def test_a_loss_may_call_parts_of_the_original_that_nothing_trains():
+    net = nn.ModuleDict({"body": nn.Linear(3, 2), "act": nn.Softplus(), "head": nn.Linear(2, 2).requires_grad_(False)})
+    act, head = net["act"], net["head"]
+
+    class Criterion(nn.Module):
+        def forward(self, y):
+            return head(y).square().mean()
+
+    criterion = Criterion()
+
+    def loss(model, x):
+        return criterion(act(model["body"](x))) + head(model["body"](x)).mean()
+
+    step = torch_api.JaxTrainStep(net, loss, torch_api.MaskedSGD(net["body"].named_parameters(), lr=0.1))
+    expected = loss(net, X)
+    np.testing.assert_allclose(step(X), expected.detach(), rtol=1e-5)
+
+
+def test_classes_are_as_before_when_a_trace_has_ended():
+    net = Base(lambda m: setattr(m, "activation", of(m)))
+    kinds = [type(net), nn.Linear, nn.Module]
+    before = [dict(vars(kind)) for kind in kinds]
+    bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+    assert [dict(vars(kind)) for kind in kinds] == before
