@@ -89,7 +89,7 @@ def frac(input: Any) -> Any:
 
 
 def _register_binary() -> None:
-    table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": _log_add_exp, "xlogy": _xlogy}
+    table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": log_add_exp, "xlogy": _xlogy}
     table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot}
     table |= {"fmax": lambda a, b: jnp.where((a >= b) | (b != b), a, b), "fmin": lambda a, b: jnp.where((a <= b) | (b != b), a, b)}
     table |= {"mul": _mul, "multiply": _mul, "__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
@@ -120,7 +120,7 @@ def _xlogy(a: Any, b: Any) -> Any:
     return jax.scipy.special.xlogy(jnp.where((a == 0) & (b <= 0), lax.stop_gradient(a), a), b)
 
 
-def _log_add_exp(a: Any, b: Any) -> Any:
+def log_add_exp(a: Any, b: Any) -> Any:
     """log(exp(a) + exp(b)). Of complex numbers torch adds the one with the larger real part behind the logarithm: no angle is taken off."""
     if not jnp.iscomplexobj(a):
         return jnp.logaddexp(a, b)

@@ -10,7 +10,7 @@ import torch
 from jax import lax
 
 from .torch_calls import op
-from .torch_ops import Dims, axes, cast, div, floating, lines, nonzero, sum_
+from .torch_ops import Dims, axes, cast, div, floating, lines, log_add_exp, nonzero, sum_
 from .traced import jax_dtype, promoted
 
 
@@ -45,8 +45,17 @@ def _summed(x: Any, dtype: torch.dtype | None) -> torch.dtype | None:
 @op("logcumsumexp")
 @lines
 def logcumsumexp(input: Any, dim: int) -> Any:
-    """`logsumexp` from the start."""
-    return lax.cumlogsumexp(floating(input), axis=dim % input.ndim)
+    """`logsumexp` from the start; of complex numbers one after the other, as torch, for that decides by how many turns an angle grows."""
+    x = floating(input)
+    if not jnp.iscomplexobj(x):
+        return lax.cumlogsumexp(x, axis=dim % x.ndim)
+
+    def append(total: Any, x: Any) -> Any:
+        total = log_add_exp(x, total)
+        return total, total
+
+    rows = jnp.moveaxis(x, dim, 0)
+    return jnp.moveaxis(lax.scan(append, jnp.full(rows.shape[1:], -jnp.inf, x.dtype), rows)[1], 0, dim)
 
 
 @op("nansum")

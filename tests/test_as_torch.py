@@ -149,7 +149,7 @@ def test_values_and_gradients_are_torchs(name):
         (torch_index, "_parted", lambda key: (key, None), "index: number and tensor"),
         (torch_ops, "root", jax.numpy.sqrt, "slope: std"),
         (torch_ops, "flat_at_zero", lambda function, x: function(x), "slope: norm 3"),
-        (slopes.jnp, "sign", lambda x: jax.numpy.ones_like(x), "slope: abs"),
+        (slopes, "sign", lambda x: jax.numpy.ones_like(x), "slope: abs"),
     ],
 )
 def test_a_broken_one_is_caught(where, name, broken, case, monkeypatch):
