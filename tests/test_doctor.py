@@ -70,6 +70,7 @@ PROBLEMS = {
     "no plugin, not started": (changed(ON_GPU, plugins=(), jax_devices=None), "devices", "error", "no plugin", r"maskbridge\[cuda\]"),
     "jax kept off": (changed(ON_GPU, env={"JAX_PLATFORMS": "cpu"}), "devices", "warning", "JAX_PLATFORMS=cpu keeps jax off", "unset"),
     "other numbers": (changed(ON_GPU, torch_gpus=1), "devices", "warning", "torch sees 1 GPUs, jax has 2 gpu", "CUDA_VISIBLE_DEVICES"),
+    "no CPU for jax": (changed(ON_GPU, env={"JAX_PLATFORMS": "cuda"}), "devices", "note", "leaves out the CPU", "JAX_PLATFORMS=cuda,cpu"),
     "no GPU for torch": (changed(ON_GPU, torch_gpus=0, torch_cuda=None), "devices", "warning", "where no tensor is", "JAX_PLATFORMS=cpu"),
     "jax does not start": (
         changed(env={"JAX_PLATFORMS": "cuda"}, failure="AssertionError"),
