@@ -39,8 +39,10 @@ def _as_given_by_jit(tree: Any) -> Any:
 
 def _jitted(*args: Any, **options: Any) -> Any:
     made = _jit(*args, **options)
-    if not args or not _writes_buffers():
+    if not _writes_buffers():
         return made
+    if not args:  # of options alone, a decorator
+        return functools.partial(_jitted, **options)
     (function,) = args
 
     @functools.wraps(function, updated=())

@@ -89,8 +89,11 @@ class StandIn:
         return bool(self._buffers)
 
     def refuse_lost(self, module: str | None = None) -> None:
-        """Raise where a buffer, of this submodule alone, has a value that ends with a function which jax traces within ours."""
-        if module is not None and trace_state() == TRACE.home:
+        """Raise where a buffer, of this submodule alone, has a value that ends with a function which jax traces within ours.
+
+        Not where new values are dropped, because nobody gave any.
+        """
+        if TRACE.home is None or (module is not None and trace_state() == TRACE.home):
             return
         own = [name for name in self._buffers if module is None or name.rpartition(".")[0] == module]
         now = {name: as_array(tensor) for name, tensor in self.buffers()} if own else {}
@@ -112,7 +115,7 @@ class StandIn:
         @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
             home, values = TRACE.home, self._values
-            TRACE.home, self._values = trace_state(), before
+            TRACE.home, self._values = None if home is None else trace_state(), before
             try:
                 out = function(*args, **kwargs)
                 self.refuse_lost()

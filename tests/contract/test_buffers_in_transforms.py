@@ -148,6 +148,23 @@ def test_module_functions_carry_buffers_through_checkpoints_of_the_module():
     np.testing.assert_allclose(new["body"]["1"]["running_var"], model.body[1].running_var.numpy(), rtol=1e-4, atol=1e-5)
 
 
+def test_new_values_that_nobody_asks_for_may_be_lost():
+    class Looped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return jax.lax.scan(lambda x, _: (jnp.asarray(self.norm(x)), None), jnp.asarray(x), None, length=2)[0]
+
+    model, x = Looped(), torch.randn(4, 3)
+    fn, params, buffers = bridge.module_function(model), bridge.module_tree(model), bridge.module_buffers(model)
+    expected = model.norm(model.norm(x)).detach().numpy()
+    np.testing.assert_allclose(fn(params, jnp.asarray(x.numpy()), train=True), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"the buffer 'norm\.running_mean'"):
+        fn(params, jnp.asarray(x.numpy()), buffers=buffers, train=True)
+
+
 def test_buffers_as_the_carry_of_a_scan_keep_their_dtypes():
     model, twin, xs = net(), net(), torch.randn(3, 4, 3)
     fn, params, buffers = bridge.module_function(model), bridge.module_tree(model), bridge.module_buffers(model)
