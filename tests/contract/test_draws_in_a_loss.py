@@ -26,10 +26,8 @@ def closed_over():
 
 
 DRAWS = {
-    "numpy.random.rand": (np.random.rand, "numpy.random"),
     "numpy.random.beta": (lambda: np.random.beta(0.4, 0.4), "numpy.random"),
     "permutation": (lambda: torch.ones(2)[np.random.permutation(2)].sum(), "numpy.random"),
-    "random.random": (random.random, "by random "),
     "random.choice": (lambda: random.choice([1.0, 2.0]), "by random "),
     "a generator of the module's file": (lambda: GENERATOR.random(), "GENERATOR, a generator of NumPy"),
     "one in a helper function": (helper, "GENERATOR, a generator of NumPy"),
@@ -89,7 +87,6 @@ def fixed():
 
 SILENT = {
     "torch.rand": lambda: torch.rand(()),
-    "torch's Beta": lambda: torch.distributions.Beta(torch.tensor(0.4), torch.tensor(0.4)).sample(),
     "a seeded generator that is made in the loss": fixed,
     "jax": lambda: jax.random.uniform(jax.random.key(0)),
     "constants of numpy": lambda: np.ones(()).item(),
