@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CLIENTS := .venv-clients
 BENCH := .venv-bench
+TORCHAX := .venv-torchax
 
-.PHONY: demo test check bench docs test-bench test-oldest test-clients test-wheel clean
+.PHONY: demo test check nightly bench torchax docs test-bench test-oldest test-clients test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -19,11 +20,19 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
+# What takes too long for every change: each operator of torch's database with each kind of samples, some minutes on 2 cores.
+nightly: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 -m nightly
+
 # Three quarters of an hour on 2 cores: figures of this class of machine, the picture beside them, the tables of benchmarks/README.md.
 bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/step.py --compiled
 	$(BENCH)/bin/python benchmarks/plots.py
 	$(BENCH)/bin/python benchmarks/report.py
+
+# Own tracing beside torchax: docs/torchax.md. A quarter of an hour on 2 cores.
+torchax: $(TORCHAX)/.installed
+	$(TORCHAX)/bin/python benchmarks/against_torchax.py --stable $(TORCHAX)/stable
 
 # Every section of the benchmark, shrunk: the two that take minutes too.
 test-bench: $(VENV)/.installed
@@ -31,7 +40,7 @@ test-bench: $(VENV)/.installed
 
 # The table of all transformations and that of bad inputs, from running them.
 docs: $(VENV)/.installed
-	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/test_errors.py
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/test_errors.py tests/test_op_db.py::test_the_page_has_each_operator
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed
@@ -76,5 +85,14 @@ $(BENCH)/.installed: pyproject.toml requirements/constraints.txt requirements/be
 	$(BENCH)/bin/python -m pip install -q -e ".[bench]" -c requirements/constraints.txt -c requirements/bench.txt
 	touch $@
 
+# The pre-release of torchax, which asks for no version of torch; the stable release in a folder beside it, to see whether it is imported.
+$(TORCHAX)/.installed: pyproject.toml requirements/constraints.txt requirements/clients.txt requirements/torchax.txt
+	$(PYTHON) -m venv $(TORCHAX)
+	$(TORCHAX)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
+	$(TORCHAX)/bin/python -m pip install -q -e . transformers diffusers tqdm --group test -c requirements/constraints.txt -c requirements/clients.txt
+	$(TORCHAX)/bin/python -m pip install -q --no-deps -r requirements/torchax.txt
+	$(TORCHAX)/bin/python -m pip install -q --no-deps --target $(TORCHAX)/stable torchax==0.0.13
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(BENCH) .venv-wheel build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) $(BENCH) $(TORCHAX) .venv-wheel build dist *.egg-info

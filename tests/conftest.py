@@ -35,7 +35,10 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # of xdist, which would begin with the files of most tests
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "nightly" not in config.option.markexpr:  # `-m "not slow"` too; `make nightly` asks for them
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     rank = {f"test_{name}": i for i, name in enumerate(LONG.split())}
     for item in items:
         if item.path.stem not in CHECKED:

@@ -117,6 +117,11 @@ def test_the_figures_of_the_readme_are_those_of_the_results(tmp_path):
     assert readme.read_text() == (FOLDER / "README.md").read_text()
 
 
+def test_the_page_about_torchax_is_of_its_results(tmp_path):
+    run("against_torchax", "--report", "--page", tmp_path / "torchax.md")
+    assert (tmp_path / "torchax.md").read_text() == (FOLDER.parent / "docs" / "torchax.md").read_text()
+
+
 def test_the_growth_is_drawn(results):
     pytest.importorskip("matplotlib")
     run("plots", "--results", results[0].parent)
