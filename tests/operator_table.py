@@ -69,8 +69,6 @@ def _known(kind, part, why, names):
 
 _TIES = "the index among equal numbers is another"
 _known("int64", "forward", _TIES, "kthvalue mode topk")
-_known("int64", "forward", "outside of its domain other numbers are infinite or NaN", "special.zeta")
-_known("complex64", "forward", "the imaginary part is off by multiples of 2 pi", "logcumsumexp")
 _known(
     "complex64",
     "gradient",
