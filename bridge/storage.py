@@ -18,7 +18,8 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -44,8 +45,8 @@ class Memory:
 
     `lengths`: of a pack, how many elements of each row are a tensor's, the rest being padding; None for one tensor's
     memory. `windows`: by row, through what a torch storage looks into it; `holders`: the tensor that is to look there.
-    `all_windows`: every window that looks into the bytes where they are now. `hold`: a reference to the bytes, where
-    `jax.live_arrays()` has handed out the array since the last step.
+    `all_windows`: every window that looks into the bytes where they are now. `hold`: where `jax.live_arrays()` has handed
+    out the array since the last step, that array and a reference to its bytes.
     """
 
     __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "lengths", "windows")
@@ -64,9 +65,14 @@ class Memory:
         return range(0 if self.lengths is None else len(self.lengths))
 
     @property
+    def kept(self) -> Any:
+        """The reference to the bytes of the array; None where there is none, or it is to an earlier array."""
+        return self.hold[1] if self.hold is not None and self.hold[0] is self.array else None
+
+    @property
     def is_gone(self) -> bool:
         """Whether nothing keeps the bytes: the array was deleted or donated, and no result has come."""
-        return self.array.is_deleted() and self.hold is None
+        return self.array.is_deleted() and self.kept is None
 
     @property
     def row_bytes(self) -> int:
@@ -364,25 +370,34 @@ def register(array: Any, lengths: Sequence[int] | None = None) -> Memory:
 
 
 _held: weakref.WeakSet[Memory] = weakref.WeakSet()  # those with a `hold`
-_left: weakref.WeakSet[Window] = weakref.WeakSet()  # windows that an array owns which is no memory's any more
+_left: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()  # by id: those of an array that is no memory's any more
 _live_arrays = jax.live_arrays
 
 
 @functools.wraps(_live_arrays)
 def _holding_live_arrays(platform: str | None = None) -> list[jax.Array]:
-    """Return what `jax.live_arrays` returns, and first hold the bytes that torch tensors look at: whoever has the arrays may delete them.
+    """Return what `jax.live_arrays` returns, and hold the bytes that torch tensors look at: whoever has the arrays may delete them.
 
-    A reference to each array after each step would do the same, and costs some hundredths of a step's time.
+    A reference to each array after each step would do the same, and costs some hundredths of a step's time. Another thread may step
+    meanwhile. What it donates or replaces needs no reference: no array of the list is over those bytes any more, or jax copies them.
     """
     arrays = _live_arrays(platform)
-    for memory in set(_memories.values()):
-        if not memory.array.is_deleted() and _is_on_cpu(memory.array):
-            memory.hold = _holder(memory.array.dtype)(memory.array)
+    for memory in _alive(_memories):
+        array = memory.array
+        with suppress(RuntimeError, ValueError, BufferError):
+            memory.hold = (array, _holder(array.dtype)(array)) if _is_on_cpu(array) else None
             _held.add(memory)
-    for window in list(_left):
-        if isinstance(window.owner, jax.Array) and not window.owner.is_deleted() and _is_on_cpu(window.owner):
-            window.owner = _holder(window.owner.dtype)(window.owner)
+    for window in _alive(_left):
+        owner = window.owner
+        if isinstance(owner, jax.Array) and _is_on_cpu(owner):
+            with suppress(RuntimeError, ValueError, BufferError):
+                window.owner = _holder(owner.dtype)(owner)
     return arrays
+
+
+def _alive(known: weakref.WeakValueDictionary[int, Any]) -> Iterator[Any]:
+    """The values now, whatever other threads add."""
+    return (x for x in (ref() for ref in known.valuerefs()) if x is not None)
 
 
 jax.live_arrays = _holding_live_arrays
@@ -419,8 +434,8 @@ def taken(memories: Sequence[Memory]) -> list[jax.Array]:
     """
     if _held:
         for memory in _held.intersection(memories):
-            if memory.array.is_deleted():
-                leave(memory, memory.hold)
+            if memory.array.is_deleted() and memory.kept is not None:
+                leave(memory, memory.kept)
                 memory.array = _kept(memory)
             memory.hold = None
             _held.discard(memory)
@@ -429,7 +444,7 @@ def taken(memories: Sequence[Memory]) -> list[jax.Array]:
 
 def readable(memory: Memory) -> Any:
     """The array of a memory, to be read alone; a copy of its bytes where somebody has deleted the array."""
-    return _kept(memory) if memory.array.is_deleted() and memory.hold is not None else memory.array
+    return _kept(memory) if memory.array.is_deleted() and memory.kept is not None else memory.array
 
 
 def _kept(memory: Memory) -> jax.Array:
@@ -444,7 +459,7 @@ def leave(memory: Memory, owner: Any) -> None:
     """The memory is about to be elsewhere: `owner` keeps the bytes where it was for whoever still looks there."""
     for window in list(memory.all_windows):
         window.owner = owner
-        _left.add(window)
+        _left[id(window)] = window
     memory.all_windows.clear()
     memory.windows.clear()
 

@@ -6,8 +6,13 @@ Each case runs where the C library overwrites memory that is freed (MALLOC_PERTU
 import os
 import subprocess
 import sys
+import threading
 
+import jax
 import pytest
+import torch
+
+import torch_api
 
 COMMON = """
 import gc
@@ -121,3 +126,36 @@ def test_a_view_never_reads_freed_memory(case):
     command = [sys.executable, "-W", "ignore", "-c", COMMON + case]
     done = subprocess.run(command, env={**os.environ, "MALLOC_PERTURB_": "165"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_arrays_may_be_listed_while_another_thread_steps():
+    params = [torch.nn.Parameter(torch.zeros(40)) for _ in range(20)]
+    optimizer = torch_api.MaskedSGD(params, lr=1.0)
+    for p in params:
+        p.grad = torch.ones(40)
+    optimizer.step()
+    errors, done = [], threading.Event()
+
+    def listing():
+        while not done.is_set():
+            try:
+                jax.live_arrays()
+            except RuntimeError as error:
+                errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=listing)
+    thread.start()
+    try:
+        for _ in range(60):
+            optimizer.step()
+            other = torch.nn.Parameter(torch.zeros(3))
+            other.grad = torch.ones(3)
+            torch_api.MaskedSGD([other], lr=1.0).step()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert all(torch.equal(p, torch.full((40,), -61.0)) for p in params)
