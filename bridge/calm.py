@@ -1,4 +1,4 @@
-"""What would disturb: settings of jax that users make for code of their own, and Python's collector while programs are traced.
+"""Contexts that set jax's settings, or pause Python's garbage collector, while programs are traced and compiled.
 
 Reading the settings costs less than overriding them. Promotion of dtypes and ranks is set for what runs our code or optax's alone: code of
 the user that is traced (a loss, the function of a `jax_function`) is held to the user's settings.

@@ -6,9 +6,8 @@ batch sizes of a `PackedSequence` are a part of the tree's structure: recurrent 
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from jax.tree_util import GetAttrKey, SequenceKey
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -65,49 +64,66 @@ with suppress(ValueError):
     jax.tree_util.register_pytree_with_keys(PackedSequence, _packed_with_keys, _unpacked, flatten_func=_packed)
 
 
-def with_values(x: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
-    """A mapping of the same type with other values, such as a batch of a tokenizer; a dict where the type has no way to make one."""
-    if isinstance(x, UserDict | dict):
-        with suppress(Exception):  # whatever a subclass does with a value that it does not know
-            new: Any = copy.copy(x)
-            for key, value in values.items():
-                new[key] = value
+def with_values(x: Mapping[Any, Any], values: Mapping[Any, Any], attributes: Mapping[str, Any] | None = None) -> Any:
+    """A mapping of the same type with other values, such as a batch of a tokenizer; a dict where that could share memory with `x`.
+
+    It is made without code of its class, which could write into `x`. `attributes` replace those of `x`; where one has the name and the
+    value of an item, it follows the item.
+    """
+    with suppress(Exception):  # whatever a class does with a value that it does not know
+        new = _made(x, values)
+        for name, value in (own_attributes(x) if attributes is None else attributes).items():
+            object.__setattr__(new, name, value)
+        for name in _repeated(x):
+            object.__setattr__(new, name, values[name])
+        if list(new) == list(values) and all(new[key] is value for key, value in values.items()):
             return new
     return dict(values)
 
 
-class Opened:
-    """A mapping that jax does not know as a pytree, as one; `unflatten` gives a mapping of the same type."""
-
-    def __init__(self, x: Mapping[Any, Any]) -> None:
-        self.x = x
-
-
-class _Kind:
-    """What of a mapping belongs to the structure of the tree: its type and its keys. It holds none of the values."""
-
-    def __init__(self, x: Mapping[Any, Any]) -> None:
-        self.empty = with_values(x, dict.fromkeys(x))
-        self._key = type(x), tuple(x)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Kind) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+def _made(x: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+    """A new mapping of the type of `x` that has items and no other attributes."""
+    if isinstance(x, UserDict):
+        new: Any = object.__new__(type(x))
+        vars(new)["data"] = dict(values)
+        return new
+    base: Any = next(kind for kind in type(x).__mro__ if kind in (OrderedDict, defaultdict, dict))
+    new = base.__new__(type(x))
+    if isinstance(x, defaultdict):
+        new.default_factory = x.default_factory
+    for key, value in values.items():
+        base.__setitem__(new, key, value)
+    if _get(x, "__dict__", None) is x:
+        new.__dict__ = new
+    return new
 
 
-jax.tree_util.register_pytree_with_keys(
-    Opened,
-    lambda opened: ([(DictKey(key), value) for key, value in opened.x.items()], _Kind(opened.x)),
-    lambda kind, values: with_values(kind.empty, dict(zip(kind.empty, values, strict=True))),
-    flatten_func=lambda opened: (list(opened.x.values()), _Kind(opened.x)),
-)
+def _repeated(x: Mapping[Any, Any]) -> list[str]:
+    """The attributes of a mapping that are its items."""
+    own = _get(x, "__dict__", {})
+    return [] if own is x else [name for name, value in own.items() if name in x and x[name] is value]
 
 
-def opened(tree: Any) -> Any:
-    """A tree in which jax looks into the mappings of all types that are among its leaves."""
-    return jax.tree.map(lambda x: Opened(x) if isinstance(x, Mapping) else x, tree)
+def own_attributes(x: Mapping[Any, Any]) -> dict[str, Any]:
+    """The attributes of a mapping that are no items."""
+    own = _get(x, "__dict__", {})
+    repeated = _repeated(x)
+    found = {name: value for name, value in own.items() if own is not x and name not in repeated}
+    if isinstance(x, UserDict):
+        found.pop("data", None)
+    slots = [name for base in type(x).__mro__ for name in _names(vars(base).get("__slots__", ()))]
+    return found | {name: value for name in slots if (value := _get(x, name, _UNSET)) is not _UNSET}
+
+
+_UNSET = object()
+
+
+def _get(x: Any, name: str, default: Any) -> Any:
+    """An attribute without code of the class: a mapping may look for any name among its items."""
+    try:
+        return object.__getattribute__(x, name)
+    except AttributeError:
+        return default
 
 
 _SIMPLE = (

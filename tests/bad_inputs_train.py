@@ -1,6 +1,7 @@
 """Bad inputs of the train step, as data. tests/test_errors.py runs them."""
 
 import copy
+from collections import UserDict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,6 +30,18 @@ def made(loss_fn=loss, *, first=True, optimizer=None, **options):
         return train_step
 
     return make
+
+
+class Noted(UserDict):
+    """A mapping with an attribute that is no item."""
+
+    def __init__(self, note):
+        super().__init__(x=X)
+        self.note = note
+
+
+def of_note(model, x, y):
+    return loss(model, x["x"], y) * len(x.note)
 
 
 def itself(net):
@@ -166,6 +179,8 @@ TABLE = {
         Bad("a copy of a train step", copy.deepcopy, made()),
         Bad("an extra argument that no transformation takes", lambda s: s(X, Y, value=1.0), made()),
         Bad("a batch as keywords", lambda s: s(x=X, y=Y), made()),
+        Bad("a tensor in an attribute of a mapping", lambda s: s(Noted(X), Y), made()),
+        Bad("an attribute of a mapping that has no value to compare", lambda s: s(Noted([object()]), Y), fresh(of_note)),
         Bad("a call in a forked process", forked, made()),
     ]
 }

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 from jax.core import Tracer
+from jax.tree_util import DictKey
 
 from bridge import storage
 from bridge.backing import shortage
-from bridge.containers import opened
+from bridge.containers import own_attributes, with_values
 from bridge.dlpack import host_view, to_jax
 
 OWNER = "JaxTrainStep"
@@ -20,7 +24,7 @@ _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class _Static:
-    """Marks what decides the program by its value."""
+    """The mark of a leaf that is a part of the signature by its value."""
 
 
 class Batch:
@@ -28,7 +32,8 @@ class Batch:
 
     arrays: the traced ones as a program takes them: tensors on the CPU as views by numpy, which cost the least; floats as
     `real`. signature: all else; equal ones have one program. Ints, bools and strings are no arrays: they decide shapes and
-    branches, so each value has its own program. A mapping that is no dict (UserDict, BatchEncoding) reaches loss_fn as one of its type.
+    branches, so each value has its own program. A mapping that is no dict (UserDict, BatchEncoding) reaches loss_fn as one of its type,
+    where that can be made; its attributes that are plain values are a part of the signature.
     """
 
     def __init__(self, batch: Sequence[Any], device: torch.device, real: type[np.floating[Any]] = np.float32) -> None:
@@ -48,7 +53,7 @@ class Batch:
             elif isinstance(x, _STATIC):
                 kinds.append((_Static, x, type(x)))
             elif isinstance(x, Mapping):
-                inner = Batch(opened(batch), device, real)
+                inner = Batch(_opened(batch, position), device, real)
                 self.arrays, self.tree, self.signature = inner.arrays, inner.tree, inner.signature
                 return
             else:
@@ -91,3 +96,87 @@ def _unfit(x: torch.Tensor, device: torch.device) -> str:
     if x.device != device:
         return f"is on {x.device}, the module on {device}. Move it there first: tensor.to({str(device)!r})."
     return f"has layout {x.layout}; expected torch.strided. Convert it with to_dense()."
+
+
+class _Opened:
+    """A mapping that jax does not know as a pytree, as one; `unflatten` gives a mapping of the same type."""
+
+    def __init__(self, x: Mapping[Any, Any], position: int) -> None:
+        self.kind = _Kind(x, position)
+        self.values = [_opened(x[key], position) for key in x]
+
+
+class _Kind:
+    """What of a mapping belongs to the structure of the tree: its type, keys and attributes. It holds none of the values."""
+
+    def __init__(self, x: Mapping[Any, Any], position: int) -> None:
+        self.keys = tuple(x)
+        values = dict.fromkeys(self.keys)
+        self._empty, entries = with_values(x, values), []
+        if type(self._empty) is type(x):
+            attributes = own_attributes(x)
+            entries = [(name, _entry(value)) for name, value in attributes.items()]
+            for name, entry in entries:
+                if entry is None and any(isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(attributes[name])):
+                    raise TypeError(
+                        f"{OWNER}: item {position} of the batch is a {type(x).__name__} whose attribute {name!r} holds a tensor, which "
+                        "would be a constant of the program. Put it among the items of the mapping."
+                    )
+                attributes[name] = _Unread(type(x), name) if entry is None else copy.deepcopy(attributes[name])
+            self._empty = with_values(x, values, attributes)
+        self._key = type(x), self.keys, tuple(entries)
+
+    def filled(self, values: Sequence[Any]) -> Any:
+        return with_values(self._empty, dict(zip(self.keys, values, strict=True)))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Kind) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+_ARRAYS = (torch.Tensor, jax.Array, np.ndarray)
+_PLAIN = (*_STATIC, float, complex, np.generic, enum.Enum, type, FunctionType)
+
+
+def _entry(x: Any) -> Any:
+    """A value as a part of a signature; None for one that has no value to compare."""
+    if isinstance(x, _PLAIN):
+        return type(x), x
+    if isinstance(x, list | tuple | set | frozenset):
+        parts: list[Any] = [_entry(value) for value in x]
+        return None if None in parts else (type(x), frozenset(parts) if isinstance(x, set | frozenset) else tuple(parts))
+    if isinstance(x, dict):
+        parts = [_entry(pair) for pair in x.items()]
+        return None if None in parts else (type(x), tuple(parts))
+    return None
+
+
+class _Unread:
+    """An attribute of a mapping whose value could differ between batches that share a program."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._place = kind.__name__, name
+
+    def _refuse(self, *_: Any) -> Any:
+        kind, name = object.__getattribute__(self, "_place")
+        raise TypeError(
+            f"{OWNER}: loss_fn reads the attribute {name!r} of a {kind} in the batch, whose value is no number, string or container of "
+            "them, so that it would be a constant of the program. Put what loss_fn needs of it among the items of the mapping."
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
+
+
+jax.tree_util.register_pytree_with_keys(
+    _Opened,
+    lambda opened: (list(zip(map(DictKey, opened.kind.keys), opened.values, strict=True)), opened.kind),
+    lambda kind, values: kind.filled(list(values)),
+    flatten_func=lambda opened: (opened.values, opened.kind),
+)
+
+
+def _opened(tree: Any, position: int) -> Any:
+    """A tree in which jax looks into the mappings of all types that are among its leaves."""
+    return jax.tree.map(lambda x: _Opened(x, position) if isinstance(x, Mapping) else x, tree)

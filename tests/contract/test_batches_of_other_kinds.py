@@ -51,6 +51,77 @@ class Read(collections.abc.Mapping):
         return len(self._data)
 
 
+class Itself(dict):
+    """Its items are its attributes, in one storage."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Twice(dict):
+    """Its items are attributes too, in a second storage."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        vars(self).update(self)
+
+
+class Slotted(dict):
+    __slots__ = ("scale",)
+    __getattr__ = dict.__getitem__
+
+
+class Inside(dict):
+    """Its copy shares the storage of its items."""
+
+    def __init__(self, data):
+        self.inner = dict(data)
+
+    def __getitem__(self, key):
+        return self.inner[key]
+
+    def __setitem__(self, key, value):
+        self.inner[key] = value
+
+    def keys(self):
+        return self.inner.keys()
+
+    def values(self):
+        return self.inner.values()
+
+    def items(self):
+        return self.inner.items()
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def __len__(self):
+        return len(self.inner)
+
+
+class Shares(collections.UserDict):
+    def __init__(self, data):
+        self.data = data
+
+    def __copy__(self):
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+
+class Noted(collections.UserDict):
+    def __init__(self, data, note):
+        super().__init__(data)
+        self.note = note
+
+
+class NotedDict(dict):
+    def __init__(self, data, note):
+        super().__init__(data)
+        self.note = note
+
+
 DATA = {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([0, 1]), "extra": [torch.ones(2), 3]}
 KINDS = [collections.UserDict, Read]  # others: below
 
@@ -107,6 +178,83 @@ def test_a_module_function_takes_a_mapping(kind):
     np.testing.assert_allclose(got, net({"x": x}, {"s": 2}).detach(), rtol=1e-6)
     with pytest.raises(TypeError, match=r"input 0\.x is a torch tensor|input 0.0.x is a torch tensor"):
         bridge.module_function(net)(bridge.module_tree(net), kind({"x": x}))
+
+
+def sums(model, batch):
+    return model(batch["x"]).mean()
+
+
+def a_step(loss):
+    model = nn.Linear(2, 1)
+    return torch_api.JaxTrainStep(model, loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.0)), model
+
+
+@pytest.mark.parametrize("kind", [Itself, Twice, Slotted, collections.UserDict])
+def test_attributes_that_are_items_are_those_of_each_batch(kind):
+    attributes = kind is not collections.UserDict
+    step, model = a_step(lambda model, batch: model(batch.inner.x if attributes else batch["inner"]["x"]).mean())
+    for scale in (1.0, 2.0, 3.0):
+        x = torch.full((3, 2), scale)
+        np.testing.assert_allclose(step(kind(inner=kind(x=x))), model(x).mean().detach(), rtol=1e-6)
+    assert step.cache_info().compilations == 1
+
+
+@pytest.mark.parametrize("kind", [Itself, Twice])
+def test_attributes_that_are_items_in_a_module_function(kind):
+    class Model(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch.x).mean()
+
+    model = Model(2, 1)
+    tree = bridge.module_tree(model)
+    got = jax.jit(lambda x: bridge.module_function(model)(tree, kind(x=x)))(jnp.full((3, 2), 2.0))
+    np.testing.assert_allclose(got, model(kind(x=torch.full((3, 2), 2.0))).detach(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Inside, Shares])
+def test_a_mapping_whose_copy_shares_its_storage_is_not_written_into(kind):
+    class Model(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"]).mean()
+
+    step, model = a_step(sums)
+    data = {"x": torch.ones(3, 2)}
+    batch = kind(data)
+    np.testing.assert_allclose(step(batch), sums(model, data).detach(), rtol=1e-6)
+    assert batch["x"] is data["x"]
+    assert torch.equal(data["x"], torch.ones(3, 2))
+    function, array = Model(2, 1), jnp.ones((3, 2))
+    given = {"x": array}
+    batch = kind(given)
+    bridge.module_function(function)(bridge.module_tree(function), batch)
+    assert batch["x"] is given["x"] is array
+
+
+@pytest.mark.parametrize("kind", [Noted, NotedDict])
+def test_attributes_of_a_mapping_are_values_of_each_call(kind):
+    step, _ = a_step(lambda model, batch: model(batch["x"]).mean() * 0 + batch.note[0])
+    x = torch.ones(3, 2)
+    assert [float(step(kind({"x": x}, note))) for note in ([1.0], [5.0], [1.0], (2, "a"))] == [1, 5, 1, 2]
+    assert step.cache_info().compilations == 3
+
+
+@pytest.mark.parametrize("kind", [Noted, NotedDict])
+@pytest.mark.parametrize("note", [torch.ones(()), [{"a": np.ones(2)}], jnp.ones(2)], ids=["tensor", "nested", "jax"])
+def test_a_tensor_in_an_attribute_of_a_mapping_is_an_error(kind, note):
+    step, _ = a_step(sums)
+    with pytest.raises(TypeError, match=r"attribute 'note' holds a tensor.*Put it among the items"):
+        step({"inner": kind({"x": torch.ones(3, 2)}, note)})
+
+
+def test_an_attribute_without_a_value_is_an_error_where_it_is_read():
+    x, note = torch.ones(3, 2), [object()]
+    step, _ = a_step(sums)
+    for _ in range(2):
+        step(Noted({"x": x}, [object()]))
+    assert step.cache_info().compilations == 1
+    step, _ = a_step(lambda model, batch: sums(model, batch) * len(batch.note))
+    with pytest.raises(TypeError, match=r"reads the attribute 'note' of a Noted.*among the items"):
+        step(Noted({"x": x}, note))
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.lbfgs(0.1)], ids=["no arguments", "further arguments"])
