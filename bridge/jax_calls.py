@@ -1,4 +1,4 @@
-"""What of jax is another while torch code is traced: checkpoints and jitted functions that write buffers, and rules of derivatives.
+"""Parts of jax that are replaced while torch code is traced: `jax.checkpoint`, `jax.jit`, and calls of functions with own derivatives.
 
 A function that jax traces by itself cannot write into what lies outside of it. `jax.checkpoint` therefore returns the new buffers among
 its results, and a jitted function runs as a part of the program that is traced. jax runs the rules of `jax.custom_jvp` and
@@ -8,12 +8,15 @@ its results, and a jitted function runs as a part of the program that is traced.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .dlpack import x64
 from .patches import while_tracing
@@ -32,9 +35,29 @@ def _writes_buffers() -> bool:
     return TRACE.stand_in is not None and TRACE.stand_in.has_buffers
 
 
+_NUMERIC = (bool, int, float, complex, np.ndarray, np.generic)
+
+
 def _as_given_by_jit(tree: Any) -> Any:
-    """The tree as a jitted function is given it: arrays for traced tensors."""
-    return jax.tree.map(lambda x: x, tree)
+    """The tree as a jitted function is given it: arrays for traced tensors, numbers and arrays of NumPy."""
+    return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, _NUMERIC) else x, tree)
+
+
+def _static(function: Any, options: Mapping[str, Any]) -> tuple[frozenset[int], frozenset[str]]:
+    """The positions and the names of a jitted function's static arguments. One follows from the other, as in `jax.jit`."""
+    numbers, names = options.get("static_argnums"), options.get("static_argnames")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positions = [i for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD]
+    found = frozenset([numbers] if isinstance(numbers, int) else numbers or ())
+    called = frozenset([names] if isinstance(names, str) else names or ())
+    if numbers is None:
+        found = frozenset(i for i in positions if parameters[i].name in called)
+    elif names is None:
+        called = frozenset(parameters[i].name for i in positions if not found.isdisjoint((i, i - len(parameters))))
+    return found, called
 
 
 def _jitted(*args: Any, **options: Any) -> Any:
@@ -44,13 +67,15 @@ def _jitted(*args: Any, **options: Any) -> Any:
     if not args:  # of options alone, a decorator
         return functools.partial(_jitted, **options)
     (function,) = args
+    numbers, names = _static(function, options)
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _writes_buffers():
             return made(*args, **kwargs)
-        args, kwargs = _as_given_by_jit((args, kwargs))
-        return _as_given_by_jit(function(*args, **kwargs))
+        given = [x if not numbers.isdisjoint((i, i - len(args))) else _as_given_by_jit(x) for i, x in enumerate(args)]
+        named = {name: x if name in names else _as_given_by_jit(x) for name, x in kwargs.items()}
+        return _as_given_by_jit(function(*given, **named))
 
     for name in ("lower", "trace", "eval_shape", "clear_cache"):
         setattr(call, name, getattr(made, name, None))

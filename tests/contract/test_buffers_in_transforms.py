@@ -68,6 +68,35 @@ def test_checkpointed_and_jitted_calls_write_buffers_as_plain_ones_do():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+TABLE = np.array([3.0, 1.0, 2.0])
+JITTED = {
+    "an int": (lambda: jax.jit(lambda n: n.astype(jnp.float32))(2), 2.0),
+    "by name": (lambda: jax.jit(lambda *, n: n.astype(jnp.float32))(n=2), 2.0),
+    "a NumPy array": (lambda: jax.jit(lambda t: t.at[0].set(5.0)[0])(TABLE), 5.0),
+    "in a list": (lambda: jax.jit(lambda ts: ts[0].at[0].set(5.0)[0])([TABLE]), 5.0),
+    "a method that sorts": (lambda: jax.jit(lambda t: t.sort()[0])(TABLE), 1.0),
+    "a number as result": (lambda: jax.jit(lambda: 3)().astype(jnp.float32), 3.0),
+    "a static position": (lambda: jax.jit(lambda x, n: jnp.ones(n).sum() if type(n) is int else x, static_argnums=(-1,))(1.0, 3), 3.0),
+    "a static position by name": (lambda: jax.jit(lambda n: jnp.ones(n).sum() * float(type(n) is int), static_argnums=0)(n=3), 3.0),
+    "a static name": (lambda: jax.jit(lambda n: jnp.ones(n).sum() * float(type(n) is int), static_argnames="n")(n=3), 3.0),
+    "a static name by position": (lambda: jax.jit(lambda n: jnp.ones(n).sum() * float(type(n) is int), static_argnames=["n"])(3), 3.0),
+    "a static object": (lambda: jax.jit(lambda t: jnp.asarray(t[0] * 1.0), static_argnames="t")((2,)), 2.0),
+}
+
+
+def test_a_jitted_function_is_given_arrays_and_gives_arrays():
+    model, found = torch.nn.BatchNorm1d(2), {}
+
+    def loss(model, x):
+        found.update({name: call() for name, (call, _) in JITTED.items()})
+        return model(x).mean(), found
+
+    step = torch_api.JaxTrainStep(model, loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.0), has_aux=True)
+    _, aux = step(torch.randn(3, 2))
+    assert {name: float(value) for name, value in aux.items()} == {name: expected for name, (_, expected) in JITTED.items()}
+    assert TABLE.tolist() == [3.0, 1.0, 2.0]
+
+
 def with_a_rule(call, x):
     @jax.custom_vjp
     def twice(x):
