@@ -101,10 +101,10 @@ _compiled: weakref.WeakKeyDictionary[CodeType, _Compiled] = weakref.WeakKeyDicti
 
 
 class _Compiled:
-    """What functions with one code have compiled: how many programs in all, and the functions that still exist."""
+    """The functions with one code that have compiled a program: how many there were in all, and those that still exist."""
 
     def __init__(self) -> None:
-        self.programs = 0
+        self.made = 0
         self.functions: weakref.WeakSet[JaxFunction] = weakref.WeakSet()
         self.was_said = False
 
@@ -122,11 +122,13 @@ def _count(function: JaxFunction, names: Sequence[str]) -> None:
     code = _code(function._fn)
     if code is None:
         return
-    made = _compiled.setdefault(code, _Compiled())
-    made.programs += 1
-    made.functions.add(function)
-    if not made.was_said and made.programs - sum(other.programs for other in list(made.functions)) >= _MANY - 1:
-        made.was_said = True
+    of_code = _compiled.setdefault(code, _Compiled())
+    if function in of_code.functions:
+        return
+    of_code.made += 1
+    of_code.functions.add(function)
+    if not of_code.was_said and of_code.made - len(of_code.functions) >= _MANY - 1:
+        of_code.was_said = True
         warnings.warn(
             f"{function._title} was made anew {_MANY} times or more from one function, and each compiled a program of its own. Make it "
             "once, outside of the loop, and pass what changes as an argument.",

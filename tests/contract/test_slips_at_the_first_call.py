@@ -87,6 +87,16 @@ def test_functions_made_at_each_call_warn_once(kind):
     assert "made anew" in text
 
 
+def test_programs_of_one_function_that_is_gone_are_not_counted_for_the_next():
+    def call():
+        for _ in range(2):
+            function = bridge.jax_function(lambda x: x - 1)
+            for n in range(1, 9):
+                function(torch.ones(n))
+
+    assert warnings_of(call) == []
+
+
 def test_functions_of_one_code_that_are_kept_do_not_warn():
     layers = []
 
