@@ -16,13 +16,14 @@ from bridge.patches import while_tracing
 from bridge.trace import TRACE
 
 
-class _Made(threading.local):
-    """Whether this thread's trace has made a generator without a seed."""
+class _Done(threading.local):
+    """What this thread's trace has done: made a generator without a seed, called functions of these modules that draw."""
 
     without_seed = False
+    drew: frozenset[str] = frozenset()
 
 
-_MADE = _Made()
+_DONE = _Done()
 _DEPTH = 2  # how many functions deep generators are looked for
 
 
@@ -30,7 +31,8 @@ class Draws:
     """The states of the generators that a loss can reach, from before it is traced.
 
     These are the global ones of `numpy.random` and `random`, and those in attributes of the module and in variables that the loss's code
-    names. A generator that the loss makes without a seed is noted while it traces.
+    names. A generator that the loss makes without a seed is noted while it traces. Other threads may draw from the global ones meanwhile:
+    where there are any, the loss must itself have called a function of the module, as `numpy.random.rand` is one.
     """
 
     def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
@@ -38,12 +40,14 @@ class Draws:
         self._states = [("numpy.random", np.random.get_state), ("random", random.getstate)]
         self._states += [(f"{name}, a generator of {_kind(x)},", lambda x=x: _state(x)) for name, x in generators]
         self._before = [repr_of() for _, repr_of in self._states]
-        _MADE.without_seed = False
+        _DONE.without_seed, _DONE.drew = False, frozenset()
 
     def sources(self) -> list[str]:
         """The names of the generators that have drawn since."""
-        found = [name for (name, now), before in zip(self._states, self._before, strict=True) if not _equal(now(), before)]
-        return found + ["numpy.random.default_rng()"] * _MADE.without_seed
+        elsewhere = frozenset(_GLOBAL) - _DONE.drew if threading.active_count() > 1 else ()
+        pairs = [pair for pair in zip(self._states, self._before, strict=True) if pair[0][0] not in elsewhere]
+        found = [name for (name, now), before in pairs if not _equal(now(), before)]
+        return found + ["numpy.random.default_rng()"] * _DONE.without_seed
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -109,8 +113,29 @@ _default_rng: Any = np.random.default_rng
 def _noted(seed: Any = None, **keywords: Any) -> Any:
     """numpy.random.default_rng, which tells of a generator without a seed in code that jax traces."""
     if TRACE.dispatch is not None and seed is None:
-        _MADE.without_seed = True
+        _DONE.without_seed = True
     return _default_rng(seed, **keywords)
 
 
 while_tracing(np.random, "default_rng", _noted)
+
+
+_GLOBAL = {"numpy.random": (np.random, np.random.RandomState), "random": (random, random.Random)}
+
+
+def _drawing(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the module's global generator, which tells of a call in code that jax traces."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if TRACE.dispatch is not None:
+            _DONE.drew |= {module}
+        return function(*args, **keywords)
+
+    return call
+
+
+for _module, (_owner, _generator) in _GLOBAL.items():
+    for _name, _function in list(vars(_owner).items()):
+        if isinstance(getattr(_function, "__self__", None), _generator):
+            while_tracing(_owner, _name, _drawing(_module, _function))

@@ -1,6 +1,8 @@
 """A loss that draws by NumPy or Python is traced once, so the number is a constant: one warning says so."""
 
 import random
+import threading
+import time
 import warnings
 
 import jax
@@ -109,3 +111,40 @@ def test_draws_outside_of_the_loss_do_not_warn():
         for _ in range(2):
             step(torch.full((2, 3), np.random.rand()))
             random.random()
+
+
+@pytest.fixture
+def other_thread():
+    """Another thread, which draws all the time."""
+    stop, began = threading.Event(), threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            np.random.rand(3)
+            random.random()
+            began.set()
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    began.wait()
+    yield
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("other_thread")
+def test_draws_of_another_thread_do_not_warn():
+    step = step_of(lambda: time.sleep(0.01) or 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(2, 3))
+
+
+@pytest.mark.usefixtures("other_thread")
+@pytest.mark.parametrize("kind", ["permutation", "random.choice", "a generator of the module's file", "legacy"])
+def test_a_draw_of_the_loss_beside_those_of_another_thread_warns(kind):
+    draw, source = DRAWS[kind]
+    with pytest.warns(UserWarning, match=f"{source}.*torch.rand") as caught:
+        step_of(draw)(torch.ones(2, 3))
+    assert len(caught) == 1
