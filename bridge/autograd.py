@@ -32,8 +32,8 @@ def tracing(**values: Any) -> Iterator[None]:
     look as if nothing depended on it.
     """
     before = dict(TRACE.__dict__)
-    TRACE.__dict__.update(values)
     try:
+        TRACE.__dict__.update(values)
         with patched(), redirected(TRACE.doubles), torch.enable_grad(), Mode():
             yield
     finally:

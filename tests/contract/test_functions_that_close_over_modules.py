@@ -333,3 +333,19 @@ def test_classes_are_as_before_when_a_trace_has_ended():
     before = [dict(vars(kind)) for kind in kinds]
     bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
     assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def test_a_class_that_refuses_changes_is_traced_as_it_is():
+    class Refuses(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError(f"{cls.__name__} is frozen")
+
+    class Frozen(nn.Linear, metaclass=Refuses):
+        pass
+
+    net = nn.Sequential(nn.Linear(3, 3), Frozen(3, 2), nn.Tanh())
+    kinds = [nn.Sequential, nn.Linear, nn.Tanh, Frozen]
+    before = [dict(vars(kind)) for kind in kinds]
+    got = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+    np.testing.assert_allclose(got, net(X).detach(), rtol=1e-5)
+    assert [dict(vars(kind)) for kind in kinds] == before

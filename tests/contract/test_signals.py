@@ -1,6 +1,7 @@
 """Signals during a step: all of a step or nothing, handlers as before, and each signal delivered once."""
 
 import itertools
+import linecache
 import os
 import signal
 import sys
@@ -269,6 +270,81 @@ def test_compiling_can_be_interrupted():
     assert torch.equal(module.weight, start)
     train_step(torch.ones(1, 2))
     assert torch.equal(module.weight, start - 1)
+
+
+def traced():
+    """A module with what gives the result of its traced forward, and the attributes that a trace replaces."""
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    module = Outer()
+    function, params = bridge.module_function(module), bridge.module_tree(module)
+    owners = Outer, torch.nn.Linear, torch.nn.Module, torch.autograd.Function.__mro__[1]
+    return lambda: function(params, jax.numpy.ones((3, 2))), lambda: [jax.jit, jax.checkpoint, torch.compile, *map(dict, map(vars, owners))]
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["the first lines", "the last lines"])
+def test_an_interrupt_at_any_line_of_a_trace_leaves_no_class_changed(at_end):
+    call, attributes = traced()
+    call()
+    before = attributes()
+    lines = []
+
+    def local(frame, event, argument):
+        """Count lines, and raise at one. A lock is released at the line of its `with`, where no real signal arrives."""
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
+            lines.append(frame.f_lineno)
+            if len(lines) == at_line:
+                raise KeyboardInterrupt
+        return local
+
+    def interrupted():
+        lines.clear()
+        earlier = sys.gettrace()
+        sys.settrace(lambda frame, event, argument: local if frame.f_code.co_filename.startswith(FOLDERS) else None)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(earlier)
+        return False
+
+    at_line = 0
+    assert not interrupted()
+    count = len(lines)
+    for at_line in range(count - 400, count, 3) if at_end else range(1, 400, 3):
+        assert interrupted(), at_line
+        assert attributes() == before, at_line
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
+def test_a_handler_may_trace_at_any_line_of_a_trace():
+    call, attributes = traced()
+    expected, before, handled, results = call(), attributes(), [], []
+    earlier = signal.signal(signal.SIGUSR1, lambda *_: handled.append(call().shape))
+    alarm = signal.signal(signal.SIGALRM, terminate)
+    signal.alarm(120)  # where a lock is held, the handler would wait for good
+    try:
+        for at_line in itertools.count(1, 17):
+            is_there, is_interrupted = call_with_signal(lambda: results.append(call()), signal.SIGUSR1, at_line)
+            assert not is_interrupted, at_line
+            assert attributes() == before, at_line
+            if not is_there:
+                break
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGUSR1, earlier)
+        signal.signal(signal.SIGALRM, alarm)
+    assert len(handled) > 30
+    assert set(handled) == {expected.shape}
+    assert all((result == expected).all() for result in results)
 
 
 EXCHANGES = {
