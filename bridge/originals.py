@@ -11,8 +11,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import jax
@@ -83,26 +83,32 @@ def _with_line(error: Exception) -> Exception:
     return error
 
 
-# Whose attributes are no part of the module that holds them: what many modules share, and what has values of its own kind.
+# Objects whose attributes are not looked at: they belong to many modules, or they are tensors and arrays.
 _NOT_LOOKED_INTO: Any = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Tensor, jax.Array, np.ndarray)
 _MANY = 1000  # values that are looked at for one object in an attribute, and in one container
 _KINDS = (list, deque, set, dict)
+_LIBRARIES = "torch", "torchvision", "torchaudio", "builtins"  # whose classes keep no value of a trace
+_ABSENT = object()
 
 
 class Belongings:
     """The containers and objects in the attributes of a module as they were before a trace.
 
-    A container of which the double has a copy is written into only by code that refers to it by another way than the module, and the
-    double's code does not see this value. Objects and containers of other kinds are the double's too.
+    The double has copies of some containers. Code that writes into the original of such a container refers to it without the module,
+    and the double does not see what it writes: that is an error. The double shares the other objects and containers with the original.
     """
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, Any, str]] = []  # a container, a copy of it, where it is; "" for what the double shares
+        self._slots: list[tuple[Any, dict[str, Any]]] = []  # an object with slots, their values
+        self._classes: dict[int, tuple[type, dict[str, Any]]] = {}  # a class by id, its attributes
         self._seen: dict[int, Any] = {}  # the objects by id, which stays their own so
 
     def copied(self, container: Any, place: str) -> None:
         """Note a container that the double has a copy of, or the attributes of a module."""
-        self._before.append((container, _shallow(container), place))
+        before = _shallow(container)
+        if before is not None:
+            self._before.append((container, before, place))
 
     def shared(self, x: Any) -> None:
         """Note an object that is the double's as well, and what it holds."""
@@ -115,22 +121,74 @@ class Belongings:
                 continue
             own = getattr(x, "__dict__", None)
             parts = [*([x] if isinstance(x, _KINDS) else []), *([own] if isinstance(own, dict) else [])]
-            if parts:
+            noted = [(part, before) for part in parts if (before := _shallow(part)) is not None]
+            slots = slots_of(x)
+            if noted or slots is not None:
                 self._seen[id(x)] = x
-            self._before += [(part, _shallow(part), "") for part in parts]
-            for part in (*parts, *([x] if isinstance(x, tuple | frozenset) else [])):
+            if slots is not None:
+                self._slots.append((x, slots))
+                pending += slots.values()
+            self._before += [(part, before, "") for part, before in noted]
+            for part in (*(before for _, before in noted), *([x] if isinstance(x, tuple | frozenset) else [])):
                 pending += _elements(part) if len(part) <= _MANY else ()
 
+    def classes(self, kind: type) -> None:
+        """Note the attributes of a class and of those that it is derived from, of users alone."""
+        for k in kind.__mro__:
+            if id(k) not in self._classes and _is_of_a_user(k):
+                self._classes[id(k)] = k, dict(vars(k))
+                for value in self._classes[id(k)][1].values():
+                    if isinstance(value, _KINDS):
+                        self.shared(value)
+
     def restore(self) -> list[str]:
-        """Take traced values out of what was noted; where the double has a copy of what held one."""
+        """Take traced values out of what was noted; where the double has a copy of what held one.
+
+        What cannot be restored is left, so that the rest is restored and an error of the traced code is the one that is raised.
+        """
         found = []
         for container, before, place in self._before:
-            known = set(map(id, _elements(before))) if container else ()
-            new = [x for x in _elements(container) if id(x) not in known and _is_of_a_trace(x)]
-            if new:
-                _refill(container, before, set(map(id, new)))
-                found += [place] if place else []
+            with suppress(Exception):
+                known = set(map(id, _elements(before))) if container else ()
+                now = _shallow(container)
+                new = [x for x in _elements(now) if id(x) not in known and _is_of_a_trace(x)] if now else ()
+                if new:
+                    found += [place] if place else []
+                    _refill(container, before, set(map(id, new)))
+        for x, before in self._slots:
+            _restore_attributes(x, before, slots_of(x) or {}, object.__setattr__, object.__delattr__)
+        for kind, before in self._classes.values():
+            _restore_attributes(kind, before, dict(vars(kind)), setattr, delattr)
         return found
+
+
+def _is_of_a_user(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] not in _LIBRARIES
+
+
+def slots_of(x: Any) -> dict[str, Any] | None:
+    """The values in the slots of an object; None where its class has none. A subclass may hide a slot, which is then not looked at."""
+    if not _is_of_a_user(type(x)):
+        return None
+    names = [name for kind in type(x).__mro__ for name, slot in vars(kind).items() if type(slot) is MemberDescriptorType]
+    if not names:
+        return None
+    found = {}
+    for name in names:
+        with suppress(AttributeError):  # nothing yet
+            found[name] = object.__getattribute__(x, name)
+    return found
+
+
+def _restore_attributes(x: Any, before: dict[str, Any], now: dict[str, Any], put: Any, remove: Any) -> None:
+    for name, value in now.items():
+        with suppress(Exception):
+            if value is before.get(name, _ABSENT) or not _is_of_a_trace(value):
+                continue
+            if name in before:
+                put(x, name, before[name])
+            else:
+                remove(x, name)
 
 
 def _elements(container: Any) -> Iterable[Any]:
@@ -138,8 +196,11 @@ def _elements(container: Any) -> Iterable[Any]:
 
 
 def _shallow(container: Any) -> Any:
-    """A plain copy; also of a subclass, whose own way of copying is not asked."""
-    return dict.copy(container) if isinstance(container, dict) else list(container)
+    """A plain copy; also of a subclass, whose own way of copying is not asked. None where another thread always changes it."""
+    for _ in range(_MANY):
+        with suppress(RuntimeError):  # changed by another thread while it was copied
+            return dict.copy(container) if isinstance(container, dict) else list(container)
+    return None
 
 
 def _refill(container: Any, before: Any, new: set[int]) -> None:
@@ -167,5 +228,6 @@ def _is_of_a_trace(x: Any, depth: int = 4) -> bool:
     if not depth or isinstance(x, (*_NOT_LOOKED_INTO, str, bytes)):
         return False
     own = getattr(x, "__dict__", None)
-    inner = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list | set | deque) else ()
-    return any(_is_of_a_trace(y, depth - 1) for y in (*inner, *(own.values() if isinstance(own, dict) else ())))
+    inner = list(x.values()) if isinstance(x, Mapping) else _shallow(x) or () if isinstance(x, tuple | list | set | deque) else ()
+    attributes = list(own.values()) if isinstance(own, dict) else []
+    return any(_is_of_a_trace(y, depth - 1) for y in (*inner, *attributes, *(slots_of(x) or {}).values()))

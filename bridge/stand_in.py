@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .originals import UNNAMED, Belongings
+from .originals import UNNAMED, Belongings, slots_of
 from .patches import while_tracing
 from .trace import TRACE, ends_before, trace_state
 from .traced import Traced, as_array, as_traced
@@ -239,6 +239,9 @@ class StandIn:
         double = object.__new__(type(m))
         self._kept[id(m)] = m, double
         self._belongings.copied(m.__dict__, self._names.get(id(m)) or type(m).__name__)
+        self._belongings.classes(type(m))
+        for key, value in (slots_of(m) or {}).items():
+            object.__setattr__(double, key, self._double(value))
         for key, value in m.__dict__.items():
             place, self._place = self._place, f"{self._names.get(id(m), UNNAMED)}.{key}".lstrip(".")
             double.__dict__[key] = self._double(value)

@@ -2,6 +2,8 @@
 
 import collections
 import functools
+import sys
+import threading
 import types
 import weakref
 from pathlib import Path
@@ -349,3 +351,111 @@ def test_a_class_that_refuses_changes_is_traced_as_it_is():
     got = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, net(X).detach(), rtol=1e-5)
     assert [dict(vars(kind)) for kind in kinds] == before
+
+
+class Slots:
+    __slots__ = ("kept", "seen")
+
+    def __init__(self):
+        self.seen = []
+
+
+def test_values_do_not_stay_in_slots_or_in_the_class():
+    class Keeps(nn.Module):
+        cache, log, queue = {"a": 1}, [], collections.deque([2])
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.slots = nn.Linear(3, 3), Slots()
+
+        def forward(self, x):
+            y = self.slots.kept = type(self).last = self.cache["y"] = self.linear(x)
+            self.slots.seen.append(y)
+            self.log.append(y)
+            self.queue.append(y)
+            type(self).calls = 1
+            return y + self.slots.kept + self.last
+
+    net = Keeps()
+    got = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+    np.testing.assert_allclose(got, 3 * net.linear(X).detach(), rtol=1e-5)
+    assert (net.cache, net.log, list(net.queue), net.slots.seen) == ({"a": 1}, [], [2], [])
+    assert not hasattr(Keeps, "last")
+    assert not hasattr(net.slots, "kept")
+    assert Keeps.calls == 1
+
+
+def test_what_cannot_be_restored_hides_no_error_and_stops_nothing():
+    class Stubborn(list):
+        def clear(self):
+            raise RuntimeError("not cleared")
+
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.first, self.last = nn.Linear(3, 3), Stubborn(), types.SimpleNamespace(x=None)
+
+        def forward(self, x):
+            self.last.x = self.linear(x)
+            self.first.append(self.last.x)
+            raise ValueError("the user's own error")
+
+    net = Fails()
+    with pytest.raises(ValueError, match="the user's own error"):
+        bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+    assert net.last.x is None
+
+
+def test_a_queue_that_another_thread_fills_meanwhile():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.source = nn.Linear(3, 2), types.SimpleNamespace(queue=collections.deque(range(1000)), seen={})
+
+        def forward(self, x):
+            return self.linear(x)
+
+    net, ends, interval = Holds(), threading.Event(), sys.getswitchinterval()
+    expected = net(X).detach()
+
+    def fill():
+        i = 0
+        while not ends.is_set():
+            i += 1
+            net.source.queue.append(i)
+            net.source.queue.popleft()
+            net.source.seen[i] = i
+            if i % 1000 == 0:
+                net.source.seen.clear()
+
+    thread = threading.Thread(target=fill, daemon=True)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(20):
+            got = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+    finally:
+        ends.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_a_module_with_slots():
+    class Scales(nn.Module):
+        __slots__ = ("layer", "scale", "unset")
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            object.__setattr__(self, "scale", 3.0)
+            object.__setattr__(self, "layer", [self.linear])
+
+        def forward(self, x):
+            return self.layer[0](x) * self.scale
+
+    net = Scales()
+    expected = net(X).detach()
+    params = bridge.module_tree(net)
+    got = bridge.module_function(net)(jax.tree.map(lambda p: 2 * p, params), jnp.asarray(X.numpy()))
+    np.testing.assert_allclose(got, 2 * expected, rtol=1e-5)
