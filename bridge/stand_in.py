@@ -19,7 +19,8 @@ from .patches import while_tracing
 from .trace import TRACE, ends_before, trace_state
 from .traced import Traced, as_array, as_traced
 
-COPIED = (dict, OrderedDict, list, tuple, set)
+COPIED = (dict, OrderedDict, list, tuple, set, frozenset)
+_MANY = 1000  # elements of a container that are looked at for what a function refers to
 _BUILT_IN = (BuiltinMethodType, MethodWrapperType)  # such as `append` of a list and `__setitem__` of a dict
 _PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)  # what refers to nothing
 
@@ -168,8 +169,8 @@ class StandIn:
         return self._kept[id(x)][1]
 
     def _container(self, x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(self._double, x))
+        if isinstance(x, tuple | frozenset):
+            return type(x)(self._double(y) if isinstance(x, tuple) or isinstance(y, nn.Module) else y for y in x)
         empty = type(x)()
         self._kept[id(x)] = x, empty
         self._belongings.copied(x, self._place)
@@ -179,6 +180,8 @@ class StandIn:
             empty.extend(map(self._double, x))
         else:
             empty.update(self._double(k) if isinstance(k, nn.Module) else k for k in x)
+        if id(x) not in self._own:  # others may read the one that a function closes over, and would miss what is written
+            self._belongings.copied(empty, self._place)
         return empty
 
     def _function(self, f: FunctionType) -> FunctionType:
@@ -202,7 +205,7 @@ class StandIn:
         return self._double(x) if self._refers(x) else x
 
     def _refers(self, x: Any) -> bool:
-        """Whether it is of the module (a submodule, a tensor, a container in an attribute), or a function that refers to such a thing."""
+        """Whether it is of the module (a submodule, a tensor, a container in an attribute), or refers to such a thing or holds it."""
         pending, seen = [x], set()
         while pending:
             x = pending.pop()
@@ -215,7 +218,10 @@ class StandIn:
                 found = isinstance(x, nn.Module | dict | list | set) and id(x) in self._own
             if found:
                 return True
-            pending += _parts(x)
+            parts = _parts(x)
+            if type(x) in COPIED and any(isinstance(y, torch.Tensor) and id(y) not in self._known for y in parts):
+                continue  # where results are kept: code that is given no double may read it, so it stays the one that it is
+            pending += parts
         return False
 
     @functools.cached_property
@@ -228,7 +234,7 @@ class StandIn:
             if id(x) in found or type(x) in weakref.ProxyTypes or isinstance(x, _PLAIN):
                 continue
             if isinstance(x, nn.Module) or type(x) in COPIED:
-                if type(x) is not tuple:
+                if type(x) not in (tuple, frozenset):
                     found[id(x)] = x
                 pending += vars(x).values() if isinstance(x, nn.Module) else x.values() if isinstance(x, dict) else x
             elif isinstance(x, functools.partial):
@@ -253,7 +259,9 @@ class StandIn:
 
 
 def _parts(x: Any) -> Iterable[Any]:
-    """What a function refers to."""
+    """What a function refers to, or what a plain container holds."""
+    if type(x) in COPIED:
+        return () if len(x) > _MANY else (*x.keys(), *x.values()) if isinstance(x, dict) else tuple(x)
     if isinstance(x, FunctionType):
         return (*(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values())
     if isinstance(x, CellType):

@@ -459,3 +459,57 @@ def test_a_module_with_slots():
     params = bridge.module_tree(net)
     got = bridge.module_function(net)(jax.tree.map(lambda p: 2 * p, params), jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, 2 * expected, rtol=1e-5)
+
+
+def by_key(layer):
+    scales = {layer: 5.0}
+    return lambda module, inputs, output: output * scales.get(module, 1.0)
+
+
+def by_nested_containers(layer):
+    rows = {"rows": [({"scale": 5.0}, frozenset([layer]))]}
+    return lambda module, inputs, output: output * next((row["scale"] for row, layers in rows["rows"] if module in layers), 1.0)
+
+
+def by_default(layer):
+    return lambda module, inputs, output, chosen=[layer]: output * 5 if module in chosen else output
+
+
+def by_partial(layer):
+    return functools.partial(lambda chosen, module, inputs, output: output * 5 if module in chosen else output, {layer})
+
+
+def by_identity(layer):
+    return lambda module, inputs, output: output * 5 if module is layer else output
+
+
+@pytest.mark.parametrize("make", [by_key, by_nested_containers, by_default, by_partial, by_identity])
+def test_a_hook_that_looks_its_module_up_in_a_container(make):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for layer in net:
+        layer.register_forward_hook(make(net[0]))
+    got = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+    np.testing.assert_allclose(got, net(X).detach(), rtol=1e-5)
+
+
+def test_results_that_a_hook_keeps_by_module_reach_the_loss():
+    net, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), {}
+    for layer in net:
+        layer.register_forward_hook(lambda module, inputs, output: kept.__setitem__(module, output))
+
+    def loss(model, x):
+        kept.clear()
+        return model(x).mean() + sum(y.square().mean() for y in kept.values())
+
+    expected = loss(net, X).detach()
+    step = torch_api.JaxTrainStep(net, loss, torch_api.MaskedSGD(net.parameters(), lr=0.1))
+    np.testing.assert_allclose(step(X), expected, rtol=1e-5)
+
+
+def test_a_value_that_only_the_copy_of_a_container_receives_is_an_error():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    kept = {net[0]: None}
+    net[0].register_forward_hook(lambda module, inputs, output: kept.__setitem__(module, output))
+    with pytest.raises(ValueError, match=r"'0._forward_hooks'.*would be lost"):
+        bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
+    assert kept == {net[0]: None}
