@@ -142,7 +142,7 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     """input + alpha * other."""
     a, b = promoted(input, other)
     if a.dtype == bool:
-        return jnp.logical_or(a, jnp.logical_and(b, alpha))
+        return jnp.logical_or(a, jnp.logical_and(b, bool(alpha)))
     return a + _times(b, alpha)
 
 
