@@ -127,10 +127,6 @@ def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any =
     return out[0] if alone else out
 
 
-def _lowest(dtype: Any) -> Any:
-    return np.asarray(-jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
-
-
 def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> Any:
     """Windows that do not overlap: (N, place, place in the window, ..., C), along which loops need no division."""
     sizes = list(zip(input.shape[2:], window, strides, pads, strict=True))
