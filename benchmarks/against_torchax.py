@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -158,7 +159,9 @@ def difference(loss: float, grads: dict[str, Any], expected: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    """The error on one line, with files by their names alone."""
+    text = re.sub(r"(?<=\s)/\S*/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:160]}"
 
 
 def run_side(side: str, path: Path) -> None:

@@ -111,8 +111,7 @@ def own_attributes(x: Mapping[Any, Any]) -> dict[str, Any]:
     found = {name: value for name, value in own.items() if own is not x and name not in repeated}
     if isinstance(x, UserDict):
         found.pop("data", None)
-    slots = [name for base in type(x).__mro__ for name in _names(vars(base).get("__slots__", ()))]
-    return found | {name: value for name in slots if (value := _get(x, name, _UNSET)) is not _UNSET}
+    return found | {name: value for name in _slots(type(x)) if (value := _get(x, name, _UNSET)) is not _UNSET}
 
 
 _UNSET = object()
@@ -175,10 +174,11 @@ def _parts(x: Any) -> list[tuple[str, Any]]:
     own = getattr(x, "__dict__", None)
     if isinstance(own, dict):
         parts += [(f".{name}", value) for name, value in own.items()]
-    slots = [name for base in type(x).__mro__ for name in _names(vars(base).get("__slots__", ()))]
-    return parts + [(f".{name}", getattr(x, name)) for name in slots if hasattr(x, name)]
+    return parts + [(f".{name}", getattr(x, name)) for name in _slots(type(x)) if hasattr(x, name)]
 
 
-def _names(slots: Any) -> tuple[str, ...]:
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
+def _slots(kind: type) -> list[str]:
+    """The names of the slots of a class and of those that it is derived from."""
+    own = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in own for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if not name.startswith("__")]

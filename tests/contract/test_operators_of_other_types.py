@@ -1,13 +1,33 @@
-"""Functions that jax computes coarsely in half types, or refuses: their values and gradients are those of float32, rounded once."""
+"""torch's operators on integers and half types in traced code: those that torch's database of operators showed to differ.
+
+What jax computes coarsely in half types has the values and gradients of float32, rounded once.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import bridge
 
+NUMBERS = torch.tensor([[[5, -3, 7, 0, 2, -8], [1, 1, -2, 9, -9, 4], [3, 6, -7, 2, 8, 0], [-1, -5, 2, 2, 4, 9]]])
+CASES = {
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "max_pool2d padded": lambda x: F.max_pool2d(x, 3, stride=2, padding=1),
+    "max_pool2d dilated": lambda x: F.max_pool2d(x, 2, dilation=2),
+    "max_pool2d with indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x.float(), 2),
+    "linspace": lambda x: torch.linspace(x[0, 0, 1], x[0, 0, 2], 12, dtype=torch.int64),
+    "linspace of negative": lambda x: torch.linspace(-2.0, x[0, 0, 3], 50, dtype=torch.int64),
+    "linspace of one": lambda x: x + torch.linspace(3, 9, 1, dtype=torch.int64),
+    "logspace": lambda x: torch.logspace(x[0, 0, 3], x[0, 0, 4], 9, dtype=torch.int64),
+    "logspace of base 2": lambda x: x[..., :5] + torch.logspace(1.5, 6.5, 5, base=2.0, dtype=torch.int64),
+    "is_signed": lambda x: x + int(torch.is_signed(x)) + int(x.is_signed()),
+    "masked.amax": lambda x: torch.masked.amax(x, 2, mask=torch.tensor([True, False, True, True, False, True])),
+    "masked.argmin": lambda x: torch.masked.argmin(x, 1),
+}
 FUNCTIONS = {
     "polygamma 0": lambda x: torch.polygamma(0, x),
     "polygamma 2": lambda x: torch.polygamma(2, x),
@@ -30,6 +50,22 @@ class Applies(torch.nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_integers_are_as_in_torch(name):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        found = jax.jit(bridge.module_function(Applies(CASES[name])))({}, bridge.to_jax(NUMBERS, copy=True))
+        theirs = CASES[name](NUMBERS)
+        for x, y in zip(jax.tree.leaves(found), theirs if isinstance(theirs, tuple) else [theirs], strict=True):
+            assert str(x.dtype) == str(y.dtype).removeprefix("torch.")
+            np.testing.assert_array_equal(x, y)
+
+
+def test_places_that_are_traced_are_an_error_that_names_the_operator():
+    fn = jax.jit(bridge.module_function(Applies(lambda x: torch.tensor_split(x[0], x[0, 0, :2]))))
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"torch\.tensor_split in the module itself \(Applies\) asks for values"):
+        fn({}, bridge.to_jax(NUMBERS.int(), copy=True))
 
 
 def results(fn, x):
