@@ -7,7 +7,7 @@ CLIENTS := .venv-clients
 BENCH := .venv-bench
 TORCHAX := .venv-torchax
 
-.PHONY: demo test check nightly bench torchax docs test-bench test-oldest test-clients test-wheel clean
+.PHONY: demo test check nightly baseline bench torchax docs test-bench test-oldest test-clients test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -23,6 +23,10 @@ check: $(VENV)/.installed
 # What takes too long for every change: each operator of torch's database with each kind of samples, some minutes on 2 cores.
 nightly: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m nightly
+
+# What a step of standard optimizers costs with the installed jaxlib, after a change of that cost.
+baseline: $(VENV)/.installed
+	MASKBRIDGE_WRITE_BASELINE=1 $(BIN)/python -m pytest -q tests/contract/test_cost_baseline.py
 
 # Three quarters of an hour on 2 cores: figures of this class of machine, the picture beside them, the tables of benchmarks/README.md.
 bench: $(BENCH)/.installed

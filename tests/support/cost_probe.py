@@ -1,0 +1,89 @@
+"""Cost of one step, as the compiler counts it: the only support file of contract tests that reads private modules."""
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import pytest
+
+import bridge
+import torch_api
+from bridge import fusion, lanes, programs
+from torch_api import launches
+
+CORES = 2
+_ON_ONE_CORE = (1 << 17) * CORES // (CORES - 1)
+
+
+class Cost(NamedTuple):
+    """Cost of one step; traces and compilations are those of the first."""
+
+    bytes_per_element: int
+    executables: int
+    traces: int
+    compilations: int
+
+
+def not_comparable() -> str | None:
+    """Return why the counts of this process differ from those of others; None if they do not."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"costs are counted on Linux x86_64, this is {sys.platform} {platform.machine()}"
+    if not fusion.requested():
+        return "the environment turns off loops with several results"
+    return None
+
+
+@contextmanager
+def fixed_environment() -> Iterator[None]:
+    """Set the thresholds as on a machine with 2 cores, and hide every executable that this process has compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (lanes, programs):
+            patch.setattr(module, "CORES", CORES)
+        for module in (programs, launches):
+            patch.setattr(module, "ON_ONE_CORE", _ON_ONE_CORE)
+        patch.setattr(programs, "_OPERATIONS", 40 * _ON_ONE_CORE)
+        patch.setattr(programs, "_programs", WeakValueDictionary())
+        patch.setattr(programs, "_recent", {})
+        yield
+
+
+def cost(step: Callable[[], Any], stepper: Any, elements: int) -> tuple[Cost, int]:
+    """Take two steps; return their cost, and how many traces and compilations the second one adds.
+
+    Args:
+      step: one step.
+      stepper: the optimizer or `JaxTrainStep` that `step` calls.
+      elements: how many elements are trained.
+    """
+    before = bridge.traces(), bridge.compilations()
+    step()
+    first = bridge.traces(), bridge.compilations()
+    step()
+    second = bridge.traces(), bridge.compilations()
+    traces, compilations = (now - then for now, then in zip(first, before, strict=True))
+    found = Cost(round(bytes_accessed(stepper) / elements), len(executables(stepper)), traces, compilations)
+    return found, sum(second) - sum(first)
+
+
+def bytes_accessed(stepper: Any) -> float:
+    """Return the bytes that one step moves, by the compiler's count."""
+    if isinstance(stepper, torch_api.JaxTrainStep):
+        return sum(program.bytes_accessed for program in stepper._programs.values())
+    return stepper.bytes_accessed()
+
+
+def executables(stepper: Any) -> set[int]:
+    """Return the identities of the executables that a step calls."""
+    if isinstance(stepper, torch_api.JaxTrainStep):
+        return {id(program.call) for program in stepper._programs.values()}
+    found = []
+    for launch in stepper._launches.latest:
+        program = launch.program
+        pieces = program._cut.pieces if program._cut is not None else [program]
+        found += [*pieces, *filter(None, [program.measure])]
+        if launch.reader is not None:
+            found += [kind.piece for kind in launch.reader._kinds]
+    return set(map(id, found))
