@@ -19,7 +19,7 @@ LONG += " groups_added_later state_of_the_user optax_optimizer transforms optimi
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "as_torch autograd_function bad_input beginning calm contents dlpack docs gpu known_values lr_scale masks one_type openmp"
 QUICK += " packs_storage presets project protocol report resize rules sight split state_scalars step storage torch_losses_more torch_names"
-QUICK += " torch_order torch_scatter tree trees widths"
+QUICK += " torch_order torch_scatter tree trees widths contract_imports"
 CHECKED = {f"test_{name}" for name in QUICK.split()}
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and bytes are the same (test_step.py). Numbers are compared with those of others from the code that users run in zoo,
