@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ from .traced import Traced, as_array, as_traced
 
 # Where `Function.apply`, and so an `apply` that was kept in a variable, goes on to.
 _BASE: Any = torch.autograd.Function.__mro__[1]
+# Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled; without it such a handler may
+# not trace.
+_with_overrides: Any = getattr(torch._C, "_EnableTorchFunction", nullcontext)
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def tracing(**values: Any) -> Iterator[None]:
     before = dict(TRACE.__dict__)
     try:
         TRACE.__dict__.update(values)
-        with patched(), redirected(TRACE.doubles), torch.enable_grad(), Mode():
+        with patched(), redirected(TRACE.doubles), torch.enable_grad(), _with_overrides(), Mode():
             yield
     finally:
         TRACE.__dict__.clear()

@@ -145,33 +145,43 @@ def _within(settings: list[Callable[[], Any]], rule: Callable[..., Any]) -> Call
     return run
 
 
-def in_32_bits(jaxpr: Any, jitted: bool = False) -> Any:
+def in_32_bits(jaxpr: Any) -> Any:
     """The program with rules of derivatives that see types of 32 bits in the functions that were jitted, and maybe traced, before.
 
     Calls of those are not seen while the program is traced. A rule that has to do with values of 64 bits stays as it is, and so does one
     that jax keeps in another form than we know.
     """
-    eqns = [_eqn_in_32_bits(eqn, jitted) for eqn in jaxpr.eqns]
+    return _rewritten(jaxpr, _rules_in_32_bits, False)
+
+
+def callbacks_in_32_bits(jaxpr: Any) -> Any:
+    """The program with callbacks that see types of 32 bits when it runs; itself where there are none. One of values of 64 bits stays."""
+    return _rewritten(jaxpr, _callback_in_32_bits, False)
+
+
+_New = Callable[[Any, bool], dict[str, Any]]  # from an equation, and whether a jitted function has it, to parameters that change
+
+
+def _rewritten(jaxpr: Any, new: _New, jitted: bool) -> Any:
+    eqns = [_rewritten_eqn(eqn, new, jitted) for eqn in jaxpr.eqns]
     return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
 
 
-def _eqn_in_32_bits(eqn: Any, jitted: bool) -> Any:
+def _rewritten_eqn(eqn: Any, new: _New, jitted: bool) -> Any:
     inside = jitted or eqn.primitive.name in ("jit", "pjit")
-    new = {name: _param_in_32_bits(value, inside) for name, value in eqn.params.items()}
-    if jitted and not any(map(is_wide, _avals(eqn))):
-        new |= {name: rule.wrap(_narrow, (), None) for name in _RULES if hasattr(rule := eqn.params.get(name), "wrap")}
-    return eqn if all(new[name] is value for name, value in eqn.params.items()) else eqn.replace(params=new)
+    params = {name: _rewritten_param(value, new, inside) for name, value in eqn.params.items()} | new(eqn, jitted)
+    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
 
 
-def _param_in_32_bits(value: Any, jitted: bool) -> Any:
+def _rewritten_param(value: Any, new: _New, jitted: bool) -> Any:
     if hasattr(getattr(value, "jaxpr", None), "eqns"):  # a closed one
-        body = in_32_bits(value.jaxpr, jitted)
+        body = _rewritten(value.jaxpr, new, jitted)
         return value if body is value.jaxpr else value.replace(jaxpr=body)
     if hasattr(value, "eqns"):
-        return in_32_bits(value, jitted)
+        return _rewritten(value, new, jitted)
     if isinstance(value, tuple):
-        new = tuple(_param_in_32_bits(x, jitted) for x in value)
-        return value if all(map(operator.is_, new, value)) else new
+        changed = tuple(_rewritten_param(x, new, jitted) for x in value)
+        return value if all(map(operator.is_, changed, value)) else changed
     return value
 
 
@@ -179,9 +189,26 @@ def _param_in_32_bits(value: Any, jitted: bool) -> Any:
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
+def _rules_in_32_bits(eqn: Any, jitted: bool) -> dict[str, Any]:
+    if not jitted or any(map(is_wide, _avals(eqn))):
+        return {}
+    return {name: rule.wrap(_narrow, (), None) for name in _RULES if hasattr(rule := eqn.params.get(name), "wrap")}
+
+
 def _narrow(rule: Callable[..., Any], *args: Any) -> Any:
     with x64(False):
         return rule(*args)
+
+
+def _callback_in_32_bits(eqn: Any, jitted: bool) -> dict[str, Any]:
+    callback = eqn.params.get("callback")
+    return {"callback": functools.partial(_called_back, callback)} if callable(callback) and not any(map(is_wide, _avals(eqn))) else {}
+
+
+def _called_back(callback: Callable[..., Any], *args: Any) -> Any:
+    """What jax makes of the results of a callback where its flag is off."""
+    with x64(False):
+        return jax.tree.map(lambda x: np.asarray(x).astype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), callback(*args))
 
 
 def _avals(eqn: Any) -> Iterator[Any]:

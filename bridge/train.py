@@ -31,7 +31,7 @@ from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
 from .fusion import compiled
 from .half_sums import summed_in_float32
-from .jax_calls import in_32_bits
+from .jax_calls import callbacks_in_32_bits, in_32_bits
 from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
@@ -78,7 +78,7 @@ class Forward:
             traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
         closed, (_, aux, _) = traced
         closed = closed.replace(jaxpr=in_32_bits(closed.jaxpr)) if narrow else closed
-        self.aux = len(aux)
+        self.aux, self.narrow = len(aux), narrow
         jaxpr: Any = closed.jaxpr
         self.calls_back = calls_back(jaxpr)
         count = len(self.params)
@@ -282,6 +282,7 @@ class Program:
             traced = jitted(function).trace(donated, arguments)
             better = summed_in_float32(traced.jaxpr.jaxpr)
             better = stored_for_products(arranged(better)) if self.plan.device.platform == "cpu" else better
+            better = callbacks_in_32_bits(better) if task.forward.narrow else better
             if better is not traced.jaxpr.jaxpr:
                 traced = jitted(_as(better, traced)).trace(donated, arguments)
             self.calls_back = calls_back(traced.jaxpr.jaxpr)
