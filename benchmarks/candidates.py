@@ -135,8 +135,11 @@ OF_20: Maker = stepping(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
 AS_MANY_BYTES = {"NAdam": OF_28, "RAdam": OF_28, "Adamax": OF_28, "RMSprop": OF_20, "Adagrad": OF_20, "Lion": OF_20}
 
 
-def unfused(name: str) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
-    """Candidates, the baseline if there is one, and what is missing, for one of `UNFUSED`."""
+def unfused(name: str, bound: bool = False) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
+    """Candidates, the baseline if there is one, and what is missing, for one of `UNFUSED`.
+
+    `bound`: for the speed bound, with a candidate of torch in any case: a ratio within a round varies less than milliseconds.
+    """
     theirs, ours, other, in_optax = UNFUSED[name]
     lr = {"lr": LEARNING_RATE[name]} if name in LEARNING_RATE else {}
     makers: dict[str, Maker] = {}
@@ -156,6 +159,8 @@ def unfused(name: str) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
         makers[OPTAX] = in_jax(in_optax())
     if name in AS_MANY_BYTES:
         makers[YARDSTICK] = AS_MANY_BYTES[name]
+    if bound and not any(maker.startswith("torch") for maker in makers):
+        makers[f"{FUSED}, AdamW"] = OF_28
     makers[OURS] = stepping(getattr(torch_api, ours), **lr)
     return makers, next((name for name in (DEFAULT, "pytorch_optimizer") if name in makers), None), missing
 

@@ -34,8 +34,9 @@ RESULTS = Path(__file__).parent / "results"
 PEERS = {"TorchOpt": "torchopt", "pytorch_optimizer": "pytorch_optimizer", "HeavyBall": "heavyball"}
 # Rounds that are not counted: the first compiles, the second may still allocate, and RAdam leaves out most of its work in the first five.
 WARM_UP = 6
-# How often the candidates of a pair are made, and the seconds of a first step beyond which they are made once: torch.compile builds them.
-BUILDS, LONG = 8, 5.0
+# How often the candidates of a pair are made, and for the speed bound. Seconds of a first step beyond which they are made once:
+# torch.compile builds them.
+BUILDS, BOUND_BUILDS, LONG = 8, 2, 5.0
 BLOCK = 1 << 22  # elements
 FLOAT = 4  # bytes of a float32
 
@@ -50,6 +51,7 @@ class Settings:
       device: "cpu" or "cuda".
       compiled: also candidates that torch.compile must build first, which takes a minute and more for each set.
       patience: seconds after which the section of ever-changing subsets stops counting.
+      bound: our candidates beside the baseline of torch alone, as the speed bound has them.
     """
 
     rounds: int = 15
@@ -57,11 +59,17 @@ class Settings:
     device: str = "cpu"
     compiled: bool = False
     patience: float = 300.0
+    bound: bool = False
 
     def shapes(self, title: str) -> list[Shape]:
         """The shapes of a set; with `quick` a few of them, an eighth as long in each dimension."""
         shapes = SETS[title]()
         return [tuple(max(1, n // 8) for n in shape) for shape in shapes[-5:]] if self.quick else shapes
+
+    @property
+    def builds(self) -> int:
+        """How often the candidates of a pair are made."""
+        return self.count(BOUND_BUILDS if self.bound else BUILDS, 1)
 
     def count(self, normal: int, quick: int) -> int:
         return quick if self.quick else normal
@@ -246,6 +254,13 @@ def rows(timing: Timing, baseline: str | None) -> dict[str, dict[str, Any]]:
     return table
 
 
+def of_bound(makers: dict[str, Maker], baseline: str | None) -> tuple[dict[str, Maker], str | None]:
+    """Our candidates, and one of torch as the baseline: that of the table, else a fused one; None where there is neither."""
+    if baseline is None or not baseline.startswith("torch"):
+        baseline = next((name for name in makers if name.startswith("torch fused")), None)
+    return {name: maker for name, maker in makers.items() if name == baseline or name.startswith("maskbridge")}, baseline
+
+
 def compare(
     title: str,
     makers: dict[str, Maker],
@@ -259,11 +274,13 @@ def compare(
 
     Threads that one candidate leaves behind (OpenMP's, which spin) would cost whoever comes next: here that is its pair. Which pages of
     memory the system gives decides about some hundredths of a step's time, and who comes first gets what is left in pieces: so both are
-    made `BUILDS` times, by turns one or the other first.
+    made `settings.builds` times, by turns one or the other first.
     """
     gc.collect()
+    if settings.bound:
+        makers, baseline = of_bound(makers, baseline)
     grads, table = gradients(shapes, settings.device, dtype), {}
-    alone, builds, asked = Timing(), settings.count(BUILDS, 1), rounds or settings.rounds
+    alone, builds, asked = Timing(), settings.builds, rounds or settings.rounds
     each_time = max(-(-asked // builds), min(asked, WARM_UP))  # fewer would be warmed up less
     for name in [name for name in makers if name != baseline] or makers:
         pair = list(dict.fromkeys([name] if baseline is None else [baseline, name]))
@@ -337,7 +354,8 @@ def file_name(device: str) -> str:
 def environment(section: str, settings: Settings) -> dict[str, Any]:
     names = ["torch", "jax", "optax", "numpy", *(PEERS[peer] for peer in PEERS if installed(peer))]
     options = [f"--rounds {settings.rounds}"]
-    options += [flag for flag, given in (("--compiled", settings.compiled), ("--quick", settings.quick)) if given]
+    flags = {"--compiled": settings.compiled, "--bound": settings.bound, "--quick": settings.quick}
+    options += [flag for flag, given in flags.items() if given]
     options += ["--device cuda"] if settings.device == "cuda" else []
     return {
         "command": f"python benchmarks/step.py --sections {section} {' '.join(options)}",

@@ -75,6 +75,8 @@ def steps(table: dict[str, Any]) -> list[str]:
 
 
 def large(figures: dict[str, Any]) -> list[str]:
+    if "bytes" not in figures:  # `--bound`
+        return tabled(figures)
     counted = ([row["optimizer"], number(row["bytes"]), number(row["fewest"])] for row in figures["bytes"])
     text = "Bytes that a step moves per parameter by the compiler's count, and the fewest that there can be:"
     return [*tabled(figures), text, *grid(["", "bytes", "fewest"], counted)]

@@ -1,6 +1,6 @@
 """The benchmark: one optimizer step, side by side, in all the situations that the sections name.
 
-    python benchmarks/step.py [--sections large small ...] [--rounds 15] [--compiled] [--device cuda] [--json PATH]
+    python benchmarks/step.py [--sections large small ...] [--rounds 15] [--compiled | --bound] [--device cuda] [--json PATH]
 
 One process; in each round every candidate takes one step, in an order that is drawn anew. Times are medians; a ratio is the
 median of the ratios to the baseline within a round, with its quartiles. Each section is written into the results file as soon
@@ -51,6 +51,13 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "device": device.device,
 }
 ON_DEVICE = [name for name in SECTIONS if name != "dlpack"]
+# What the speed bound is measured with, where the command line does not say otherwise.
+BOUND = {
+    "sections": ["large", "small", "tail", "unfused", "subsets"],
+    "rounds": 7,
+    "patience": 40.0,
+    "json": RESULTS / "bound-local.json",
+}
 
 
 def no_device() -> str | None:
@@ -68,10 +75,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compiled", action="store_true", help="also what torch.compile builds: minutes for each set of parameters")
+    parser.add_argument("--bound", action="store_true", help="our candidates and torch's only, for bound.py: less than ten minutes")
     parser.add_argument("--quick", action="store_true", help="small sets, to see that a section works; its figures mean nothing")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds after which the section of subsets stops")
     parser.add_argument("--json", type=Path, help="the results file; one for this class of machine in benchmarks/results, if not given")
     given = parser.parse_args()
+    if given.bound and given.compiled:
+        parser.error("--bound: has no candidate that torch.compile builds")
+    if given.bound:
+        parser.set_defaults(**BOUND)
+        given = parser.parse_args()
     missing = no_device() if given.device == "cuda" else None
     if missing is not None:
         print(f"Nothing measured: {missing}.")
@@ -81,7 +94,7 @@ def main() -> None:
     torch.optim.AdamW([torch.zeros(1)])  # imports torch's compiler
     gc.collect()
     gc.freeze()  # what the imports have left stays: each collection before a candidate would look through it, for a quarter of a second
-    settings = Settings(given.rounds, given.quick, given.device, given.compiled, given.patience)
+    settings = Settings(given.rounds, given.quick, given.device, given.compiled, given.patience, given.bound)
     path = given.json or RESULTS / (file_name(given.device) if not given.quick else "quick-local.json")
     everything = ON_DEVICE if given.device == "cuda" else [name for name in SECTIONS if name != "device"]
     for name in given.sections or everything:

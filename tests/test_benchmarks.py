@@ -1,6 +1,7 @@
 """The benchmark runs in every section and writes what it says. No test asserts a time."""
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -132,6 +133,71 @@ def test_the_growth_is_drawn(results):
 def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
     assert "Nothing measured: torch sees no CUDA device" in run("step", "--device", "cuda", "--json", tmp_path / "none.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_bound_has_our_candidates_and_torchs_alone(tmp_path):
+    path = tmp_path / "bound.json"
+    found, printed = measured(path, "large", also=["--bound"])
+    (table,) = found["large"]["tables"]
+    assert table["rows"].keys() == {"torch fused", "maskbridge", "maskbridge, copying"}
+    assert "bytes" not in found["large"]
+    assert "--bound" in printed
+    assert "| large, GPT-2 small: maskbridge | 1.000 |" in run("bound", "--before", path, "--after", path)
+
+
+def test_what_ours_is_compared_with_for_the_bound(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    candidates, common = importlib.import_module("candidates"), importlib.import_module("common")
+    found = {name: common.of_bound(*candidates.unfused(name, bound=True)[:2]) for name in ("Adamax", "Lion", "LAMB")}
+    assert {name: baseline for name, (_, baseline) in found.items()} == {
+        "Adamax": "torch default",
+        "Lion": "torch fused, as many bytes",
+        "LAMB": "torch fused, AdamW",
+    }
+    assert {name: list(makers) for name, (makers, _) in found.items()} == {
+        "Adamax": ["torch default", "maskbridge"],
+        "Lion": ["torch fused, as many bytes", "maskbridge"],
+        "LAMB": ["torch fused, AdamW", "maskbridge"],
+    }
+
+
+def written_ratios(path, **ratios):
+    """A results file of one section, with these ratios to torch by row."""
+    rows = {"torch fused": {"ratio": 1.0, "median ms": 1.0}} | {f"maskbridge, {name}": {"ratio": x} for name, x in ratios.items()}
+    path.write_text(json.dumps({"small": {"tables": [{"title": "tiny", "rows": rows}]}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("after", "again", "word", "status"),
+    [
+        ([1.0, 1.01, 1.02], [1.0, 1.0, 1.0], "", 0),
+        ([1.05, 1.06, 1.07], [1.0, 1.0, 1.0], "slower", 0),
+        ([1.05, 1.06, 1.07], [0.9, 1.0, 1.2], "", 0),  # as much as without a change
+        ([0.98, 1.06, 1.07, 0.97, 1.07], [1.0] * 5, "", 0),  # the lower quartile is below 1
+        ([1.09, 1.1, 1.11], [1.0, 1.0, 1.0], "too slow", 1),
+    ],
+)
+def test_the_verdict_of_the_bound(tmp_path, after, again, word, status):
+    files = {
+        name: [written_ratios(tmp_path / f"{name}{i}.json", a=0.5 * x, b=0.5, c=0.5, d=0.5) for i, x in enumerate(values)]
+        for name, values in {"before": [1.0] * len(after), "after": after, "again": again}.items()
+    }
+    command = [str(each) for name, paths in files.items() for each in (f"--{name}", *paths)]
+    done = subprocess.run([sys.executable, str(FOLDER / "bound.py"), *command], capture_output=True, text=True, check=False)
+    (row,) = [line for line in done.stdout.splitlines() if "small, tiny: maskbridge, a |" in line]
+    assert row.split("|")[-2].strip() == word
+    assert (done.returncode, "The bound is met." in done.stdout) == (status, status == 0), done.stderr
+
+
+def test_the_bound_holds_for_the_mean_of_a_section(tmp_path):
+    before = written_ratios(tmp_path / "before.json", a=0.5, b=0.5)
+    after = written_ratios(tmp_path / "after.json", a=0.53, b=0.51)
+    command = [sys.executable, str(FOLDER / "bound.py"), "--before", str(before), "--after", str(after)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Above the bound: small: the geometric mean 1.040 is above 1.03" in done.stdout
 
 
 # ------------------------------------------------------------------ the rest
