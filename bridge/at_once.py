@@ -1,10 +1,9 @@
 """All rows of a pack in one loop, their gradients read where they lie.
 
-A loop over rows one after the other has some of its own to do at each turn, and one core. One loop over all rows is on all cores and moves
-the bytes of one update, but XLA must be led to write it: it writes several results from one loop only where none of them shares what
-another computes from large arrays, and what a gather reads it stores before it would read it twice. So each operation that needs the
-gradient has a gather of its own, and what depends on it is computed for each that needs it. Of the places that these read from, each has a
-zero of its own added, which the program is given, so that XLA cannot see that they are the same.
+One loop over all rows is on all cores and moves the bytes of one update, but XLA must be led to write it: it writes several results from
+one loop only where none of them shares what another computes from large arrays, and what a gather reads it stores before it would read it
+twice. So each operation that needs the gradient has a gather of its own, and what depends on it is computed for each that needs it. Of the
+places that these read from, each has a zero of its own added, which the program is given, so that XLA cannot see that they are the same.
 """
 
 from __future__ import annotations

@@ -46,6 +46,16 @@ def stay() -> bool:
     return " opt-barrier(" in text and text.count(" fusion(") == 2  # one before it, one behind
 
 
+@functools.cache
+def several_results() -> bool:
+    """Return whether XLA's CPU compiler writes several results from one loop, which then reads once what they share."""
+    both = jax.jit(lambda x, y: (x * y, x + y), donate_argnums=(0, 1))
+    arrays = [jax.ShapeDtypeStruct((1 << 10,), np.float32)] * 2
+    with default_settings(), default_promotion(), jax.default_device(cpu()):
+        text = compiled(both.lower(*arrays), fused=True).as_text() or ""
+    return text.count(" fusion(") == 1
+
+
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 

@@ -23,11 +23,10 @@ from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_cor
 from .fusion import compiled
 from .inline import inline, loaded, serialized
 from .lanes import CORES
-from .loops import held
+from .loops import held, several_results
 from .meanwhile import meanwhile
 from .passes import bytes_accessed
 from .pieces import Piece, cut
-from .scattered import in_place
 from .tiles import FEW
 from .update import Plan, abstract, by_type, measured, stepped
 from .whole import unread
@@ -54,16 +53,15 @@ class Program:
     """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
 
     `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print).
-    `looped`: it is a loop over rows, on one core. `scattered`: it reads gradients where they lie. `pieces`: what is to be compiled before
-    it is `ready`, that which reads the leaves of the plan that are `far` among it.
+    `scattered`: it reads gradients where they lie. `pieces`: what is to be compiled before it is `ready`, that which reads the leaves of
+    the plan that are `far` among it.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.measure: Any = None
         self.calls_back = False
-        self.looped = any(leaf.looped for leaf in plan.leaves)
-        self.scattered = any(leaf.scattered for leaf in plan.leaves)
+        self.scattered = any(leaf.at_once for leaf in plan.leaves)
         sizes = [(leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves]
         self.elements, self._are_many = sum(sizes), len(sizes) >= _LOOPS_A_CORE * CORES
         self._are_short = self._are_many and self.elements <= len(sizes) * _SHORT_LOOP and max(sizes) * CORES <= self.elements
@@ -75,7 +73,7 @@ class Program:
         arguments = abstract(plan)
         # What the compiler is asked, it is asked while the update is traced.
         known = meanwhile(of_update, plan.device)
-        may_be_ordered = meanwhile(in_place) if self._are_mixed and plan.device.platform == "cpu" else None
+        may_be_ordered = meanwhile(several_results) if self._are_mixed and plan.device.platform == "cpu" else None
         with default_settings(), default_promotion():
             jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
@@ -142,14 +140,12 @@ class Program:
 
     @property
     def bytes_accessed(self) -> float:
-        """By the compiler's count, which takes one turn of a loop for all: that of one over rows is multiplied by their number, and for
-        `reading` the gradients are counted, once."""
+        """By the compiler's count; for `reading` the gradients are counted, once."""
         far = sum(
             leaf.size * (leaf.count or 1) * jnp.dtype(leaf.gradient_dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf)
         )
-        turns = sum(leaf.turns for leaf in self.plan.leaves) if self.looped else 1
         update = self._counted() if self._rows else self._either
-        return (bytes_accessed(update) - held(update)) * turns + (bytes_accessed(self.measure) if self.measure else 0.0) + far
+        return bytes_accessed(update) - held(update) + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
     def _counted(self) -> Any:
         """The update compiled to be counted alone, of a memory as large as what is read of it: the compiler counts all that there is."""

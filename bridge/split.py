@@ -26,8 +26,7 @@ from .loops import by_bits
 from .operands import fewer
 from .pieces import part
 from .problem import is_key
-from .scattered import Scattered, over_live_rows
-from .scattered import part as part_of
+from .scattered import Scattered
 from .whole import apply, at_start, in_turn, inlined, kind_text, params_text, slice_of, spreads, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
@@ -89,7 +88,7 @@ def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Ca
     given = jax.tree.leaves(kind.arrays[0])
     far = next((i for i, x in enumerate(given) if isinstance(x, Scattered)), None)
     if far is not None:
-        return cut.all_rows(far, len(shared)) if given[far].at_once else cut.over_live_rows(shared)
+        return cut.all_rows(far, len(shared))
     function = cut.of_arrays
     if kind.rows is not None:
         function = jax.vmap(function, in_axes=(*(0 for _ in range(cut.handed + len(given))), *(None for _ in shared)))
@@ -183,15 +182,6 @@ class _Cut:
         other = copy.copy(self)
         other._now, other.of_arrays = size, lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (size,))
         return other
-
-    def over_live_rows(self, shared: Sequence[Any]) -> Callable[..., Any]:
-        """The second part of all rows, as a loop over those that are live, some elements at a time where the size does not matter."""
-        width = part_of(self._now)
-        some = None if width is None else self.resized(width)
-        one = self if width is None or some is None else some
-        targets = [i for i, scalar in enumerate(self.is_scalar) if not scalar]  # the results stand where the arrays did
-        looped = over_live_rows(lambda numbers, parts: one.of_arrays(*numbers, *parts, *shared), one._now, targets)
-        return lambda *inputs: looped(inputs[: self.handed], inputs[self.handed : len(inputs) - len(shared)])
 
     def all_rows(self, far: int, shared: int) -> Callable[..., Any]:
         """The second part of all rows, in one loop, of which the array `far` lies anywhere; of its inputs, so many are common to all."""

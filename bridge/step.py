@@ -29,8 +29,7 @@ from .update import traces
 
 __all__ = ["Launch", "Outcome", "Program", "compilations", "count_compilation", "elsewhere", "programs", "run", "traces"]
 
-_looped, _elements, _calls_back, _read, _room = (
-    attrgetter("program.looped"),
+_elements, _calls_back, _read, _room = (
     attrgetter("program.elements"),
     attrgetter("program.calls_back"),
     methodcaller("read"),
@@ -72,7 +71,8 @@ class Launch(ABC):
     scalars: the scalars of leaves by themselves, by dtype.
     kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
     kept_operands: from those tensors to arguments; a ValueError where the storage of one was freed or made smaller.
-    positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `Places` for a loop.
+    positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `AllPlaces` where
+      they are read where they lie.
     rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
       are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
     mirrored, mirrors: tensors of state that the user has put there and that stay where they are, and the tensors over `state` that are
@@ -161,8 +161,7 @@ def run(
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = hyperparams if on_cpu else _on_device(hyperparams.tobytes(), device)
         if on_cpu and len(launches) > 1:
-            several = lanes.CORES if any(map(_looped, launches)) else lanes.LANES  # a loop over rows runs on one core
-            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device, several)
+            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device)
         flight.reader, measure = reader, _NOTHING_MEASURED if reader is None else reader(grads, scaling)
         for wave in waves:
             for launch in wave:
@@ -245,7 +244,7 @@ class _Flight:
         # Of each call what to wait for, and where its results belong: those in memories, those of scalars, those that are copied.
         self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, ...]]] = []
         self.results: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = [], [], [], [], []  # as of `write_back`
-        self.copies: list[list[Any]] = []  # of gradients, for each loop over rows
+        self.copies: list[list[Any]] = []  # of gradients that are read where they lie
         self.room = 0  # bytes that the calls allocate for results which are copied
         self.moved = False
         self.reader: Reader | None = None  # of gradients that must stay until it has read them

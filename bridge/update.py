@@ -23,10 +23,9 @@ from .gradients import along, consequences, found_in
 from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
 from .loops import LARGE
-from .passes import ONCE, chosen
+from .passes import chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
-from .scattered import Scattered, part
-from .scattered import signature as scattered
+from .scattered import Scattered
 from .side_by_side import Slot
 from .split import Alike, for_each
 from .units import Columns, unit_update
@@ -40,11 +39,10 @@ class Leaf:
 
     `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
     every field of state; `spec` is then that of one row. None for a leaf by itself. `singly`: the gradients of the rows are
-    arguments of their own, because reading them in one place would not be worth moving them there. `looped`: rows are updated one
-    after the other, their gradients read where they lie; `at_once`: all in one loop, as of `bridge.at_once`. `members`: of leaves that
-    their transformation sees together with others, each with its row. `length`: of a single row that is longer than its leaf, the
-    elements of that; what stands behind them may be anything, and in the gradient is zero. `other_gradient`: the dtype of a gradient that
-    has another than the leaf.
+    arguments of their own, because reading them in one place would not be worth moving them there. `at_once`: the gradients of
+    the rows are read where they lie, as of `bridge.at_once`. `members`: of leaves that their transformation sees together with others,
+    each with its row. `length`: of a single row that is longer than its leaf, the elements of that; what stands behind them may be
+    anything, and in the gradient is zero. `other_gradient`: the dtype of a gradient that has another than the leaf.
     """
 
     row: Row
@@ -54,7 +52,6 @@ class Leaf:
     elements: bool
     count: int | None = None
     singly: bool = False
-    looped: bool = False
     members: tuple[tuple[int, Spec], ...] = ()
     length: int | None = None
     at_once: bool = False
@@ -66,11 +63,6 @@ class Leaf:
         return self.other_gradient or self.spec.dtype
 
     @property
-    def scattered(self) -> bool:
-        """Whether the gradients of rows are read where they lie."""
-        return self.looped or self.at_once
-
-    @property
     def size(self) -> int:
         """The elements that are a leaf's, in one row."""
         return self.length or math.prod(self.spec.shape)
@@ -79,12 +71,6 @@ class Leaf:
     def buffer(self) -> Signature:
         size = math.prod(self.spec.shape)
         return (size,) if self.count is None else (self.count, size), self.spec.dtype
-
-    @property
-    def turns(self) -> int:
-        """Of a loop over all rows."""
-        size = self.spec.shape[0]
-        return (self.count or 0) * (size // (part(size) or size))
 
     @property
     def together(self) -> tuple[bool, ...]:
@@ -121,7 +107,7 @@ class Plan:
 
     def far(self, leaf: Leaf) -> bool:
         """Whether the gradient of a leaf is measured before the program, where it lies."""
-        lies = leaf.count is None or leaf.length is not None or leaf.scattered
+        lies = leaf.count is None or leaf.length is not None or leaf.at_once
         return self.ahead and lies and not leaf.elements and reading.takes(leaf.gradient_dtype, leaf.size)
 
     @property
@@ -210,7 +196,7 @@ def update(
     kinds = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
-        passes = _passes(plan, leaf, isinstance(grads[at[0]], Scattered) and leaf.looped, fused)
+        passes = _passes(plan, leaf, fused)
         parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
@@ -262,10 +248,8 @@ def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], lis
     return arrays, [jnp.concatenate(column) for column in scalars.values()]
 
 
-def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
-    """How often the rule of a leaf is evaluated: once in a loop over rows, which keeps in a cache what it computes."""
-    if looped:
-        return ONCE
+def _passes(plan: Plan, leaf: Leaf, fused: bool) -> Passes:
+    """How often the rule of a leaf is evaluated."""
     measured, large = (plan.clip or plan.scaled, plan.scaled), leaf.count in (None, 1) and math.prod(leaf.spec.shape) >= LARGE
     return chosen(plan.problem(leaf), leaf.elements, measured, plan.extra, plan.device, large, fused)
 
@@ -273,7 +257,7 @@ def _passes(plan: Plan, leaf: Leaf, looped: bool, fused: bool) -> Passes:
 def by_type(plan: Plan) -> bool:
     """Whether the results of some leaf come from loops of one type each, behind barriers that must stay."""
     alone = {leaf for leaf in plan.leaves if leaf.row.unit is None}
-    return plan.device.platform == "cpu" and any(_passes(plan, leaf, leaf.looped, True).by_type for leaf in alone)
+    return plan.device.platform == "cpu" and any(_passes(plan, leaf, True).by_type for leaf in alone)
 
 
 # So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
@@ -338,8 +322,8 @@ def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
     return [
         next(given)
         if leaf.count is None
-        else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0], leaf.at_once)
-        if leaf.scattered
+        else Scattered(next(given), next(given), leaf.count, leaf.spec.shape[0])
+        if leaf.at_once
         else jnp.stack([next(given) for _ in range(leaf.count)])
         if leaf.singly
         else next(given).reshape(leaf.count, -1)
@@ -362,10 +346,8 @@ def _flags(plan: Plan, masks: Sequence[Any], live: Any) -> tuple[list[Any], list
 
 
 def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
-    """The new rows of a pack; those that are not `live` keep their bits: of arrays that a loop has updated, they have them."""
+    """The new rows of a pack; those that are not `live` keep their bits."""
     chosen = lambda after, before: jnp.where(along(live, before), after, before)  # noqa: E731
-    if isinstance(arrays[2], Scattered) and not arrays[2].at_once:
-        return *new[:2], jax.tree.map(chosen, new[2], scalars[0])
     return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
 
 
@@ -393,9 +375,8 @@ def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
     grads = []
     for shape, dtype, leaf in ((leaf.buffer[0], leaf.gradient_dtype, leaf) for leaf in plan.leaves):
-        if leaf.scattered:
-            own = at_once(shape[0], dtype, shape[1] if counted else None) if leaf.at_once else scattered(shape[0], dtype)
-            grads += [array(*each) for each in own]
+        if leaf.at_once:
+            grads += [array(*each) for each in at_once(shape[0], dtype, shape[1] if counted else None)]
         else:
             grads += [array(shape[1:], dtype)] * shape[0] if leaf.singly else [array((math.prod(shape),), dtype)]
     masks = [array(leaf.buffer[0], np.bool_) for leaf in plan.leaves if leaf.elements]

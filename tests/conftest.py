@@ -13,7 +13,7 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "examples op_db pieces scattered benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
+LONG = "examples op_db pieces benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
 LONG += " optim_db at_once prepare_again threads damaged_checkpoints tuple_hyperparams views_keep_their_memory joint distributions tiles"
 LONG += " groups_added_later state_of_the_user optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.

@@ -2,7 +2,6 @@
 
 import itertools
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -90,30 +89,10 @@ def same_states(one, params, other, others):
 
 
 def apart(make, params):
-    """An optimizer of copies with every leaf by itself, and no row in a loop, and the copies."""
+    """An optimizer of copies with every leaf by itself, and the copies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "LOOPED", 0)
+        patch.setattr(packs, "ADDRESSED", 0)
         return by_themselves(make, params)
-
-
-class Several(NamedTuple):
-    """Optimizers that step one after the other."""
-
-    optimizers: list
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    @property
-    def state(self):
-        return {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
-
-
-def one_by_one(make, params):
-    """As `apart`, with an optimizer for each copy: which of them have a gradient is then no program of its own."""
-    pairs = [apart(make, [p]) for p in params]
-    return Several([optimizer for optimizer, _ in pairs]), [copy for _, (copy,) in pairs]
 
 
 def programs(optimizer):
@@ -145,7 +124,8 @@ def read_elsewhere(shift):
 
     def wrong(self, tensors):
         memory, order = call(self, tensors)
-        order[self._starts] = np.roll(order[self._starts], 1) if shift > 1 else order[self._starts] + shift
+        rows = order[: len(self._nth)]
+        rows[:] = np.roll(rows, 1) if shift > 1 else rows + shift
         return [memory, order]
 
     return wrong
@@ -154,7 +134,7 @@ def read_elsewhere(shift):
 def take_few_for_many(monkeypatch, fewest):
     """So many equal leaves of middle size are rows that are read where they lie, whatever they have in all."""
     for module, name, value in (
-        (packs, "FEWEST_LOOPED", fewest),
+        (packs, "FEWEST_ADDRESSED", fewest),
         (packs, "FEWEST_LONG", fewest),
         (packs, "GATHERED_PACK", 1),
         (launches, "ON_ONE_CORE", 0),

@@ -12,7 +12,7 @@ import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 
 import torch_api
-from bridge import flags, programs, scattered
+from bridge import flags, loops, programs
 from bridge import inline as inlining
 from bridge.contents import work
 from torch_api import launches as launch_sets
@@ -297,7 +297,7 @@ def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypat
     assert flags.on_one_core({"a": 1}) == {"a": 1}
 
 
-@pytest.mark.skipif(not scattered.in_place(), reason="XLA copies all rows at each turn of a loop here")
+@pytest.mark.skipif(not loops.several_results(), reason="XLA writes one result from each loop here")
 def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypatch):
     monkeypatch.setattr(packs, "GATHERED_PACK", 1)
     counts = []
@@ -307,7 +307,7 @@ def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypat
     assert counts == [1, 2]
 
 
-@pytest.mark.skipif(not scattered.in_place(), reason="XLA copies all rows at each turn of a loop here")
+@pytest.mark.skipif(not loops.several_results(), reason="XLA writes one result from each loop here")
 @pytest.mark.parametrize(
     ("shape", "count", "far"),
     [((200, 192), 39, False), ((200, 192), 40, True), ((300, 256), 63, False), ((300, 256), 64, True), ((96, 96), 64, False)],

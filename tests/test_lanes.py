@@ -60,7 +60,7 @@ def test_the_numbers_are_those_of_one_order(one_order, options):
 
 @needs_calls
 def test_each_program_takes_the_next_lane_and_the_thread_gets_its_order_back(monkeypatch):
-    monkeypatch.setattr(packs, "LOOPED", 0)  # else all of these are one program
+    monkeypatch.setattr(packs, "ADDRESSED", 0)  # else all of these are one program
     params, optimizer = built()
     steps(params, optimizer, 1)
     own, chosen, choose = lanes._calls[0](), [], lanes.choose
@@ -125,7 +125,7 @@ def test_what_the_others_wait_for_is_compiled_once_for_each_length():
 @pytest.mark.parametrize("off", [False, True])
 def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, monkeypatch):
     lanes._ordered.cache_clear()
-    monkeypatch.setattr(packs, "LOOPED", 0)
+    monkeypatch.setattr(packs, "ADDRESSED", 0)
     params, optimizer = built()
     found, run = [], step.run
     monkeypatch.setattr(step, "run", lambda *given: (found.append(lanes._ordered.cache_info().misses), run(*given))[1])

@@ -387,7 +387,7 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
 
     assert order
     for found in (compiled(torch_api.MaskedAdamW, count), compiled(torch_api.MaskedRAdam, count, max_grad_norm=1.0)):
-        assert found[0] is not programs.in_place()  # where XLA stores an array of each loop, the order of least memory stays
+        assert found[0] is not programs.several_results()  # where XLA stores an array of each loop, the order of least memory stays
         assert found[1] < 4 * one
     assert compiled(torch_api.MaskedAdamW, count - 2)[0]
     in_order, needed = compiled(torch_api.MaskedLamb, count)
@@ -396,10 +396,10 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
         patch.setattr(programs, "_LONG_LOOP", 50_000)
         assert compiled(torch_api.MaskedAdamW, count)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "in_place", lambda: False)
+        patch.setattr(programs, "several_results", lambda: False)
         assert compiled(torch_api.MaskedAdamW, count)[0]
     monkeypatch.setattr(programs, "between", lambda jaxpr: 0)
-    monkeypatch.setattr(programs, "in_place", lambda: True)
+    monkeypatch.setattr(programs, "several_results", lambda: True)
     in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the broken sibling
     assert not in_xlas
     assert more > 2 * needed

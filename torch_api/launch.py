@@ -40,15 +40,10 @@ class Block:
         return (None,) if self.pack is None else self.pack.memory.rows
 
     @property
-    def scattered(self) -> bool:
-        """Whether its gradients are read where they lie."""
-        return self.described.scattered
-
-    @property
     def places(self) -> Places:
-        """Where those are."""
+        """Where its gradients are, if they are read where they lie."""
         rows, first = [leaf.slot or 0 for leaf in self.leaves], self.leaves[0]
-        return Places(len(self.rows), rows, first.dtype, [leaf.order for leaf in self.leaves], READS if self.described.at_once else None)
+        return Places(len(self.rows), rows, first.dtype, [leaf.order for leaf in self.leaves], READS)
 
     @property
     def singly(self) -> list[tuple[int, tuple[int, ...] | None]]:
@@ -73,7 +68,7 @@ class Launch(step.Launch):
         self.packs = [block.pack for block in blocks if block.pack is not None]
         self.rows, self.joined, self.gathered, self.targets = [], [], [], []
         for block in blocks:
-            if block.pack is None or block.described.singly or block.scattered:
+            if block.pack is None or block.described.singly or block.described.at_once:
                 continue
             self.rows.append(block.pack.gradients(block.leaves[0]))
             whole = block.pack.whole(block.leaves)
@@ -94,7 +89,7 @@ class Launch(step.Launch):
         """Find all that a call needs."""
         blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
         alone = [block.leaves[0] for block in blocks if block.pack is None]
-        scattered = [block for block in blocks if block.scattered]  # in programs of their own
+        scattered = [block for block in blocks if block.described.at_once]  # in programs of their own
         singly = [(block, each) for block in blocks if block.pack is None or block.described.singly for each in block.singly]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]

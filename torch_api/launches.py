@@ -25,6 +25,7 @@ from bridge.transaction import Transaction
 
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
+from .packs import is_large_row, is_sparse
 from .plan import Leaf, check_devices, check_saved, has_state, state_signature
 from .states import States
 
@@ -60,11 +61,14 @@ class Launches:
         frequent = tiles.frequent(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
+        self._large: dict[Any, list[Leaf]] = {}  # by kind: those in buckets that may be dissolved
+        for leaf in filter(is_large_row, trainable):
+            self._large.setdefault(self._rows.sort_key(leaf)[:-1], []).append(leaf)
 
         # Of all that may be trained: a set of live leaves is to change nothing. Of few elements gradients are sooner gathered than one more
         # program is called.
         self._are_few = sum(leaf.shape.numel() for leaf in trainable) <= ON_ONE_CORE
-        lie = [leaf for leaf in trainable if leaf.elements is None and (leaf.alone or self._rows.is_looped(leaf))]
+        lie = [leaf for leaf in trainable if leaf.elements is None and (leaf.alone or self._rows.is_addressed(leaf))]
         sizes = [(str(numpy_dtype(leaf.gradient_dtype)), leaf.shape.numel()) for leaf in lie]
         self._readable = sum(size for dtype, size in sizes if takes(dtype, size))
 
@@ -73,13 +77,28 @@ class Launches:
         """The launches of the set of live leaves that was seen last."""
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
+    def sparse(self, live: Iterable[int]) -> list[Leaf]:
+        """Return the leaves of buckets whose rows without a gradient cost more than an array for each of the other leaves.
+
+        All leaves of a kind are returned, with or without a gradient: which leaves have one changes from step to step.
+        """
+        active = {self._active[i] for i in live} if self._large else set()
+        found: list[Leaf] = []
+        for leaves in self._large.values():
+            own = active.intersection(leaves)
+            rows = sum(len(memory.rows) for memory in {leaf.memory for leaf in own} if memory is not None)
+            if self._stores or is_sparse(rows, len(own), self.states.moved_bytes(leaves[0])):
+                found += leaves
+        return found
+
     def build(
         self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
     ) -> list[list[Launch]]:
         """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
 
         `scaled`: the gradients are those of a scaled loss; `checked`: somebody else has seen whether all are finite. Compiling may be
-        interrupted, the rest of the `transaction` not. Empty where a signal handler has changed the optimizer meanwhile.
+        interrupted, the rest of the `transaction` not. Empty where the step must begin again: a signal handler has changed the optimizer,
+        or XLA stores what rows read where they lie are to compute.
         """
         values, key = self._rows.cut(hyperparams), (live, extra, scaled, checked)
         checked = checked and self._max_grad_norm is None  # a norm finds it too, and so there is one program for both
@@ -90,10 +109,10 @@ class Launches:
             units = [unit for part in on_device.values() for unit in self.states.units([leaf for leaf, _ in part])]
             check_devices(self._owner, on_device, self._max_grad_norm is not None, len(units) > len(set(units)))
         apart = self._max_grad_norm is None and (checked or not scaled)
-        loops = not self._are_few and (apart or is_worth(self._readable))
+        addressed = not self._are_few and (apart or is_worth(self._readable))
         leaves = [leaf for part in on_device.values() for leaf, _ in part]
         early = self._begun_early(leaves, values)
-        divided = [list(self._divided(self._blocks(part, values, loops), apart)) for part in on_device.values()]
+        divided = [list(self._divided(self._blocks(part, values, addressed), apart)) for part in on_device.values()]
         firsts = [part[0][0].leaves[0] for part in divided if len(part) > 1]
         opening = [meanwhile(lanes.ready, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
         before = self._cache.info.compilations
@@ -103,8 +122,7 @@ class Launches:
             return []
         if not self._stores and any(program.stores for program in found):
             self._stores = True
-            early.clear()
-            return self.build(live, extra, scaled, hyperparams, key[-1], transaction)
+            return []
         programs = iter(found)
         self._rows.looked_at.clear()
         blocks = [block for part in divided for tile in part for block in tile]
@@ -144,7 +162,7 @@ class Launches:
         """
         values = self._rows.cut(hyperparams)
         leaves = [self._active[i] for i in live]
-        blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, loops=False, singly=True)
+        blocks = self._blocks([(leaf, position) for position, leaf in enumerate(leaves)], values, addressed=False, singly=True)
         with uncollected():
             program = compiled(blocks, self._plan(blocks, extra, False, False, False, ahead=False))
         if self.is_outdated:
@@ -158,11 +176,11 @@ class Launches:
         return launch
 
     def _blocks(
-        self, leaves: Sequence[tuple[Leaf, int]], values: Sequence[Sequence[float]], loops: bool, singly: bool = False
+        self, leaves: Sequence[tuple[Leaf, int]], values: Sequence[Sequence[float]], addressed: bool, singly: bool = False
     ) -> list[Block]:
         """The leaves, each with its position among the gradients, as programs take them: by themselves, then in packs.
 
-        `loops`: whether rows may be updated in a loop; else their gradients are gathered, or arguments of their own if `singly`.
+        `addressed`: whether gradients of rows may be read where they lie; else they are gathered, or arguments of their own if `singly`.
         """
         alone, packed = [], {}
         for leaf, position in leaves:
@@ -174,8 +192,6 @@ class Launches:
             block.leaves.append(leaf)
             block.positions.append(position)
         blocks = [*alone, *sorted(packed.values(), key=lambda block: not block.pack.singly)]  # as a launch has their gradients
-        looped = [block for block in packed.values() if block.pack.looped]
-        mostly_live = _mostly_live(looped)
         for block in blocks:
             leaf = block.leaves[0]
             if leaf not in self._described:
@@ -186,18 +202,18 @@ class Launches:
             else:
                 block.described = self._described[leaf]
             described = block.described
-            if described.looped and block.pack is not None:
-                described = self._read(described, block.pack.small, loops, mostly_live, singly)
+            if described.at_once and block.pack is not None:
+                described = self._read(described, block.pack.small, addressed, singly)
             if described.row.unit is not None and block.pack is not None:
                 described = replace(described, members=tuple((each.slot, each.spec) for each in block.leaves))
-            block.described = self._kinds.setdefault(described, described)
+            if described is not block.described:
+                block.described = self._kinds.setdefault(described, described)
         return blocks
 
-    def _read(self, described: update.Leaf, small: bool, loops: bool, mostly_live: bool, singly: bool) -> update.Leaf:
-        """A pack that may be looped over, by the way in which the gradients of its rows are read now; others are as of `_blocks`."""
-        lie = loops and (self._max_grad_norm is None or takes(described.spec.dtype, described.size))
-        at_once = lie and not self._stores and (small or mostly_live)
-        return replace(described, looped=lie and not at_once and not small, singly=singly and not lie and not small, at_once=at_once)
+    def _read(self, described: update.Leaf, small: bool, addressed: bool, singly: bool) -> update.Leaf:
+        """Return a bucket whose gradients may be read where they lie, by the way in which they are read now; others are as of `_blocks`."""
+        lie = addressed and not self._stores and (self._max_grad_norm is None or takes(described.spec.dtype, described.size))
+        return replace(described, singly=singly and not lie and not small, at_once=lie)
 
     def _describe(self, block: Block) -> update.Leaf:
         leaf, pack = block.leaves[0], block.pack
@@ -214,7 +230,7 @@ class Launches:
         state = tuple((tuple(memory.array.shape), str(memory.array.dtype)) for memory in pack.state)
         length = leaf.shape.numel() if leaf.alone else None
         spec = leaf.spec._replace(shape=(width,))
-        return update.Leaf(row, spec, state, True, False, count, pack.singly, pack.looped, length=length, other_gradient=other)
+        return update.Leaf(row, spec, state, True, False, count, pack.singly, length=length, at_once=pack.addressed, other_gradient=other)
 
     def _divided(self, blocks: list[Block], apart: bool) -> Iterator[list[Block]]:
         """The blocks of each program; `apart`: none need wait for what another has found of its gradients."""
@@ -226,13 +242,12 @@ class Launches:
             first = [alone[i] for i in tiles.ahead(elements, rows)]
             yield from ([block] for block in first)
             blocks = [block for block in blocks if block not in first]
-        yield from ([block] for block in blocks if block.described.looped)  # each in an order of its own
         at_once: dict[str, list[Block]] = {}  # by type: a program is given all memory as one
         for block in blocks:
             if block.described.at_once:
                 at_once.setdefault(block.described.spec.dtype, []).append(block)
         yield from at_once.values()
-        blocks = [block for block in blocks if not block.scattered]
+        blocks = [block for block in blocks if not block.described.at_once]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         alone = [block.leaves[0].alone and block.described.row.unit is None for block in blocks]
         sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
@@ -309,10 +324,3 @@ class Launches:
 def _units(blocks: Iterable[Block]) -> list[int]:
     """The units that are evaluated in a program of these blocks."""
     return sorted({block.described.row.unit for block in blocks if block.described.row.unit is not None})
-
-
-def _mostly_live(packs: Sequence[Block]) -> bool:
-    """Whether it is faster to read all rows of these at once than to update those that have a gradient one after the other, each pack on a
-    core of its own."""
-    busy = min(len(packs), lanes.CORES) / lanes.CORES
-    return sum(len(block.leaves) for block in packs) >= 0.75 * busy * sum(len(block.rows) for block in packs)

@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
@@ -145,7 +145,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def _begin(self) -> None:
         """What no copy or pickle carries."""
         self._signature = []
-        self._extra, self._argument_names, self._cache, self._loops = NO_EXTRA, (), Cache(type(self).__name__), True
+        self._extra, self._argument_names, self._cache = NO_EXTRA, (), Cache(type(self).__name__)
         self._group_keys: list[tuple[Any, ...]] = []  # of each group, when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = self._warned_of_frozen = False
@@ -265,8 +265,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
-            key = functools.partial(self.arrangement.pack_key, loops=self._loops)
-            packs.place(leaves, key, self._options.writeback)
+            packs.place(leaves, self.arrangement.pack_key, self._options.writeback)
 
     def _warn_of_copies(self) -> None:
         """Warn once of parameters that could be updated in place, if nobody else held their memory; all is in order when this raises."""
@@ -281,11 +280,21 @@ class OptaxOptimizer(GroupedOptimizer):
                 stacklevel=stack_level(),
             )
 
-    def without_loops(self) -> None:
-        """Rows of packs are no longer updated in a loop: their parameters get memory of their own, for who reads them one by one."""
-        self._loops = False
-        if any(leaf.slot is not None and packs.is_looped(leaf) and not packs.is_gathered(leaf) for leaf in self._active):
-            self._place()
+    def dissolve(self, leaves: Iterable[Leaf]) -> bool:
+        """Move leaves that are large rows of buckets, and their state, into memory of their own; return whether there were any.
+
+        They stay there: a set of leaves with gradients that comes later finds them where they are.
+        """
+        found = list(filter(packs.is_large_row, leaves))
+        if not found:
+            return False
+        begun = [leaf for leaf in found if leaf.state is not None]
+        for leaf in found:
+            leaf.apart = True
+        self._place()
+        states = self._launches.states
+        states.give([leaf for leaf in begun if leaf.spec is not None], states.rows.cut(self._hyperparams()))
+        return True
 
     def _follow(self) -> None:
         """Prepare anew, as a step would, where groups or options were changed by hand or the last preparation came to no end."""
@@ -451,6 +460,8 @@ class OptaxOptimizer(GroupedOptimizer):
 
         Empty where the step must begin again.
         """
+        if self.dissolve(self._launches.sparse(live)):
+            return []
         launches, signature, self._signature = self._launches, self._signature, None
         with self.arrangement.explaining([self._active[i] for i in live]):
             found = launches.build(live, extra, scaled, hyperparams, checked, transaction)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import lanes, loops, scattered, storage
+from bridge import loops, scattered, storage
 from bridge.calm import uncollected
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.ownership import mappings_read_once
@@ -25,27 +25,28 @@ GATHERED = {"cpu": 1 << 17, "cuda": 1 << 20}
 # The devices on which larger ones are packed too, their gradients each an argument: calling costs the host of a GPU 6 us for each
 # array that is given and given back, and one kernel for equal leaves moves its bytes a tenth faster than one for each.
 SINGLY_ON = frozenset({"cuda"})
-# Bytes of the largest parameter on the CPU that may be read where it lies in a loop over rows: of larger ones a call of
-# `tiles.ELEMENTS` has few arguments. And of the largest of which that takes as long as to gather it, however many there are.
-LOOPED, SMALL = 1 << 20, 1 << 15
+# Bytes of the largest parameter on the CPU whose gradient may be read where it lies: the arguments of a larger one cost little beside it.
+# And of the largest of which that takes as long as to gather it, however many there are.
+ADDRESSED, SMALL = 1 << 20, 1 << 15
 # Bytes of the largest pack whose gradients are gathered, of rows longer than that: it takes 0.75 to 0.9 times as long, and so much memory.
 GATHERED_PACK = 1 << 23
-# The types of rows in a loop: others XLA's CPU compiler computes in float32, and may convert as a whole what a turn reads a part of.
-IN_LOOPS = frozenset({"float32", "float64"})
+# The types of parameters and state whose gradients may be read where they lie: others XLA's CPU compiler computes in float32.
+ADDRESSED_TYPES = frozenset({"float32", "float64"})
 # Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any. Of those that may be read
 # where they lie, fewer are faster among others in one program: up to so many bytes each, and larger ones.
 FEWEST, FEWEST_LARGE = 4, 2
-FEWEST_LOOPED, LONG, FEWEST_LONG = 40, 1 << 18, 64
-# Packs of rows that may be looped over, for each core: some may have more live rows than others. Fewer packs where each would have fewer
-# rows.
-LOOPS_A_CORE, ROWS = 2, 8
+FEWEST_ADDRESSED, LONG, FEWEST_LONG = 40, 1 << 18, 64
+# Bytes of the largest bucket whose gradients are read where they lie: what is moved into it, or out of it, is there twice meanwhile.
+LARGEST = 1 << 26
+# Bytes that a core moves while a step handles the arrays of one more leaf.
+ARRAYS = 1 << 20
 
 
 class Key(NamedTuple):
-    """Equal for leaves that may be rows of one pack; `looped`: in a loop, their gradients read where they lie."""
+    """Equal for leaves that may be rows of one pack; `addressed`: their gradients may be read where they lie."""
 
     kind: Hashable
-    looped: bool = False
+    addressed: bool = False
 
 
 def is_gathered(leaf: Leaf) -> bool:
@@ -57,16 +58,32 @@ def _bytes(leaf: Leaf) -> int:
     return leaf.shape.numel() * leaf.dtype.itemsize
 
 
-def is_looped(leaf: Leaf) -> bool:
-    """Whether in a pack its gradient would be read where it lies, in a loop over rows."""
+def is_addressed(leaf: Leaf) -> bool:
+    """Whether in a pack its gradient may be read where it lies."""
     return (
         scattered.SUPPORTED
+        and not leaf.apart
         and leaf.device.type == "cpu"
         and leaf.device.type not in SINGLY_ON
         and leaf.gradient_dtype is leaf.dtype
-        and min(SMALL, GATHERED["cpu"]) < _bytes(leaf) <= LOOPED
-        and (is_gathered(leaf) or scattered.part(leaf.shape.numel()) is not None)
+        and min(SMALL, GATHERED["cpu"]) < _bytes(leaf) <= ADDRESSED
     )
+
+
+def is_large_row(leaf: Leaf) -> bool:
+    """Return whether a leaf shares its memory with others although it is worth a loop of its own: for fewer arrays alone."""
+    return not leaf.alone and is_addressed(leaf) and not is_gathered(leaf)
+
+
+def is_sparse(rows: int, active: int, moved: int) -> bool:
+    """Return whether a bucket costs more than its leaves would, each by itself.
+
+    Args:
+      rows: all rows of the bucket, which each step moves.
+      active: those whose leaves have a gradient.
+      moved: bytes that the update of one row moves.
+    """
+    return active * (moved + ARRAYS) < rows * moved
 
 
 def is_padded(leaf: Leaf) -> bool:
@@ -109,12 +126,12 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     lie: list[tuple[Leaf, bool]] = []
     for key, alike in wanted.items():
         gathered, size = is_gathered(alike[0]), _bytes(alike[0])
-        many = len(alike) >= (FEWEST_LOOPED if size <= LONG else FEWEST_LONG)
-        looped = key.looped and many and lanes.SEVERAL and scattered.in_place()
-        enough = looped or (len(alike) >= (FEWEST if gathered else FEWEST_LARGE) and (gathered or alike[0].device.type in SINGLY_ON))
-        several = min(LOOPS_A_CORE * lanes.CORES, max(len(alike) // ROWS, 1)) if looped else 1
-        several = min(several, -(-size * len(alike) // GATHERED_PACK)) if gathered else several
-        # Neighbours in several packs: they are often live together. Few packs at a time: what is moved is there twice.
+        many = len(alike) >= (FEWEST_ADDRESSED if size <= LONG else FEWEST_LONG)
+        addressed = key.addressed and many and loops.several_results()
+        enough = addressed or (len(alike) >= (FEWEST if gathered else FEWEST_LARGE) and (gathered or alike[0].device.type in SINGLY_ON))
+        several = -(-size * len(alike) // LARGEST) if addressed else 1
+        # Neighbors in several packs: each is to have some with a gradient, since programs differ by how many packs they update.
+        # Few packs at a time: what is moved is there twice.
         groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several)]
         groups = groups if enough else [[leaf.local] for leaf in alike if is_padded(leaf)]
         at_once = max(2, len(groups) // 8)
@@ -146,10 +163,10 @@ class Pack:
       constants: what each field begins with, where that is one number.
       members: the row and the saved state of every leaf of the pack that may be trained.
       taken: the memories that others have; those of this state are added.
-      looped: whether rows may be updated in a loop, their gradients read where they lie.
+      addressed: whether gradients may be read where they lie.
     """
 
-    __slots__ = ("_constants", "_device", "_fields", "_gradients", "_looped", "memory", "state")
+    __slots__ = ("_addressed", "_constants", "_device", "_fields", "_gradients", "memory", "state")
 
     def __init__(
         self,
@@ -159,10 +176,10 @@ class Pack:
         constants: Sequence[Any],
         members: Sequence[tuple[int, Mapping[str, Any]]],
         taken: set[storage.Memory],
-        looped: bool,
+        addressed: bool,
     ) -> None:
         assert leaf.memory is not None
-        self._looped = looped
+        self._addressed = addressed
         self.memory, self._fields, self._device = leaf.memory, fields, leaf.device.type
         self._gradients: torch.Tensor | None = None
         saved = [(row, state) for row, state in members if has_state(fields, state)]
@@ -178,9 +195,9 @@ class Pack:
         return len(self.memory.rows) == 1 or (not self.small and self._device in SINGLY_ON)
 
     @property
-    def looped(self) -> bool:
-        """Whether rows are updated in a loop, each row's gradient read where it lies; where not, `small` ones are gathered."""
-        return self._looped and not self.singly and (not self.small or len(self.memory.rows) * self.memory.row_bytes > GATHERED_PACK)
+    def addressed(self) -> bool:
+        """Whether each row's gradient may be read where it lies; `small` ones are gathered instead, if they are few."""
+        return self._addressed and not self.singly and (not self.small or len(self.memory.rows) * self.memory.row_bytes > GATHERED_PACK)
 
     @property
     def small(self) -> bool:

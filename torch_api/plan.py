@@ -29,7 +29,7 @@ class Leaf:
     """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
 
     __slots__ = (
-        "address", "decay", "device", "dtype", "elements", "fields", "gradient_dtype", "group", "ignores_mask", "label", "layout",
+        "address", "apart", "decay", "device", "dtype", "elements", "fields", "gradient_dtype", "group", "ignores_mask", "label", "layout",
         "local", "lr_scale", "memory", "mirrors", "name", "order", "param", "row", "rule", "scalars", "seen", "shape", "shown", "slot",
         "spare", "spec", "state", "strides", "trained", "views", "why",
     )  # fmt: skip
@@ -46,6 +46,7 @@ class Leaf:
         self.spec: Any = None  # how its transformation sees it
         self.memory: storage.Memory | None = None
         self.slot: int | None = None  # its row, where the memory is a pack
+        self.apart = False  # whether it stays by itself, since its pack was dissolved
         self.order: tuple[int, ...] | None = None
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "from the first step on"

@@ -20,7 +20,6 @@ from bridge.dlpack import dense_order, numpy_dtype
 from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
 from bridge.rules import Rule
-from bridge.scattered import part
 from bridge.storage import pack_width
 
 from . import packs
@@ -211,11 +210,11 @@ class Rows:
         alike = str(leaf.device), kind, str(leaf.dtype), str(leaf.gradient_dtype), leaf.buffer_shape, leaf.elements is not None
         return *alike, leaf.memory is not None, leaf.row
 
-    def pack_key(self, leaf: Leaf, loops: bool = True) -> Any:
+    def pack_key(self, leaf: Leaf) -> Any:
         """What leaves must have in common to be updated side by side; None for one that must be by itself.
 
         Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length, and so does one whose
-        gradient is neither gathered nor read beyond its end. `loops`: whether rows may be updated in a loop.
+        gradient is neither gathered nor read beyond its end.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
         if row.unit is not None:
@@ -224,21 +223,20 @@ class Rows:
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
-        looped = loops and self.is_looped(leaf)
+        addressed = self.is_addressed(leaf)
         padded = packs.is_padded(leaf) and not whole and not self._extra.leaves
-        if not size or not (gathered or looped or padded or leaf.device.type in packs.SINGLY_ON):
+        if not size or not (gathered or addressed or padded or leaf.device.type in packs.SINGLY_ON):
             return None
         if (whole or not gathered) and not padded and (width != size or self._extra.leaves):
             return None
-        sizes = (size, width, part(size) or size) if looped else (size, width)
-        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, sizes):
+        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, (size, width)):
             return None
-        return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), looped)
+        return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), addressed)
 
-    def is_looped(self, leaf: Leaf) -> bool:
-        """Whether in a pack it may be updated in a loop over rows: by elements, in rows of its very length."""
+    def is_addressed(self, leaf: Leaf) -> bool:
+        """Whether in a pack its gradient may be read where it lies: it is updated by elements, in rows of its very length."""
         fits = pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel() and not self._extra.leaves
-        return fits and self.static[leaf.row].unit is None and packs.is_looped(leaf) and not leaf.spec.whole and self._is_of_parts(leaf)
+        return fits and self.static[leaf.row].unit is None and packs.is_addressed(leaf) and not leaf.spec.whole and self._is_of_parts(leaf)
 
     def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, Any]:
         """By id of each leaf that may be packed: equal for those that one transformation updates alike, given what it finds out of all."""
@@ -257,10 +255,10 @@ class Rows:
         return {id(leaf): kind for leaf, kind in zip(leaves, kinds, strict=True) if id(leaf) in enough}
 
     def _is_of_parts(self, leaf: Leaf) -> bool:
-        """Whether parameter and state are numbers and arrays of the parameter's shape, of types that a loop takes parts of."""
+        """Whether parameter and state are numbers and arrays of its shape, of types whose gradients may be read where they lie."""
         fields = self.fields(leaf)[0]
         kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
-        return kinds <= packs.IN_LOOPS and all(field.shape in (None, ()) for field in fields)
+        return kinds <= packs.ADDRESSED_TYPES and all(field.shape in (None, ()) for field in fields)
 
     def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
         """The state of a leaf: its own, and what all leaves of its transformation share."""

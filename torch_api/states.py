@@ -133,8 +133,8 @@ class States:
             begun: Sequence[Any] = [None] * len(self.fields(leaf))  # of leaves that are seen together each is given its own
             if self.unit(leaf) is None:
                 begun = constants(self.rows.problem(leaf), tuple(values))
-            fields, hidden, looped = self.fields(leaf), self.rules[leaf.group].hidden, self.rows.is_looped(leaf)
-            self.packs[leaf.memory] = Pack(leaf, fields, hidden, begun, members, self._taken(), looped)
+            fields, hidden, addressed = self.fields(leaf), self.rules[leaf.group].hidden, self.rows.is_addressed(leaf)
+            self.packs[leaf.memory] = Pack(leaf, fields, hidden, begun, members, self._taken(), addressed)
         return self.packs[leaf.memory]
 
     def _taken(self) -> set[storage.Memory]:
@@ -173,6 +173,10 @@ class States:
 
     def _state_bytes(self, leaf: Leaf) -> int:
         return sum(math.prod(buffer_shape(field, leaf.spec)) * jnp.dtype(field.dtype).itemsize for field in self.fields(leaf))
+
+    def moved_bytes(self, leaf: Leaf) -> int:
+        """Return how many bytes an update of the leaf moves: parameter and state are read and written, the gradient is read."""
+        return 3 * leaf.local.nbytes + 2 * self._state_bytes(leaf)
 
     def give(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Any] | None = None) -> bool:
         """Give state to those of the leaves that have none; whether there were such. `values`: of the rows; `early`: of `begun_early`."""

@@ -109,7 +109,6 @@ class JaxTrainStep:
         self._hits = self._misses = self._compilations = 0
         self._loss_like: Any = None
         with optimizer._transaction():
-            optimizer.without_loops()  # a program that reads a row as a matrix copies it first
             self._look()
 
     def __reduce__(self) -> Any:
@@ -300,7 +299,9 @@ class JaxTrainStep:
         self._watch = watch = Watch(self.module)
         self._device = check_fit(watch, optimizer)
         self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
-        if any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
+        if optimizer.dissolve(optimizer._active):  # a program that reads a row as a matrix copies it first
+            watch.look()
+        elif any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
             optimizer._place()
             watch.look()
         check_whole(watch)
