@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optax._src.base import NO_PARAMS_MSG
 
 from .flax_states import known_to_flax
 from .masks import Leaves, column, path_name
@@ -118,7 +117,10 @@ class OptimizerDef:
           ValueError: `params` is None, in optax's words; or as `apply_gradient`.
         """
         if params is None:
-            raise ValueError(NO_PARAMS_MSG)
+            raise ValueError(
+                "You are using a transformation that requires the current value of parameters, but you are not passing `params` when "
+                "calling `update`."
+            )
         new_params, new_state = self.apply_gradient(self.hyper_params, params, state, grads)
         return jax.tree.map(_difference, new_params, params), new_state
 
