@@ -54,7 +54,7 @@ def _packed(x: Any) -> tuple[list[Any], tuple[int, ...]]:
 def _unpacked(sizes: tuple[int, ...], values: Any) -> Any:
     """A PackedSequence of any values: its own constructor asks them for their device."""
     data, *indices = values
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         batch_sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     return tuple.__new__(PackedSequence, (data, batch_sizes, *indices))
 

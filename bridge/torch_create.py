@@ -98,7 +98,7 @@ def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(values)):
         stacked = jnp.asarray(values) if not isinstance(data, list | tuple) else jnp.stack([tensor(x) for x in data])
         return stacked if dtype is None else stacked.astype(jax_dtype(dtype))
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         host = torch.as_tensor(data, dtype=dtype)
         wanted = jax_dtype(host.dtype)
         host = host.float() if host.dtype is torch.bfloat16 else host
@@ -178,7 +178,7 @@ add_ops({torch.Tensor.copy_: Op(_copied, None, inplace=True)})
 def type_(input: Any, dtype: Any = None, **_: Any) -> Any:
     """Another dtype, or the name that torch has for this one."""
     if dtype is None:
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return torch.empty(0, dtype=input.dtype).type()
     return to(input, dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
 

@@ -263,7 +263,7 @@ def pad_packed_sequence(
 
 def _lengths(counts: np.ndarray[Any, Any]) -> torch.Tensor:
     """A tensor of torch, on the CPU, as torch has lengths: code may branch on them."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return torch.from_numpy(counts.astype(np.int64))
 
 

@@ -93,7 +93,7 @@ class Transaction:
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Stands in for each handler."""
         if self._interruptible:
-            with torch._C.DisableTorchFunction(), jax.ensure_compile_time_eval():  # not in the trace that it interrupts
+            with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():  # not in the trace that it interrupts
                 self._handlers[number](number, frame)
         else:
             self._arrived.append((number, frame))
