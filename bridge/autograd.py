@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,16 +15,11 @@ import jax.numpy as jnp
 import torch
 from torch.utils import checkpoint
 
+from ._compat.torch import FUNCTION, sample_dirichlet, with_overrides
 from .patches import patched, redirected, while_tracing
 from .torch_calls import Mode, follow, leaves, unsupported
 from .trace import TRACE, next_key, where_now
 from .traced import Traced, as_array, as_traced
-
-# Where `Function.apply`, and so an `apply` that was kept in a variable, goes on to.
-_BASE: Any = torch.autograd.Function.__mro__[1]
-# Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled; without it such a handler may
-# not trace.
-_with_overrides: Any = getattr(torch._C, "_EnableTorchFunction", nullcontext)
 
 
 @contextmanager
@@ -37,7 +32,7 @@ def tracing(**values: Any) -> Iterator[None]:
     before = dict(TRACE.__dict__)
     try:
         TRACE.__dict__.update(values)
-        with patched(), redirected(TRACE.doubles), torch.enable_grad(), _with_overrides(), Mode():
+        with patched(), redirected(TRACE.doubles), torch.enable_grad(), with_overrides(), Mode():
             yield
     finally:
         TRACE.__dict__.clear()
@@ -49,10 +44,10 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         out = _traced(function, args)
         follow(out, args)
         return out
-    return super(_BASE, function).apply(*args, **kwargs)
+    return super(FUNCTION, function).apply(*args, **kwargs)
 
 
-while_tracing(_BASE, "apply", classmethod(_apply))
+while_tracing(FUNCTION, "apply", classmethod(_apply))
 
 
 class Context:
@@ -91,7 +86,7 @@ def _traced(function: Any, args: tuple[Any, ...]) -> Any:
         run, _, *rest = args
         return run(*rest)
     if function.__module__ == "torch.distributions.dirichlet":  # whose backward is a series in torch's C code
-        return torch._sample_dirichlet(*args)
+        return sample_dirichlet(*args)
     if any(isinstance(x, Traced) for x in leaves([x for x in args if not isinstance(x, Traced)])):
         raise unsupported(function.apply, f" ({function.__name__} is given traced tensors within a container)")
     places = [i for i, x in enumerate(args) if isinstance(x, Traced)]

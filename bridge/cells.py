@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import torch
 
+from ._compat.torch import foreach_copy_
 from .borrowed import alias
 from .dlpack import ALIGNMENT, ALIGNMENT_GPU, EXTENSION_DTYPES, numpy_dtype, operands
 from .windows import Window
@@ -82,7 +83,7 @@ class Cells:
     def write(self, vector: jax.Array) -> None:
         """Take the elements of a vector as the numbers; on the CPU it is ready, elsewhere torch's stream waits for it."""
         if self._values is None:
-            torch._foreach_copy_(self.tensors, torch.from_dlpack(vector).unbind())
+            foreach_copy_(self.tensors, torch.from_dlpack(vector).unbind())
         elif isinstance(self._values, torch.Tensor):
             self._values.copy_(torch.from_dlpack(vector))
         else:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from ._compat.torch import DYNAMO, disable_dynamo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -18,8 +18,7 @@ def not_traced(function: _Function) -> _Function:
     torch's own decorator waits for the first call; the public one would import dynamo here, which takes as long as
     torch itself.
     """
-    disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-    return disable(function)
+    return disable_dynamo(function)
 
 
 def not_traced_where_imported(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +27,6 @@ def not_traced_where_imported(function: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return outside(*args, **kwargs) if "torch._dynamo" in sys.modules else function(*args, **kwargs)
+        return outside(*args, **kwargs) if DYNAMO in sys.modules else function(*args, **kwargs)
 
     return call

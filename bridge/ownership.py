@@ -15,6 +15,8 @@ from operator import itemgetter
 
 import torch
 
+from ._compat.torch import lazy_clone
+
 # Whether an array over a tensor holds the storage by a tensor of its own, so that it counts as one that shares the storage.
 _ARRAYS_COUNT = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))
 _Ranges = list[tuple[int, int]]
@@ -52,12 +54,12 @@ def _is_allocation(tensor: torch.Tensor) -> bool:
     torch shares the memory of a storage between lazy clones only where it could free that memory with no other object. The clone is gone
     at once, and `data_ptr` makes the storage a plain one again.
     """
-    if not _ARRAYS_COUNT:
+    if not _ARRAYS_COUNT or lazy_clone is None:
         return False
     try:
         with torch.no_grad():
-            torch._lazy_clone(tensor.detach())
-    except (AttributeError, RuntimeError):
+            lazy_clone(tensor.detach())
+    except RuntimeError:
         return False
     return bool(tensor.data_ptr())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._compat.torch import DYNAMO
 from .trace import TRACE
 
 _WANTED: list[tuple[Any, str, Any]] = []
@@ -68,7 +69,7 @@ def _begin(time: object, wanted: Sequence[tuple[Any, str, Callable[[Any], Any]]]
     """Change attributes, each when it is noted what it was; at any line a signal handler may begin and end a time of its own."""
     with _lock:
         _going_on[time] = {(id(owner), name) for owner, name, _ in wanted}
-        if "torch._dynamo" in sys.modules and not _stances:
+        if DYNAMO in sys.modules and not _stances:
             _stances.append(torch.compiler.set_stance("force_eager"))
         for owner, name, make in wanted:
             key = id(owner), name

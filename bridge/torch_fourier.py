@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
+from ._compat.torch import unpadded_stft
 from .torch_calls import Op, add_ops, op
 from .torch_ops import floating
 from .traced import promoted
@@ -98,7 +98,7 @@ def stft(
     return out if return_complex or (jnp.iscomplexobj(input) and return_complex is None) else jnp.stack([out.real, out.imag], -1)
 
 
-add_ops({torch._C._VariableFunctions.stft: Op(stft, None)})  # pyright: ignore[reportAttributeAccessIssue] - below torch's Python, which pads
+add_ops({unpadded_stft: Op(stft, None)} if unpadded_stft is not None else {})
 
 
 @op("istft")

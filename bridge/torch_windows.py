@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jax import lax
 
 from .stored import on_cpu, once, together
-from .torch_calls import Op, add_ops, op
+from .torch_calls import Op, add_ops, functions_named, op
 from .traced import jax_dtype
 
 # Elements of a window that are worth an operation each.
@@ -316,7 +315,7 @@ def pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     return jnp.pad(input, widths, mode={"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[mode])
 
 
-add_ops(dict.fromkeys((F.pad, torch._C._nn.pad), Op(pad, None)))  # pyright: ignore[reportAttributeAccessIssue]
+add_ops(dict.fromkeys(functions_named("pad"), Op(pad, None)))
 
 
 @op("im2col")

@@ -24,6 +24,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import openmp, step
+from ._compat.torch import foreach_copy_
 from .calm import calm, default_promotion, default_settings
 from .cells import Number
 from .contents import calls_back, contents_of
@@ -375,7 +376,7 @@ def run(program: Program, launch: step.Launch, arrays: Arrays, landed: list[Any]
         for cells in launch.scalars:
             cells.collect()
         if launch.mirrored and program.updates:
-            torch._foreach_copy_(launch.mirrors, launch.mirrored)
+            foreach_copy_(launch.mirrors, launch.mirrored)
         after = [] if program.plan.device.platform == "cpu" else [behind_torch(program.plan.device)]
         parts = (params, launch.state, arrays.buffers) if program.updates else (arrays.sums, arrays.buffers)
         memories = [memory for part in parts for memory in part]

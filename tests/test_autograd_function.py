@@ -175,4 +175,4 @@ def test_eager_calls_of_other_threads_are_torchs_while_one_traces():
     thread.join()
     assert x.grad.tolist() == [-3.0, -3.0]
     np.testing.assert_array_equal(found[0], [-1.0, -1.0])
-    assert "apply" not in vars(autograd._BASE)
+    assert "apply" not in vars(autograd.FUNCTION)

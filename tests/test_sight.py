@@ -9,16 +9,17 @@ from packing import near
 
 import bridge
 import torch_api
+from bridge._compat.torch import no_guard
 from torch_api import sight
 
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
-WAYS = {"guards": sight._guard, "leaf by leaf": sight._no_guard}
+WAYS = {"guards": sight.guard, "leaf by leaf": no_guard}
 
 
 @pytest.fixture(autouse=True, params=WAYS)
 def way(request, monkeypatch):
     """Both ways that `Sight` may have chosen."""
-    monkeypatch.setattr(sight, "_guard", WAYS[request.param])
+    monkeypatch.setattr(sight, "guard", WAYS[request.param])
     return request.param
 
 
@@ -37,26 +38,6 @@ def looks(optimizer, monkeypatch):
     look = type(optimizer)._look
     monkeypatch.setattr(type(optimizer), "_look", lambda self: (count.append(1), look(self))[1])
     return count
-
-
-def test_this_torch_has_the_guards():
-    assert sight._fast_guard() is not sight._no_guard
-
-
-def test_guards_that_answer_otherwise_are_not_used(monkeypatch):
-    import torch._C._dynamo.guards as guards
-
-    class Blind:
-        def __init__(self, *tensors, **sizes):
-            pass
-
-        def check(self, *tensors):
-            return True
-
-    monkeypatch.setattr(guards, "TensorGuards", Blind)
-    assert sight._fast_guard() is sight._no_guard
-    monkeypatch.delattr(guards, "TensorGuards")
-    assert sight._fast_guard() is sight._no_guard
 
 
 def test_leaves_are_looked_at_one_by_one_only_where_others_have_gradients(monkeypatch, way):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bridge._compat.torch import foreach_copy_
 from bridge.transaction import Transaction
 
 EVALUATION = "eval"  # what `Exchange.inside` is between the calls of `eval` and `train` of a schedule-free optimizer
@@ -66,7 +67,7 @@ def write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Non
     """Write a value into each parameter, rounded to its dtype."""
     into = [p.detach() for p in params]
     if into and all(type(p) is torch.Tensor for p in into):
-        torch._foreach_copy_(into, list(values))
+        foreach_copy_(into, list(values))
     else:
         for p, value in zip(into, values, strict=True):
             p.copy_(value)

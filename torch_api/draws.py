@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge._compat.python import code_of
 from bridge.patches import while_tracing
 from bridge.trace import TRACE
 
@@ -63,10 +64,11 @@ def _named(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
         own = getattr(function.__self__, "__dict__", {})
         yield from ((name, x) for name, x in own.items() if _is_generator(x))
         function = function.__func__
-    if not isinstance(function, FunctionType):
+    code = code_of(function)
+    if not isinstance(function, FunctionType) or code is None:
         return
-    variables = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    variables = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             variables[name] = cell.cell_contents
         except ValueError:  # nothing yet

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bridge import step, storage, update
+from bridge._compat.torch import foreach_copy_
 from bridge.at_once import READS
 from bridge.backing import bytes_needed
 from bridge.borrowed import Borrowed
@@ -137,7 +138,7 @@ class Launch(step.Launch):
         for part in (*self.leaves, *self.shared):
             part.follow()
         if self.mirrored:
-            torch._foreach_copy_(self.mirrored, self.mirrors)  # what was copied before was read at the old places
+            foreach_copy_(self.mirrored, self.mirrors)  # what was copied before was read at the old places
 
     def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that the update may change or its failure may take, and a copy of it, for `restore`."""

@@ -332,7 +332,7 @@ class OptaxOptimizer(GroupedOptimizer):
         @not_traced
         @functools.wraps(func)
         def step(self: OptaxOptimizer, *args: Any, **kwargs: Any) -> Any:
-            if found.noted._is_profiler_enabled or found.profiled() or found.before or self._optimizer_step_pre_hooks:
+            if found.noted() or found.profiled() or found.before or self._optimizer_step_pre_hooks:
                 return heard(self, *args, **kwargs)
             result = func(self, *args, **kwargs)
             for hook in (*self._optimizer_step_post_hooks.values(), *found.after.values()):

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
+
+from bridge._compat.torch import CONVOLUTIONS, NORMS
 
 from .selectors import for_decay, known_decay_mask
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NORMS)
 _NORM_CLASS = re.compile(r"norm(act)?(\dd)?(fp\d+|gated)?$", re.IGNORECASE)
 _EMBEDDING_CLASS = re.compile(r"(embed|embeddings?|positional_?encoding)$", re.IGNORECASE)
 _EMBEDDING_WORDS = {"emb", "embed", "embeds", "embedding", "embeddings", "token", "tokens", "wte", "wpe"}
@@ -207,7 +207,7 @@ def _is_bias(place: _Place) -> bool:
 
 def _named_so(module: nn.Module, pattern: re.Pattern[str]) -> bool:
     """Whether the class is named so; a matrix or kernel by any other name (PatchEmbedding(nn.Conv2d)) is still one."""
-    return bool(pattern.search(type(module).__name__)) and not isinstance(module, nn.Linear | _ConvNd)
+    return bool(pattern.search(type(module).__name__)) and not isinstance(module, (nn.Linear, CONVOLUTIONS))
 
 
 def _is_norm(place: _Place) -> bool:

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
+from bridge._compat.torch import guard
 from bridge.backing import offset_of, storage_of
 
 from .plan import Leaf
 
 _address, _grad = torch.Tensor.data_ptr, attrgetter("grad")
-
-
-def _no_guard(tensors: Sequence[torch.Tensor]) -> None:
-    """Return no guard: each step looks at each leaf."""
-
-
-def _fast_guard() -> Callable[[Sequence[torch.Tensor]], Callable[..., bool] | None]:
-    """What makes one C call that says whether tensors still have the class, dtype, device, sizes, strides and `requires_grad` of these.
-
-    torch.compile guards its graphs by it. The name is private, so it is used only where it answers as expected. It denies all in an
-    autocast region.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-            return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if tensors else None
-
-        one = torch.zeros(2, 3)
-        others = torch.zeros(3, 2), torch.zeros(3, 2).t(), one.double(), torch.zeros(2, 3, requires_grad=True), None
-        check = guard([one])
-        if check is not None and check(torch.ones(2, 3)) is True and not any(map(check, others)):
-            return guard
-    except (ImportError, AttributeError, TypeError, SystemError):
-        pass
-    return _no_guard
-
-
-_guard = _fast_guard()
 
 
 class Sight:
@@ -72,7 +44,7 @@ class Sight:
             return
         # The guard cannot look at sparse parameters, which are frozen: only a gradient that one gets makes a difference.
         params = [leaf.param for leaf in leaves if leaf.param.layout is torch.strided]
-        as_params, as_grads = _guard(params), _guard(grads)
+        as_params, as_grads = guard(params), guard(grads)
         if as_params is None or as_grads is None:
             return
         chosen = set(live)

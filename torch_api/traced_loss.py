@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from bridge import train
+from bridge._compat.torch import version
 from bridge.containers import holds
 from bridge.dlpack import numpy_dtype
 from bridge.modules import traced_call
@@ -45,7 +45,7 @@ class TracedLoss:
         given = self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch)
         result, after = traced_call(*given, rng=jax.random.key(seed), x64=self.keeps_64_bits, constants=constants)
         self._outside = [tensor for tensor, _ in constants.values() if not tensor.is_inference()]
-        self._versions = list(map(_version, self._outside))
+        self._versions = list(map(version, self._outside))
         loss, aux = self._parted(result)
         flat, self._tree = jax.tree.flatten(aux)
         for x in flat:
@@ -60,7 +60,7 @@ class TracedLoss:
 
     def stale(self) -> bool:
         """Whether a tensor from outside, whose value is a constant of the trace, has been written into since."""
-        return list(map(_version, self._outside)) != self._versions
+        return list(map(version, self._outside)) != self._versions
 
     def _parted(self, result: Any) -> tuple[Any, Any]:
         if not self._has_aux:
@@ -76,7 +76,6 @@ class TracedLoss:
 
 
 _TRACED = object()
-_version = attrgetter("_version")
 
 
 def _checked(loss: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from bridge import step, storage, train
+from bridge._compat.torch import OPT_CALLED
 from bridge.calm import looks_for_nan, refuse_not_finite
 from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_jax, to_torch, x64
 from bridge.dynamo import not_traced
@@ -261,7 +262,7 @@ class JaxTrainStep:
         """What is left to do when results are in memory."""
         if updates:
             self._pending, self._summed = 0, frozenset()
-            vars(self.optimizer)["_opt_called"] = True  # schedulers ask
+            vars(self.optimizer)[OPT_CALLED] = True  # schedulers ask
         else:
             self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
 

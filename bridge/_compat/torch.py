@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +172,11 @@ FUNCTION: Any = private("torch.autograd.function._SingleLevelFunction", torch.au
 def apply_of(function: Any) -> Callable[..., Any]:
     """Return `function.apply` without its questions about transformations (2 us), for where none is active; with them where that is all."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+# Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled. Without it such a handler may not
+# trace.
+with_overrides: Callable[[], Any] = private("torch._C._EnableTorchFunction", nullcontext)
 
 
 def _as_subclass(kind: Any, tensor: torch.Tensor) -> Any:
