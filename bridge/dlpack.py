@@ -19,8 +19,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
+import torch.utils.dlpack
 from jax.core import Tracer
 
+from ._compat.jax import array_from_capsule, capsule_from_array
+from ._compat.torch import tensor_from_capsule
 from .backing import shortage, storage_of
 from .masks import path_name
 
@@ -398,12 +401,9 @@ def _importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array]:
 
 
 def _raw_importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array] | None:
-    """`jax.dlpack.from_dlpack` costs five times the calls beneath it; their names are private and move (lucidrains/jax2torch#6)."""
-    try:
-        from jax._src.lib import _jax
-
-        from_capsule, capsule = _jax.dlpack_managed_tensor_to_buffer, torch._C._to_dlpack  # pyright: ignore
-    except (ImportError, AttributeError):
+    """`jax.dlpack.from_dlpack` costs five times the calls beneath it; the name of jax's is private and moves (lucidrains/jax2torch#6)."""
+    from_capsule, capsule = array_from_capsule, torch.utils.dlpack.to_dlpack
+    if from_capsule is None:
         return None
 
     def fast(tensor: torch.Tensor, device: Any) -> jax.Array:
@@ -459,11 +459,8 @@ def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
 @functools.cache
 def _cpu_calls() -> tuple[Callable[..., Any], Callable[..., torch.Tensor]] | None:
     """From an array to a capsule, and from that to a tensor."""
-    try:
-        from jax._src.lib import _jax
-
-        to_capsule, from_capsule = _jax.buffer_to_dlpack_managed_tensor, torch._C._from_dlpack  # pyright: ignore
-    except (ImportError, AttributeError):
+    to_capsule, from_capsule = capsule_from_array, tensor_from_capsule
+    if to_capsule is None:
         return None
     try:
         # The first export may stand in a function that jax traces, or behind a guard of transfers.

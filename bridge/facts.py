@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from . import dlpack, openmp, storage
-from .fusion import by_program, client_started, compiled
+from . import dlpack, openmp
+from ._compat.jax import by_program, client_started
+from ._compat.torch import storage_holders
+from .fusion import compiled
 
 PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")
@@ -90,7 +92,7 @@ def gather(forked: bool = False, start: bool = False) -> Facts:
         misaligned=tuple(n for n in _SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
         importer=dlpack._importer("cpu") is not dlpack._public_import if has_cpu else None,
         exporter=dlpack._exporter() is not torch.from_dlpack if has_cpu else None,
-        counts_holders=storage._use_count(torch.empty(1)) > 0,
+        counts_holders=storage_holders(torch.empty(1)) > 0,
         start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         forked=forked,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

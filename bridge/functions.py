@@ -15,14 +15,15 @@ import jax
 import numpy as np
 import torch
 from jax.core import Tracer
-from torch.autograd import forward_ad
 
+from ._compat.jax import client_started
+from ._compat.python import code_of
+from ._compat.torch import apply_of, forward_level, functorch_is_active, is_legacy_batch
 from .backing import first_short, shortage
 from .containers import holds
 from .dlpack import dense_order, device_of, numpy_dtype, to_jax
 from .dlpack import x64 as scope
 from .dynamo import not_traced
-from .fusion import client_started
 from .masks import path_name
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
@@ -154,7 +155,7 @@ def _code(fn: Any) -> CodeType | None:
         if inner is None:
             break
         fn = inner
-    return getattr(fn, "__code__", None)
+    return code_of(fn)
 
 
 class JaxFunction:
@@ -452,20 +453,16 @@ def _recording(program: Program, tensors: Sequence[torch.Tensor]) -> Recording |
 
 
 # `Function.apply` asks again whether torch transforms, and looks for what transformations left over: 2 us, known by now.
-_record: Callable[..., Any] = getattr(super(torch.autograd.Function, _Recorded), "apply", _Recorded.apply)
-_is_legacy_batch: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False
-)
-_functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_record = apply_of(_Recorded)
 
 
 def _transformed() -> bool:
     """Whether torch transforms what runs now; always, where it does not tell, which costs 15 us a call."""
-    return _functorch_is_active() or getattr(forward_ad, "_current_level", 0) >= 0
+    return functorch_is_active() or forward_level() >= 0
 
 
 def _refuse_legacy_batch(tensors: Iterable[Any]) -> None:
-    if any(isinstance(x, torch.Tensor) and _is_legacy_batch(x) for x in tensors):
+    if any(isinstance(x, torch.Tensor) and is_legacy_batch(x) for x in tensors):
         raise RuntimeError(
             "jax_function: is_grads_batched=True and vectorize=True batch by torch's old vmap, which no function of one's own can "
             "follow. Use torch.func: jacrev or jacfwd, or vmap over what torch.func.vjp returns."

@@ -5,17 +5,14 @@ With it Adam moves 28 bytes a parameter, without it 40; the numbers are the same
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
 from typing import Any
+
+from ._compat.jax import by_program, client_started, extra_option
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
 SWITCH = "MASKBRIDGE_XLA_FLAGS"
 _MAP = "xla_backend_extra_options"
-
-# Fields of the protocol buffers that jax's CompileOptions are, to that map: executable_build_options, debug_options (xla.proto).
-_PATH = 3, 3, 500
 
 
 def request() -> None:
@@ -37,15 +34,6 @@ def requested() -> bool:
     return bool(without_it()) or (os.environ.get(SWITCH) != "0" and by_program())
 
 
-def client_started() -> bool:
-    """Whether jax has a client; a jax that no longer tells is taken to have none, and the flag then does nothing."""
-    try:
-        from jax._src.xla_bridge import backends_are_initialized
-    except ImportError:
-        return False
-    return backends_are_initialized()
-
-
 def compiled(lowered: Any, fused: bool, options: dict[str, Any] | None = None) -> Any:
     """`lowered.compile(compiler_options=options)`, with several results from one loop or, if not `fused`, surely without.
 
@@ -54,76 +42,10 @@ def compiled(lowered: Any, fused: bool, options: dict[str, Any] | None = None) -
     """
     if not fused:
         return lowered.compile(compiler_options=without_it() | (options or {}) or None)
-    _asked.now = os.environ.get(SWITCH) != "0" and _installed()
-    try:
+    with extra_option(None if os.environ.get(SWITCH) == "0" else FUSION_FLAG):
         return lowered.compile(compiler_options=options or None)
-    finally:
-        _asked.now = False
 
 
 def without_it() -> dict[str, Any]:
     """The compiler options that take back what the process asks for."""
     return {_MAP: ""} if FUSION_FLAG in os.environ.get("XLA_FLAGS", "") else {}
-
-
-class _Asked(threading.local):
-    now = False
-
-
-_asked, _installing = _Asked(), threading.Lock()
-_hooks: list[Any] = []
-
-
-@functools.cache
-def by_program() -> bool:
-    """Whether a single program can ask: jax's public `compiler_options` take no entry of that map (0.6 to 0.10), a private name does."""
-    try:
-        from jax._src.compiler import get_compile_options
-        from jax._src.interpreters.pxla import create_compile_options
-        from jax._src.lib import xla_client
-
-        return (
-            callable(xla_client.CompileOptions.ParseFromString) and get_compile_options.__name__ in create_compile_options.__code__.co_names
-        )
-    except (ImportError, AttributeError):
-        return False
-
-
-def _installed() -> bool:
-    """Have jax ask `_with_entry` for the options of what a thread compiles while `_asked.now`."""
-    if not by_program():
-        return False
-    from jax._src import compiler
-
-    with _installing:
-        given = compiler.get_compile_options
-        if given not in _hooks:
-
-            @functools.wraps(given)
-            def get_compile_options(*args: Any, **kwargs: Any) -> Any:
-                options = given(*args, **kwargs)
-                return _with_entry(options) if _asked.now else options
-
-            _hooks.append(get_compile_options)
-            compiler.get_compile_options = get_compile_options
-    return True
-
-
-def _with_entry(options: Any) -> Any:
-    """jax's CompileOptions with the entry in their map, or as they are where they cannot be written and read."""
-    entry = _field(1, FUSION_FLAG.encode()) + _field(2, b"")
-    for number in reversed(_PATH):
-        entry = _field(number, entry)
-    try:
-        return type(options).ParseFromString(options.SerializeAsString() + entry)
-    except (AttributeError, RuntimeError, ValueError, TypeError):
-        return options
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """A field of bytes in the encoding of protocol buffers (https://protobuf.dev/programming-guides/encoding)."""
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(value: int) -> bytes:
-    return bytes([value & 127 | 128]) + _varint(value >> 7) if value > 127 else bytes([value])

@@ -9,11 +9,11 @@ that never calls.
 from __future__ import annotations
 
 import pickle
-import threading
 from typing import Any
 
-import jax.monitoring
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from ._compat.jax import CallingClient
 
 # What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.8).
 _CANNOT = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError
@@ -25,7 +25,7 @@ def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
     Raises:
       TypeError: jaxlib's client takes no functions of Python with a program that it reads (0.8).
     """
-    client = _Client(device.client) if inline else device.client
+    client = CallingClient(device.client) if inline else device.client
     return deserialize_and_load(*kept, backend=client, execution_devices=[device])
 
 
@@ -47,45 +47,3 @@ def inline(kept: Any, device: Any) -> Any:
         return None if kept is None or device.platform != "cpu" else loaded(kept, device, True)
     except _CANNOT:  # it runs as jax runs it
         return None
-
-
-class _Client:
-    """A client of jaxlib, which loads programs with a function that they never call."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self._client
-
-    def __hash__(self) -> int:
-        return hash(self._client)
-
-    def deserialize_executable(self, *args: Any, **kwargs: Any) -> Any:
-        return self._client.deserialize_executable(*args, host_callbacks=[_never], **kwargs)
-
-
-class _Hits(threading.local):
-    count = 0
-
-
-_hits = _Hits()
-
-
-def _on_event(event: str, **_: Any) -> None:
-    _hits.count += event == "/jax/compilation_cache/cache_hits"
-
-
-jax.monitoring.register_event_listener(_on_event)
-
-
-def cache_hits() -> int:
-    """Return how many programs jax has read from its persistent cache in this thread."""
-    return _hits.count
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("a program has called what it was only loaded with")

@@ -9,41 +9,23 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from ._compat.jax import streams
 from .calm import calm
 
 LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _found() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """jaxlib's calls that read and set the order that this thread's executions are in.
-
-    Their names are private; None where jaxlib has them not: its executions then follow each other.
-    """
-    try:
-        from jaxlib import _jax  # pyright: ignore
-
-        current, choose = _jax.get_execution_stream_id, _jax.set_execution_stream_id
-        before = current()
-        choose(before + 1)
-        found = current() == before + 1
-        choose(before)
-    except (ImportError, AttributeError, TypeError):
-        return None
-    return (current, choose) if found else None
-
-
 def _stay(_: int) -> None:
     """There is one order only."""
 
 
-_calls = _found()
+_calls = streams  # those that read and set the order that this thread's executions are in
 SEVERAL = _calls is not None
 choose = _stay if _calls is None else _calls[1]
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import lanes
+from ._compat.jax import cache_hits
 from .dlpack import x64
 from .fusion import compiled
-from .inline import cache_hits
 from .tiles import in_tiles
 from .whole import body_of, kind_text, literal, params_text, slice_of
 

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 
 from . import lanes, openmp
+from ._compat.jax import client_started
+from ._compat.torch import foreach_copy_
 from .calm import calmed, settings, undisturbed
 from .cells import Cells
 from .dlpack import X64, behind_torch, wait_for
-from .fusion import client_started, request
+from .fusion import request
 from .programs import Program, compilations, count_compilation, programs
 from .reading import Reader
 from .storage import Memory, leave_held, taken, write_back
@@ -168,11 +170,11 @@ def run(
                 if not launch.ready:
                     launch.prepare()
                 if launch.mirrored:
-                    torch._foreach_copy_(launch.mirrors, launch.mirrored)
+                    foreach_copy_(launch.mirrors, launch.mirrored)
                 for positions, rows in launch.joined:  # in half the time of a copy of each
                     torch.cat(list(map(grads.__getitem__, positions)), out=rows)
                 if launch.gathered:
-                    torch._foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
+                    foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
             if not on_cpu:
                 if _collected(wave) or not after:
                     after = [behind_torch(device)]

@@ -15,12 +15,11 @@ import ctypes
 import functools
 import math
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from ._compat.jax import uncached_numpy
+from ._compat.torch import foreach_copy_, is_only_view, is_view, storage_holders
 from .backing import shortage
 from .calm import default_settings
 from .dlpack import ALIGNMENT, cpu, dense_order, device_of, numpy_dtype, operands, results, to_jax
@@ -190,7 +191,7 @@ def pack(groups: Sequence[Sequence[torch.Tensor]]) -> list[Memory]:
 def _packed(tensors: Sequence[torch.Tensor], array: jax.Array) -> Memory:
     memory = register(array, [tensor.numel() for tensor in tensors])
     windows = [memory.tensor(tensor.device, like=tensor, row=row) for row, tensor in enumerate(tensors)]
-    torch._foreach_copy_(windows, [tensor.detach() for tensor in tensors])
+    foreach_copy_(windows, [tensor.detach() for tensor in tensors])
     for row, (tensor, window) in enumerate(zip(tensors, windows, strict=True)):
         tensor.data = window
         memory.holders[row] = weakref.ref(tensor)
@@ -416,7 +417,7 @@ def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
     """
     with default_settings(), jax.default_device(cpu()):
         probe = jax.device_put(np.zeros(1, dtype))
-    for each in (memoryview, methodcaller("_single_device_array_to_np_array_did_copy")):
+    for each in (memoryview, uncached_numpy):
         try:
             found = each(probe)
             if np.asarray(found[0] if isinstance(found, tuple) else found).ctypes.data == probe.unsafe_buffer_pointer():
@@ -531,7 +532,7 @@ def write_back(
     into = list(map(torch.Tensor.detach, tensors))
     for i, dims in enumerate(order):
         into[i] = into[i] if dims is None else into[i].permute(dims)
-    torch._foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results(arrays, on_cpu), into), *mirrors])
+    foreach_copy_([*into, *mirrored], [*map(torch.Tensor.view_as, results(arrays, on_cpu), into), *mirrors])
 
 
 def return_freed() -> None:
@@ -569,32 +570,14 @@ def cannot_own(tensor: torch.Tensor) -> str:
         return "its memory was freed"
     if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return "a view into a larger storage"
-    if tensor._is_view() and (_ONLY_ITS_VIEW is None or _holders_of_base(tensor) != _ONLY_ITS_VIEW):
+    if is_view(tensor) and not is_only_view(tensor):
         return "a view of another tensor"
     if tensor.is_shared() and tensor.device.type == "cpu":
         return "in shared memory"
     if tensor.is_pinned():
         return "in pinned memory"
-    if _use_count(tensor) != (2 if tensor._is_view() else 1):
+    if storage_holders(tensor) != (2 if is_view(tensor) else 1):
         return SHARED
     if not tensor.untyped_storage().resizable() and located(tensor)[0] is None and not is_owned(tensor):
         return FOREIGN
     return ""
-
-
-def _holders_of_base(view: torch.Tensor) -> tuple[int, int] | None:
-    """How many references there are to the tensor that a view was made of, from Python and in all; safetensors gives such views."""
-    base: Any = view._base
-    return (sys.getrefcount(base), base._use_count()) if hasattr(base, "_use_count") else None
-
-
-_ONLY_ITS_VIEW = _holders_of_base(torch.zeros(2).view(2))
-
-
-def _use_count(tensor: torch.Tensor) -> int:
-    """How many tensors hold the storage; 0, which nobody takes for sole ownership, where torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return 0
-    storage = tensor.untyped_storage()
-    return count(storage._cdata) - 1  # `storage` itself is one holder

@@ -207,7 +207,7 @@ def run(code, **env):
 def test_it_starts_nothing_and_changes_nothing():
     done = run(["-c", """
 import os, jax, torch, bridge
-from bridge.fusion import client_started
+from bridge._compat.jax import client_started
 before = dict(os.environ), {name: value for name, value in jax.config.values.items()}
 report = bridge.doctor()
 assert not client_started() and not torch.cuda.is_initialized()
@@ -224,8 +224,8 @@ assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
 @pytest.mark.slow
 def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
     """Where no program can ask by itself, here by a hook of which jax knows nothing."""
-    late = "import jax; jax.local_devices(); {}; from bridge import fusion; fusion.by_program = lambda: False\nimport bridge.facts"
-    late += "; bridge.facts.by_program = fusion.by_program; print(bridge.doctor())"
+    late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names; names.by_program = lambda: False"
+    late += "; bridge.fusion.by_program = bridge.facts.by_program = names.by_program; print(bridge.doctor())"
     done = run(["-c", late.format("import os; os.environ['MASKBRIDGE_XLA_FLAGS'] = '1'")])
     assert "jax had started before bridge was imported" in done.stdout
     done = run(["-c", late.format(f"import os; os.environ['XLA_FLAGS'] = '--xla_backend_extra_options={FUSION_FLAG}'")])

@@ -158,7 +158,7 @@ def test_without_private_names_the_public_calls_do_the_same(monkeypatch):
     monkeypatch.setattr(dlpack, "_cpu_calls", lambda: None)
     monkeypatch.setattr(dlpack, "_exporter", lambda: torch.from_dlpack)
     torch.testing.assert_close(torch.autograd.grad(f(a, b).sum(), (a, b)), expected)
-    monkeypatch.setattr(functions, "_functorch_is_active", lambda: True)
+    monkeypatch.setattr(functions, "functorch_is_active", lambda: True)
     torch.testing.assert_close(torch.autograd.grad(f(a, b).sum(), (a, b)), expected)
 
 

@@ -14,6 +14,7 @@ from oracles import clones, movement_error, random_grads, random_params, run_pai
 import torch_api
 from bridge import flags, loops, programs
 from bridge import inline as inlining
+from bridge._compat import jax as compat
 from bridge.contents import work
 from torch_api import launches as launch_sets
 from torch_api import packs
@@ -101,12 +102,12 @@ def test_a_donated_array_is_replaced_in_place():
 @INLINE
 def test_what_it_is_loaded_with_is_never_called(monkeypatch):
     calls = []
-    monkeypatch.setattr(inlining, "_never", lambda *_: calls.append(1))
+    monkeypatch.setattr(compat, "_never", lambda *_: calls.append(1))
     assert float(inline(made(lambda x: x + 1, 1.0))(1.0)) == 2.0
     assert not calls
     monkeypatch.undo()
     with pytest.raises(AssertionError, match=r"has called what it was only loaded with"):
-        inlining._never()
+        compat._never()
 
 
 def test_where_it_cannot_be_had_there_is_none(monkeypatch):
@@ -118,7 +119,7 @@ def test_where_it_cannot_be_had_there_is_none(monkeypatch):
     def takes_none(self, *args, **kwargs):
         raise TypeError("deserialize_executable(): incompatible function arguments")
 
-    monkeypatch.setattr(inlining._Client, "deserialize_executable", takes_none)
+    monkeypatch.setattr(compat.CallingClient, "deserialize_executable", takes_none)
     assert inlining.inline(kept, CPU) is None
 
     def cannot(compiled):
