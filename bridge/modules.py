@@ -44,6 +44,8 @@ from . import (
     torch_views,
     torch_windows,
 )
+from ._compat.jax import trace_state
+from ._compat.torch2jax import drawing_from
 from .autograd import tracing
 from .containers import holds, with_values
 from .dlpack import to_jax
@@ -54,7 +56,7 @@ from .originals import not_redirected
 from .patches import redirected
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
-from .trace import TRACE, Keys, trace_state
+from .trace import TRACE, Keys
 from .traced import Traced, as_array, as_traced, joined
 from .tree import mapping, nest, tied_names, unnest
 from .widths import canonical
@@ -161,7 +163,8 @@ def traced_call(
         else:
             held = _given(module, buffers, "buffers", dict(module.named_buffers()))
     _check_key(rng)
-    with joined().RngPooperContext(KEYS), _started(module, rng, x64, {} if constants is None else constants):
+    joined()
+    with drawing_from(KEYS), _started(module, rng, x64, {} if constants is None else constants):
         TRACE.home = None if buffers is None else trace_state()
         TRACE.stand_in = stand_in = StandIn(module, named, held, train)
         inputs, keywords = _inputs((tuple(args), dict(kwargs or {})))
@@ -234,7 +237,7 @@ def outputs(out: Any, place: str = "") -> Any:
             return outputs(dict(x), here)
         if isinstance(x, tuple):
             return tuple(outputs(y, f"{here}.{i}".lstrip(".")) for i, y in enumerate(x))
-        if isinstance(x, nn.Module) or holds(x, (torch.Tensor, joined().Torchish)) is None:
+        if isinstance(x, nn.Module) or holds(x, (torch.Tensor, joined())) is None:
             return x
         if isinstance(x, SimpleNamespace) or (dataclasses.is_dataclass(x) and not isinstance(x, type)):
             return _with_arrays(x, here)

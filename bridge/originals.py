@@ -21,8 +21,8 @@ import torch
 from jax.core import Tracer
 from torch import nn
 
+from ._compat.torch2jax import is_torchish
 from .patches import redirects
-from .registered import is_torchish
 from .trace import TRACE
 from .traced import Traced
 

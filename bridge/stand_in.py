@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat.jax import ends_before, trace_state
+from ._compat.python import with_code_of
+from ._compat.torch import BATCH_NORMS, global_forward_pre_hooks
 from .originals import UNNAMED, Belongings, slots_of
 from .patches import while_tracing
-from .trace import TRACE, ends_before, trace_state
+from .trace import TRACE
 from .traced import Traced, as_array, as_traced
 
 COPIED = (dict, OrderedDict, list, tuple, set, frozenset)
@@ -188,7 +191,7 @@ class StandIn:
         """A function that closes over the module, or over a container in its attributes, as one that closes over the double's."""
         cells = tuple(self._once(cell, self._cell) if self._refers(cell) else cell for cell in f.__closure__ or ())
         defaults = None if f.__defaults__ is None else tuple(map(self._referred, f.__defaults__))
-        double = FunctionType(f.__code__, f.__globals__, f.__name__, defaults, cells)
+        double = with_code_of(f, f.__globals__, defaults, cells)
         double.__kwdefaults__ = {name: self._referred(x) for name, x in (f.__kwdefaults__ or {}).items()} or None
         double.__qualname__, double.__doc__, double.__module__ = f.__qualname__, f.__doc__, f.__module__
         vars(double).update(vars(f))
@@ -318,7 +321,7 @@ while_tracing(nn.Module, "__copy__", _copied)
 def _refuse_backward_hooks(module: nn.Module) -> None:
     """Raise for a hook on gradients of a module, which torch hangs on its graph, and for a tracker that sets one for each module."""
     tracker: Any = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
-    hooks = getattr(nn.modules.module, "_global_forward_pre_hooks", {}).values()
+    hooks = global_forward_pre_hooks.values()
     if any(isinstance(getattr(hook, "__self__", None), tracker) for hook in hooks):
         raise NotImplementedError(
             "FlopCounterMode or another user of torch's ModuleTracker is active: it sets hooks on gradients, which belong to torch's "
@@ -341,7 +344,7 @@ def _adapted(double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
     if isinstance(double, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return lambda *args, **kwargs: double.module(*args, **kwargs)
     run = own or MethodType(type(double).forward, double)
-    if isinstance(double, nn.modules.batchnorm._BatchNorm) and double.momentum is None:
+    if isinstance(double, BATCH_NORMS) and double.momentum is None:
         return functools.partial(_cumulative, double, run)
     if isinstance(double, nn.TransformerEncoder | nn.TransformerDecoder):
         return functools.partial(_not_detected, run, inspect.signature(run))

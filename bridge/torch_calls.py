@@ -22,18 +22,19 @@ import torch.nn.functional as F
 from jax.core import Tracer
 from torch.overrides import TorchFunctionMode
 
+from ._compat.python import with_code_of
+from ._compat.torch import BENEATH, OVERLOADS, SPECIAL, writes
+from ._compat.torch2jax import is_torchish, registered
 from .dlpack import to_torch, x64
-from .registered import is_torchish, registered
 from .trace import TRACE, value_needed, where_now
 from .traced import DETACHING, NOT_KNOWN, Traced, as_array
 from .writes import unnoticed
 
-_C: Any = torch._C
 SPACES: dict[str, Any] = {
     "torch": torch,
     "torch.Tensor": torch.Tensor,
     "torch.nn.functional": F,
-    **{f"torch._C.{name}": getattr(_C, name) for name in ("_nn", "_linalg", "_fft", "_special")},
+    **BENEATH,
 }
 
 
@@ -84,7 +85,7 @@ BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # how large the resu
 
 def functions_named(name: str) -> list[Any]:
     """The torch functions and methods of this name, in each place where torch has it; also as one of torch.special."""
-    found = [getattr(space, name, None) for space in SPACES.values()] + [getattr(_C._special, f"special_{name}", None)]
+    found = [getattr(space, name, None) for space in SPACES.values()] + [getattr(SPECIAL, f"special_{name}", None)]
     return [f for f in found if callable(f)]
 
 
@@ -260,7 +261,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if found is not None:
         return _run(found, func, args, kwargs)
     if getattr(func, "__name__", "") in META:
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             return func(*(x.laid_out() if isinstance(x, Traced) else x for x in args), **kwargs)
     body = _body(func)
     if body is None:
@@ -295,20 +296,19 @@ def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tracer | None:
     return min(unknown, key=lambda x: bool(x.shape), default=None)
 
 
-def _forms(func: Any) -> list[Any]:
-    packet = getattr(torch.ops.aten, func.__name__, None)
-    return [getattr(packet, form) for form in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
+def _forms(func: Any) -> dict[str, Any]:
+    packet: Any = getattr(torch.ops.aten, func.__name__, None)
+    return {name: getattr(packet, name) for name in packet.overloads()} if isinstance(packet, OVERLOADS) else {}
 
 
 def _tagged(func: Any, tag: torch.Tag) -> bool:
     """Whether torch says this of the function: that it draws from its generator, or that values decide the shape."""
-    return any(tag in form.tags for form in _forms(func))
+    return any(tag in form.tags for form in _forms(func).values())
 
 
 def _writes(func: Any) -> bool:
     """Whether the function changes what it is given; each has a form that writes into `out`."""
-    schemas = [form._schema for form in _forms(func) if "out" not in form._overloadname]
-    return func.__name__.endswith("_") or any(x.alias_info and x.alias_info.is_write for schema in schemas for x in schema.arguments)
+    return func.__name__.endswith("_") or any(writes(form) for name, form in _forms(func).items() if "out" not in name)
 
 
 def _importable(func: Any) -> str:
@@ -444,7 +444,7 @@ def _body(func: Any) -> Callable[..., Any] | None:
     asks = {name: _never for name in func.__globals__ if name.startswith("has_torch_function")}
     if not asks:
         return None
-    body = FunctionType(func.__code__, {**func.__globals__, **asks}, func.__name__, func.__defaults__, func.__closure__)
+    body = with_code_of(func, {**func.__globals__, **asks}, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.core
-import jax.extend.core as extend
 import torch
 from jax.core import Tracer
 
@@ -34,29 +32,6 @@ class Trace(threading.local):
 
 
 TRACE = Trace()
-
-
-def trace_state() -> Any:
-    """What tells the function that jax traces now from those that it traces within it, by `==`; None where jax does not say."""
-    state = getattr(extend, "get_opaque_trace_state", None) or getattr(jax.core, "get_opaque_trace_state", None)
-    return None if state is None else state(convention=None)
-
-
-def ends_before(value: Any, state: Any) -> bool:
-    """Whether a value belongs to a function that jax traces within that of the state, and is of no use when that has ended.
-
-    False where jax does not say so: it then raises an error of its own, later.
-    """
-    own, traces = getattr(value, "_trace", None), list(_traces(state))
-    return isinstance(value, Tracer) and own is not None and bool(traces) and all(own is not trace for trace in traces)
-
-
-def _traces(state: Any) -> Iterator[Any]:
-    """The trace of a state, and those around it where they are known."""
-    trace = getattr(state, "_trace_ref", lambda: None)()
-    while trace is not None:
-        yield trace
-        trace = getattr(trace, "parent_trace", None)
 
 
 def where_now() -> str:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from ._compat.torch import make_subclass
+from ._compat.torch2jax import is_torchish, torchish
 from .dlpack import EXTENSION_DTYPES, to_jax, x64
-from .registered import is_torchish, torch2jax
 from .trace import TRACE, no_graph, value_needed, where_now
 from .widths import canonical
 from .writes import unnoticed, written_through
@@ -70,8 +71,8 @@ class Traced(Tensor):
     """
 
     def __new__(cls, value: Any, *_: Any, **__: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return torch.Tensor._make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
+        with torch.DisableTorchFunction():
+            return make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
 
     def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, parameter: Any = None):
         self._value = value
@@ -140,14 +141,14 @@ class Traced(Tensor):
         if base is None:
             return _without_memory(self._value), False
         _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             base = base._meta()[0]
             try:
                 out = func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in args), **kwargs)
             except (TypeError, RuntimeError):  # an index whose values decide the shape: it copies
                 return _without_memory(self._value), False
             out = out if index is None else out[index]
-            same = out.untyped_storage()._cdata == base.untyped_storage()._cdata
+            same = out.untyped_storage() is base.untyped_storage()
             return (out, True) if same else (torch.empty_like(out), False)
 
     def laid_out(self) -> torch.Tensor:
@@ -332,10 +333,10 @@ class Traced(Tensor):
 
 @functools.cache
 def joined() -> Any:
-    """Return torch2jax, of whose values traced tensors are some from now on: operators registered with it ask for that type."""
-    package = torch2jax()
-    Traced.__bases__ = (torch.Tensor, package.Torchish)
-    return package
+    """Return the class of torch2jax's values, which traced tensors are from now on: operators registered with it ask for that type."""
+    kind = torchish()
+    Traced.__bases__ = (torch.Tensor, kind)
+    return kind
 
 
 def _without_memory(array: Any) -> torch.Tensor:
@@ -418,7 +419,7 @@ def constant(tensor: torch.Tensor) -> jax.Array:
         )
     known = TRACE.constants if TRACE.constants is not None else {}
     if id(tensor) not in known:
-        with torch._C.DisableTorchFunction(), jax.ensure_compile_time_eval():
+        with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():
             array = to_jax(tensor.detach().clone(), copy=None)
             known[id(tensor)] = tensor, array.astype(jax.dtypes.canonicalize_dtype(array.dtype))  # the tensor keeps its id its own
     return known[id(tensor)][1]
@@ -432,7 +433,7 @@ def promoted(*xs: Any) -> list[Any]:
 
 def result_type(*xs: Any) -> torch.dtype:
     """torch.result_type over any number of arrays and numbers."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         arrays = [_like(torch_dtype(x), min(x.ndim, 1)) if hasattr(x, "dtype") else x for x in xs]
         wide = [x for x in arrays if isinstance(x, torch.Tensor) and x.ndim]
         flat = [x for x in arrays if isinstance(x, torch.Tensor) and not x.ndim]

@@ -40,9 +40,10 @@ OUT_OF_REACH = {
     ("torch_api/optimizer.py", "ValueError(name)"): "caught below, where check_group says what is wrong",
     ("torch_api/betas.py", "KeyError(key)"): "what a dict raises for a key that it has not",
     ("torch_api/selectors.py", "pickle.PicklingError("): "caught below: the pickle of the optimizer then has a note instead",
-    ("bridge/registered.py", "module_function and JaxTrainStep trace torch code"): "tests/contract/test_without_torch2jax.py",
+    ("bridge/_compat/torch2jax.py", "module_function and JaxTrainStep trace torch code"): "tests/contract/test_without_torch2jax.py",
+    ("bridge/_compat/torch2jax.py", "torch2jax {} has no {}, by which"): "needs another torch2jax: tests/test_compat.py",
     ("bridge/torch_recurrent.py", "lengths decide shapes"): "said again by torch_calls, with the function's name",
-    ("bridge/inline.py", "a program has called what it was only loaded with"): "no program calls it: tests/test_inline.py",
+    ("bridge/_compat/jax.py", "a program has called what it was only loaded with"): "no program calls it: tests/test_inline.py",
 }
 
 
@@ -85,7 +86,7 @@ def raises():
     return [
         (path.relative_to(ROOT).as_posix(), node.lineno, node.end_lineno, text_of(node.exc))
         for package in PACKAGES
-        for path in sorted((ROOT / package).glob("*.py"))
+        for path in sorted((ROOT / package).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise) and node.exc is not None
     ]
@@ -101,7 +102,8 @@ def raised_at(error):
     trace = error.__traceback__
     while trace is not None:
         path = Path(trace.tb_frame.f_code.co_filename)
-        at = (path.relative_to(ROOT).as_posix(), trace.tb_lineno) if path.parent.parent == ROOT and path.parent.name in PACKAGES else None
+        ours = any(path.is_relative_to(ROOT / package) for package in PACKAGES)
+        at = (path.relative_to(ROOT).as_posix(), trace.tb_lineno) if ours else None
         trace = trace.tb_next
     return at
 

@@ -1,14 +1,23 @@
-"""torch2jax, which is imported when the first torch code is traced, and the operators that users registered with it."""
+"""torch2jax, which is imported when the first torch code is traced, and the operators that users registered with it.
+
+The package documents `implements` and `mk_rng` alone. Without one of the other names nothing is traced, and an error names it.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
+
+from .python import code_of
+
+_NAMES = ("HANDLED_FUNCTIONS", "RngPooperContext", "Torchish")
 
 
 @functools.cache
@@ -16,15 +25,32 @@ def torch2jax() -> Any:
     """Return the package.
 
     Raises:
-      ImportError: it cannot be imported.
+      ImportError: it cannot be imported, or has not the names that are needed.
     """
     try:
-        return importlib.import_module("torch2jax")
+        package = importlib.import_module("torch2jax")
     except ImportError as error:
         raise ImportError(
             f"module_function and JaxTrainStep trace torch code, which needs the package torch2jax, and it cannot be imported ({error}). "
             "Install it: pip install 'torch2jax>=0.1,<0.2'. Optimizers and jax_function work without it."
         ) from error
+    missing = [name for name in _NAMES if not hasattr(package, name)]
+    if missing:
+        raise ImportError(
+            f"torch2jax {importlib.metadata.version('torch2jax')} has no {missing[0]}, by which module_function and JaxTrainStep trace "
+            "torch code; 0.1 has it. Install it: pip install 'torch2jax>=0.1,<0.2'."
+        )
+    return package
+
+
+def torchish() -> Any:
+    """Return the class of its values."""
+    return torch2jax().Torchish
+
+
+def drawing_from(keys: Any) -> AbstractContextManager[Any]:
+    """A context in which `torch2jax.mk_rng()` asks `keys.poop()` for a key."""
+    return torch2jax().RngPooperContext(keys)
 
 
 def is_torchish(x: Any) -> bool:
@@ -56,4 +82,4 @@ def _are_same(one: Any, other: Any) -> bool:
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or one == other
     cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)
-    return one.__code__ == other.__code__ and all(_are_same(x.cell_contents, y.cell_contents) for x, y in cells)
+    return code_of(one) == code_of(other) and all(_are_same(x.cell_contents, y.cell_contents) for x, y in cells)
