@@ -212,6 +212,61 @@ def test_every_file_has_its_place_in_the_order():
     assert set(map(place, FILES)) == {(package, name) for package, names in ORDER.items() for name in names}
 
 
+# Names that others do not promise. `bridge/_compat` alone has them, so that a release which moves one breaks one file.
+PRIVATE = re.compile(r"\b_src\b|\b(from|import) jaxlib\b|\bjaxlib\.\w|\bxla_client\b|\btorch\._C\b|\b__code__\b")
+FOREIGN = ("torch", "jax", "jaxlib", "optax")
+
+
+def without_prose(tree):
+    """The code of a file without comments and docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def private_names(tree):
+    """Names with an underscore that are imported from packages of others or read from their modules."""
+    plain = [a for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
+    roots = {a.asname or a.name.split(".")[0] for a in plain if a.name.split(".")[0] in FOREIGN}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in FOREIGN:
+            roots |= {a.asname or a.name for a in node.names if a.name[0].islower()}
+            yield from (f"{node.module}.{a.name}" for a in node.names if "._" in f"{node.module}.{a.name}")
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and isinstance(node.args[-1], ast.Constant):
+            name = ".".join(
+                str(getattr(x, "value", ast.unparse(x))) if isinstance(x, ast.Constant) else ast.unparse(x) for x in node.args[:2]
+            )
+        if re.fullmatch(r"[\w.]+\._[a-zA-Z]\w*", name) and name.split(".")[0] in roots:
+            yield name
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name != "_compat"], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_private_names_stand_in_compat_alone(path):
+    tree = ast.parse(path.read_text())
+    assert sorted(private_names(tree)) == []
+    assert [line for line in without_prose(tree).splitlines() if PRIVATE.search(line)] == []
+
+
+def test_private_names_are_found_however_they_are_written():
+    found = "import torch\nfrom torch import nn\ntorch._foreach_add_(x)\nnn.modules.batchnorm._BatchNorm\ngetattr(torch, '_x', None)"
+    assert sorted(private_names(ast.parse(found))) == ["nn.modules.batchnorm._BatchNorm", "torch._foreach_add_", "torch._x"]
+    assert list(private_names(ast.parse("from torch.autograd import _profiler_enabled"))) == ["torch.autograd._profiler_enabled"]
+    for line in (
+        "from jax._src import core",
+        "import jaxlib",
+        "jaxlib.x",
+        "f.__code__",
+        "getattr(f, '__code__')",
+        "torch._C.x",
+        "lib.xla_client",
+    ):
+        assert PRIVATE.search(without_prose(ast.parse(line))), line
+    assert not PRIVATE.search(without_prose(ast.parse('"""torch._C"""\nx = 1  # jaxlib.x\nprint("this jaxlib does not know it")')))
+
+
 def test_what_make_check_names_is_there():
     named = re.findall(r'QUICK \+?= "(.*)"', (ROOT / "tests" / "conftest.py").read_text())
     quick = " ".join(named).split()

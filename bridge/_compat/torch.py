@@ -174,8 +174,8 @@ def apply_of(function: Any) -> Callable[..., Any]:
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
-# Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled. Without it such a handler may not
-# trace.
+# Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled. Without it such a handler may
+# not trace.
 with_overrides: Callable[[], Any] = private("torch._C._EnableTorchFunction", nullcontext)
 
 

@@ -1,0 +1,439 @@
+"""Private names of other packages: each does what stands in for it, and all of the library works where none of them is there."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch2jax as package
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from bridge import dlpack, lanes, ownership, storage
+from bridge._compat import jax as of_jax
+from bridge._compat import lookup, python, torch2jax
+from bridge._compat import torch as of_torch
+from bridge.torch_calls import functions_named
+
+ROOT = Path(__file__).parent.parent
+NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2"
+PAGE = (ROOT / "docs" / "internals" / "upstream.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def without_names(module):
+    """A copy of a module of `_compat` that finds no private name."""
+    copy = importlib.util.module_from_spec(module.__spec__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "private", lambda path, otherwise: otherwise)
+        module.__spec__.loader.exec_module(copy)
+    return copy
+
+
+BARE_JAX, BARE_TORCH = without_names(of_jax), without_names(of_torch)
+on_torch = pytest.mark.parametrize("names", [of_torch, BARE_TORCH], ids=["private", "stand-in"])
+on_jax = pytest.mark.parametrize("names", [of_jax, BARE_JAX], ids=["private", "stand-in"])
+
+
+@pytest.mark.skipif(not NEWEST, reason="an older release has not all of them")
+def test_this_release_has_each_name():
+    missing = object()
+    of_torch.heard(), of_jax.by_program()
+    assert len(lookup.NAMES) > 35
+    assert [path for path in sorted(lookup.NAMES) if lookup.private(path, missing) is missing] == []
+
+
+def test_the_page_on_upstream_has_each_name():
+    assert [path for path in sorted(lookup.NAMES) if not any(f"`{part}`" in PAGE for part in path.split("."))] == []
+
+
+@pytest.mark.skipif(not NEWEST, reason="an older release has not all of them")
+@pytest.mark.parametrize("index", range(len(EXAMPLES)))
+def test_what_is_asked_of_upstream_is_still_missing(index):
+    exec(compile(EXAMPLES[index], f"example {index} of upstream.md", "exec"), {})
+
+
+def test_what_stands_in_is_taken_for_a_name_or_a_package_that_is_not_there():
+    assert [lookup.private(path, 7) for path in ("torch._C._no_such", "torch._no.such", "no_such_package._x")] == [7, 7, 7]
+    lookup.NAMES.difference_update({"torch._C._no_such", "torch._no.such", "no_such_package._x"})
+
+
+# ------------------------------------------------------------------ torch
+
+
+@on_torch
+def test_many_tensors_are_copied(names):
+    into, values = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)], [torch.arange(3.0), torch.ones(2, 2)]
+    names.foreach_copy_(into, values)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(into, values, strict=True))
+    with pytest.raises((RuntimeError, ValueError)):
+        names.foreach_copy_(into, values[:1])
+
+
+@on_torch
+def test_a_capsule_becomes_a_tensor_over_the_same_memory(names):
+    tensor = torch.arange(6.0)
+    assert names.tensor_from_capsule(torch.utils.dlpack.to_dlpack(tensor)).data_ptr() == tensor.data_ptr()
+
+
+@on_torch
+def test_an_allocation_is_known_where_torch_clones_lazily(names, monkeypatch):
+    monkeypatch.setattr(ownership, "lazy_clone", names.lazy_clone)
+    assert ownership._is_allocation(torch.ones(4)) is (names is of_torch)
+
+
+@on_torch
+def test_who_holds_memory_is_never_taken_for_fewer_than_do(names):
+    known, tensor = names is of_torch, torch.ones(4)
+    assert (names.is_view(tensor), names.storage_holders(tensor)) == ((False, 1) if known else (True, 0))
+    view = tensor.view(2, 2)
+    assert (names.is_view(view), names.storage_holders(view)) == ((True, 2) if known else (True, 0))
+    assert not names.is_only_view(view)
+    alone = names.is_only_view(torch.ones(4).view(2, 2))  # not in the assertion, in which pytest holds the base
+    assert alone is known
+
+
+def test_where_torch_does_not_tell_who_holds_memory_none_is_taken(monkeypatch):
+    assert storage.cannot_own(torch.ones(4)) == ""
+    monkeypatch.setattr(storage, "storage_holders", BARE_TORCH.storage_holders)
+    assert storage.cannot_own(torch.ones(4)) == storage.SHARED
+    monkeypatch.setattr(storage, "is_view", BARE_TORCH.is_view)
+    assert storage.cannot_own(torch.ones(4)) == "a view of another tensor"
+
+
+@on_torch
+def test_a_guard_denies_other_metadata_and_without_torchs_there_is_none(names):
+    made = names.guard([torch.zeros(2, 3)])
+    assert (made is not None) is (names is of_torch)
+    assert made is None or (made(torch.ones(2, 3)), made(torch.ones(3, 2))) == (True, False)
+
+
+def test_guards_that_answer_otherwise_are_not_used(monkeypatch):
+    class Blind:
+        def __init__(self, *tensors, **sizes):
+            pass
+
+        def check(self, *tensors):
+            return True
+
+    monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", Blind)
+    assert of_torch._guard() is of_torch.no_guard
+
+
+@on_torch
+def test_a_write_changes_the_version(names):
+    tensor = torch.zeros(2)
+    before = names.version(tensor)
+    assert (names.version(tensor) == before) is (names is of_torch)
+    tensor.add_(1)
+    assert names.version(tensor) != before
+
+
+@on_torch
+def test_nobody_hears_a_step_only_where_torch_tells(names):
+    before, after, somewhere, here = names.heard()
+    assert (before, after) == ({}, {})
+    assert (somewhere(), here()) == ((False, False) if names is of_torch else (True, False))
+    with torch.autograd.profiler.profile():
+        assert somewhere()
+
+
+def test_schedulers_read_the_entry_that_a_step_leaves():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    vars(optimizer)[of_torch.OPT_CALLED] = True
+    scheduler.step()  # it would warn
+    assert of_torch.OPT_CALLED == "_opt_called"
+
+
+def test_the_public_way_around_torch_compile_stands_in():
+    assert BARE_TORCH.disable_dynamo is torch.compiler.disable
+    assert of_torch.disable_dynamo(len).__wrapped__ is len
+
+
+@on_torch
+def test_transformations_of_torch_are_noticed(names):
+    seen = []
+    torch.func.vmap(lambda x: seen.append(names.functorch_is_active()) or x)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(names.forward_level() >= 0)
+    assert seen == [True, True]
+    assert names.functorch_is_active() is (names is BARE_TORCH)
+    assert names.forward_level() == -1
+    assert not names.is_legacy_batch(torch.ones(2))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@on_torch
+def test_the_short_apply_is_that_of_the_function(names, monkeypatch):
+    x = torch.ones(2, requires_grad=True)
+    names.apply_of(Double)(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+    assert issubclass(Double, names.FUNCTION)
+    assert names.FUNCTION is not torch.autograd.Function or names is BARE_TORCH
+
+    class Alone:
+        pass
+
+    class Own(Alone):
+        apply = staticmethod(abs)
+
+    monkeypatch.setattr(torch.autograd, "Function", Alone)
+    assert names.apply_of(Own) is abs
+
+
+@on_torch
+def test_overrides_are_asked_again_only_where_torch_can(names):
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "asked"
+
+    mine = torch.ones(2).as_subclass(Mine)
+    with torch.DisableTorchFunction(), names.with_overrides():
+        assert (type(torch.abs(mine)) is str) is (names is of_torch)
+
+
+@on_torch
+def test_a_tensor_is_made_one_of_a_subclass(names):
+    class Mine(torch.Tensor):
+        pass
+
+    made = names.make_subclass(Mine, torch.empty(2, 3, dtype=torch.int8, device="meta"))
+    assert (type(made), made.shape, made.dtype, made.is_meta) == (Mine, (2, 3), torch.int8, True)
+
+
+@on_torch
+def test_hooks_and_kinds_of_modules(names):
+    handle = register_module_forward_pre_hook(lambda *_: None)
+    assert len(names.global_forward_pre_hooks) == (names is of_torch)
+    handle.remove()
+    nn = torch.nn
+    batch, others = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm], [nn.InstanceNorm1d, nn.InstanceNorm3d]
+    convolutions = [nn.Conv1d, nn.Conv2d, nn.ConvTranspose3d]
+    assert [issubclass(kind, names.BATCH_NORMS) for kind in batch + others] == [True] * 4 + [False] * 2
+    assert [issubclass(kind, names.NORMS) for kind in batch + others + convolutions] == [True] * 6 + [False] * 3
+    assert [issubclass(kind, names.CONVOLUTIONS) for kind in (*convolutions, nn.Linear)] == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("space", of_torch.BENEATH)
+def test_public_functions_are_those_beneath_torchs_python(space):
+    public = vars(BARE_TORCH.BENEATH[space])
+    same = [name for name, function in public.items() if getattr(of_torch.BENEATH[space], name, None) is function]
+    assert len(same) > 10
+    for name in same[:5]:
+        assert public[name] in functions_named(name)
+
+
+def test_stft_beneath_torchs_python():
+    x = torch.randn(64)
+    below = of_torch.unpadded_stft(x, 16, 8, 16, torch.ones(16), False, True, True)
+    torch.testing.assert_close(below, torch.stft(x, 16, 8, 16, torch.ones(16), center=False, onesided=True, return_complex=True))
+    assert BARE_TORCH.unpadded_stft is None
+
+
+@on_torch
+def test_a_draw_from_a_dirichlet_distribution(names):
+    drawn = names.sample_dirichlet(torch.tensor([[4000.0, 12000.0]] * 3))
+    torch.testing.assert_close(drawn.sum(-1), torch.ones(3))
+    torch.testing.assert_close(drawn, torch.tensor([[0.25, 0.75]] * 3), atol=0.05, rtol=0)
+
+
+def test_operators_that_write_are_known():
+    assert isinstance(torch.ops.aten.add, of_torch.OVERLOADS)
+    found = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.add.out, object()
+    assert list(map(of_torch.writes, found)) == [False, True, True, True]
+
+
+# ------------------------------------------------------------------ jax
+
+
+@on_jax
+def test_whether_jax_has_started_is_known(names):
+    jax.devices()
+    assert names.client_started() is (names is of_jax)
+
+
+@on_jax
+def test_options_of_a_program_are_those_of_jax_outside_of_the_context(names):
+    from jax._src import compiler
+
+    with names.extra_option("a"):
+        assert (names._asked.option == "a") is names.by_program()
+        inside = compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()
+    outside = compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString()
+    assert (inside == outside) is not names.by_program()
+    assert not BARE_JAX.by_program()
+
+
+@on_jax
+def test_arrays_and_capsules(names, monkeypatch):
+    monkeypatch.setattr(dlpack, "array_from_capsule", names.array_from_capsule)
+    monkeypatch.setattr(dlpack, "capsule_from_array", names.capsule_from_array)
+    dlpack._cpu_calls.cache_clear()
+    try:
+        importer, calls = dlpack._raw_importer("cpu"), dlpack._cpu_calls()
+    finally:
+        dlpack._cpu_calls.cache_clear()
+    assert (importer is None, calls is None) == (names is BARE_JAX, names is BARE_JAX)
+    tensor = torch.arange(64.0)
+    array = (importer or dlpack._public_import)(tensor, dlpack.cpu())
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+
+
+@on_jax
+def test_numpy_sees_an_array_on_the_cpu(names):
+    array = jnp.arange(64, dtype=jnp.bfloat16)
+    found = names.uncached_numpy(array)
+    found = found[0] if isinstance(found, tuple) else found
+    assert np.asarray(found).ctypes.data == array.unsafe_buffer_pointer()
+
+
+@on_jax
+def test_streams_are_used_only_where_they_can_be_read_and_set(names):
+    assert BARE_JAX.streams is None
+    assert lanes._calls is of_jax.streams
+    if names.streams is not None:
+        read, choose = names.streams
+        before = read()
+        choose(before + 5)
+        found = read()
+        choose(before)
+        assert (found, read()) == (before + 5, before)
+
+
+@on_jax
+def test_programs_from_the_persistent_cache_are_counted(names):
+    before = names.cache_hits()
+    jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+    jax.monitoring.record_event("/jax/compilation_cache/cache_misses")
+    assert names.cache_hits() == before + 1
+
+
+@on_jax
+def test_a_value_of_an_inner_trace_is_known(names):
+    state, found = names.trace_state(), []
+    jax.jit(lambda x: found.append((names.ends_before(x, state), names.ends_before(x, names.trace_state()))) or x)(1.0)
+    assert found == [(names is of_jax, False)]
+
+
+# ------------------------------------------------------------------ torch2jax and functions
+
+
+def test_a_torch2jax_without_one_of_its_names_is_refused_by_name(monkeypatch):
+    torch2jax.torch2jax.cache_clear()
+    monkeypatch.delattr(package, "RngPooperContext")
+    with pytest.raises(ImportError, match=r"has no RngPooperContext, by which .* 0\.1 has it\. Install it"):
+        torch2jax.torchish()
+    monkeypatch.undo()
+    assert torch2jax.torchish() is package.Torchish
+
+
+def test_draws_of_torch2jax_ask_us_for_keys():
+    class Keys:
+        def poop(self):
+            return "key"
+
+    with torch2jax.drawing_from(Keys()):
+        assert package.mk_rng() == "key"
+
+
+def test_a_function_of_the_same_code_has_other_variables():
+    def f(x=1):
+        return x + TERM
+
+    made = python.with_code_of(f, {"TERM": 5}, (2,), f.__closure__)
+    assert (made(), made.__name__, python.code_of(made) is python.code_of(f)) == (7, "f", True)
+    assert python.code_of(len) is None
+
+
+TERM = 0
+
+# ------------------------------------------------------------------ all of it
+
+WITHOUT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("bridge._compat.lookup", sys.argv[1])
+sys.modules["bridge._compat.lookup"] = lookup = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lookup)
+lookup.private = lambda path, otherwise: otherwise
+
+import jax, numpy, torch, bridge, torch_api
+from torch import nn
+
+def trained(make):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = make(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        net(torch.arange(6.0).view(2, 3)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return net, optimizer
+
+net, optimizer = trained(lambda p: torch_api.MaskedAdamW(p, lr=0.1))
+twin, _ = trained(lambda p: torch.optim.AdamW(p, lr=0.1))
+for p, q in zip(net.parameters(), twin.parameters()):
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.shift = torch.ones(2)
+        self.norm = nn.BatchNorm1d(2, momentum=None)
+    def forward(self, x):
+        mixed = torch.distributions.Dirichlet(self.scale.exp()).rsample()
+        unused = self.norm(x.expand(2, 2)).sum() + torch.nn.functional.pad(mixed, (0, 0)).sum()
+        return Double.apply(x * self.scale) + self.shift + 0 * unused
+
+f = bridge.module_function(Net())
+value, grad = jax.value_and_grad(lambda p: f(p, jax.numpy.ones(2), rng=jax.random.key(0)).sum())(bridge.module_tree(Net()))
+assert abs(value - 8) < 1e-5 and abs(grad["scale"] - 2).max() < 1e-5, (value, grad)
+
+x = torch.ones(3, requires_grad=True)
+bridge.jax_function(lambda x: jax.numpy.sin(x).sum())(x).backward()
+torch.testing.assert_close(x.grad, x.detach().cos())
+
+model = nn.Linear(3, 1)
+step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().sum(), torch_api.MaskedSGD(model.parameters(), lr=0.1))
+before = model.weight.detach().clone()
+losses = [float(step(torch.ones(2, 3))) for _ in range(3)]
+assert losses[-1] < losses[0] and not torch.equal(before, model.weight)
+print(bridge.doctor())
+"""
+
+
+@pytest.mark.slow
+def test_all_works_without_any_private_name():
+    path = ROOT / "bridge" / "_compat" / "lookup.py"
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", WITHOUT, str(path)], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "does not tell" in done.stdout, done.stdout
