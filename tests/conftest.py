@@ -15,7 +15,7 @@ import torch
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
 LONG = "examples op_db pieces benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
 LONG += " optim_db at_once prepare_again threads damaged_checkpoints tuple_hyperparams views_keep_their_memory joint distributions tiles"
-LONG += " groups_added_later state_of_the_user optax_optimizer transforms optimizer"
+LONG += " cost_baseline groups_added_later state_of_the_user optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "as_torch autograd_function bad_input beginning calm compat contents dlpack docs gpu known_values lr_scale masks one_type openmp"
 QUICK += " packs_storage presets project protocol report resize rules sight split state_scalars step storage torch_losses_more torch_names"
@@ -26,8 +26,10 @@ CHECKED = {f"test_{name}" for name in QUICK.split()}
 # optim_db, optimizer, precision and more.
 HASTY = "analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop operands"
 HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
-# The same holds for those of contract/ but for these, which are about numbers, threads and what the compiler keeps.
-REAL = {f"test_{name}" for name in ["compilation_cache", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]}
+# The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
+REAL = {
+    f"test_{name}" for name in ["compilation_cache", "cost_baseline", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]
+}
 EASY = {f"test_{name}" for name in HASTY.split()}
 
 
