@@ -380,7 +380,10 @@ class Shown:
         if (given.data_ptr(), given.stride()) != (view.data_ptr(), view.stride()):
             if not moves:
                 return
+            base = given._base
             given.data = view
+            if base is not None and base.numel() == view.numel():  # else it keeps alive the memory that the tensor has left
+                base.data = view.as_strided((view.numel(),), (1,))
         self.views[name] = given
 
     def joined(self, other: Shown, order: Sequence[str] = ()) -> Shown:
