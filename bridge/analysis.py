@@ -19,13 +19,14 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .contents import calls_back, draws_otherwise_in_batches
+from .classify import ELEMENTWISE
 from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .flat import Flat
 from .problem import Extra, Field, Path, Problem, Row, Same, Spec, buffer_shape, layout
+from .queries import properties_of
 from .rest import Rest, known
-from .whole import ELEMENTWISE, Shapeless, constant_text, inlined, kind_text, numbers_of, params_text, slice_of, slices, traced
+from .whole import Shapeless, constant_text, inlined, kind_text, numbers_of, params_text, slice_of, slices, traced
 
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
@@ -46,7 +47,8 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
       Whatever the transformation raises for these leaves.
     """
     together = _together(Problem(row, specs, skeleton), extra)
-    if calls_back(together.jaxpr) or draws_otherwise_in_batches(together.jaxpr):
+    properties = properties_of(together.jaxpr)
+    if properties.has_callback or properties.draws_by_batch:
         return None  # two Python functions cannot be told apart by what they are called; and equal leaves are evaluated as one batch
     if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
         return None
@@ -316,7 +318,7 @@ class _Program:
     @functools.cached_property
     def flat(self) -> Flat | None:
         """The update alone, in flat arrays; None where it calls back into Python."""
-        if calls_back(self.jaxpr):
+        if properties_of(self.jaxpr).has_callback:
             return None
         update = self.jaxpr.replace(outvars=[var for _, var in self._after])
         with x64():

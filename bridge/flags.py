@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .contents import Contents
+from .queries import Properties
 
 # XLA's loops from MLIR, which it writes several results with in good code, and LLVM's effort.
 _EMITTERS_OPTION, _EFFORT_OPTION = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
@@ -67,7 +67,7 @@ _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_ba
 _LOOPS_DIVIDED = "cpu-parallel-task-assigner"
 
 
-def of_training(device: Any, contents: Contents) -> dict[str, Any]:
+def of_training(device: Any, properties: Properties) -> dict[str, Any]:
     """The compiler options of a whole training step: on a CPU, barriers stay, and convolutions run on all cores.
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge.stored` says what they are for, and
@@ -83,14 +83,14 @@ def of_training(device: Any, contents: Contents) -> dict[str, Any]:
     """
     if device.platform != "cpu":
         return {}
-    library = _SUMS_ALONE if contents.small else _NO_CONVOLUTIONS
-    return of_barriers(contents) | ({} if contents.convolves_in_groups else _unless_set(LIBRARY_OPTION, library))
+    library = _NO_CONVOLUTIONS if properties.has_large_product else _SUMS_ALONE
+    return of_barriers(properties) | ({} if properties.has_grouped_convolution else _unless_set(LIBRARY_OPTION, library))
 
 
-def of_barriers(contents: Contents) -> dict[str, Any]:
+def of_barriers(properties: Properties) -> dict[str, Any]:
     """The compiler options with which the barriers of a program on a CPU stay, where they can."""
-    left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if contents.stores_in_loops else _BARRIERS_END
-    return {} if contents.stores_in_reductions else _unless_set(_PASSES_OPTION, left_out)
+    left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if properties.has_barrier_in_loop else _BARRIERS_END
+    return {} if properties.has_barrier_in_reduction else _unless_set(_PASSES_OPTION, left_out)
 
 
 def on_one_core(options: dict[str, Any]) -> dict[str, Any]:

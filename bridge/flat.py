@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from .classify import body_of, elementwise, keeps_elements, spreads
+from .queries import branches_to_select
 from .rest import sums_up
-from .whole import apply, at_start, beside, body_of, chosen, elementwise, keeps_elements, literal, spreads
+from .whole import apply, at_start, chosen, literal
 
 
 class Flat(NamedTuple):
@@ -62,7 +64,7 @@ def _results(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> lis
 
     for eqn in jaxpr.eqns:
         out: Any = eqn.outvars[0].aval if eqn.outvars else None
-        body, branches = body_of(eqn), beside(eqn)
+        body, branches = body_of(eqn), branches_to_select(eqn)
         if branches is not None:
             index, *others = map(read, eqn.invars)
             found = chosen(index, [_results(each.jaxpr, each.consts, others) for each in branches])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from .classify import spreads
 from .evaluate import Arrays
 from .flat import Flat
 from .leaf_update import unless
@@ -24,7 +25,7 @@ from .rest import Rest, known, run
 from .side_by_side import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts
 from .split import Alike, for_each
 from .tiles import equals
-from .whole import literal, slice_of, slices, spreads
+from .whole import literal, slice_of, slices
 
 
 class Way(NamedTuple):

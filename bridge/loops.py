@@ -20,11 +20,11 @@ from jax.extend.core import Literal
 
 from . import lanes
 from .calm import default_promotion, default_settings
-from .contents import Contents
 from .dlpack import cpu
 from .flags import of_barriers
 from .fusion import compiled
 from .precision import bfloat16_bits, of_bits
+from .queries import Properties
 from .whole import apply, at_start, in_turn, inlined, literal, slice_of, traced
 
 LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
@@ -33,7 +33,7 @@ LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller on
 @functools.cache
 def stay() -> bool:
     """Whether barriers stay where they are asked to, and several results come from one loop; asked once, of a small program."""
-    options = of_barriers(Contents())
+    options = of_barriers(Properties())
     if not options:
         return False
 

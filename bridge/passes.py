@@ -12,12 +12,12 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from . import loops
-from .contents import Contents
 from .flags import of_barriers, of_counting
 from .fusion import compiled
 from .leaf_update import ONES, Passes, leaf_update, parted, repeatable
 from .precision import NOTHING
 from .problem import NO_EXTRA, Extra, Problem, buffer_shape, layout
+from .queries import Properties
 from .whole import traced
 
 _chosen: dict[Any, Passes] = {}
@@ -59,7 +59,7 @@ def chosen(
             order = sorted(ways)
             apart = next((way for way in order if not _shares(probe(way).jaxpr.jaxpr)), order[0])  # hardly any other is better
             for way in dict.fromkeys([apart, *order]):
-                options = of_counting(device) | (of_barriers(Contents()) if way.by_type else {})
+                options = of_counting(device) | (of_barriers(Properties()) if way.by_type else {})
                 program = compiled(probe(way).lower(), fused, options)
                 counts[way] = bytes_accessed(program) - (loops.held(program) if way.by_type else 0.0)
                 if counts[way] < 1.01 * least:  # the scalars

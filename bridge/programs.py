@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from . import reading
 from .calm import default_promotion, default_settings
-from .contents import between, calls_back, contents_of, work
 from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_core
 from .fusion import compiled
 from .inline import inline, loaded, serialized
@@ -27,9 +26,9 @@ from .loops import held, several_results
 from .meanwhile import meanwhile
 from .passes import bytes_accessed
 from .pieces import Piece, cut
+from .queries import properties_of
 from .tiles import FEW
 from .update import Plan, abstract, by_type, measured, stepped
-from .whole import unread
 
 # Elements up to which a program keeps to one core, and operations for them all: then waking the others takes longer than what they save,
 # all but one share of the time. AdamW of 2^18 elements, 40 operations each: 142 us on one of two cores, 148 on both; of 2^19 242 and 198.
@@ -77,16 +76,17 @@ class Program:
         with default_settings(), default_promotion():
             jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
-            if unread(traced.jaxpr.jaxpr, donated):
+            if not all(properties_of(traced.jaxpr).used_inputs[:donated]):
                 # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
                 traced = jitted(keep_unused=True).trace(*arguments)
-            self.calls_back = calls_back(traced.jaxpr.jaxpr)
-            kept = of_barriers(contents_of(traced.jaxpr.jaxpr)) if by_type(plan) else {}
+            properties = properties_of(traced.jaxpr)
+            self.calls_back = properties.has_callback
+            kept = of_barriers(properties) if by_type(plan) else {}
             options = known.result() | kept
-            are_few = self.elements <= ON_ONE_CORE and work(traced.jaxpr.jaxpr) <= _OPERATIONS
+            are_few = self.elements <= ON_ONE_CORE and properties.op_count <= _OPERATIONS
             if plan.device.platform == "cpu" and (are_few or self._are_short):
                 options = on_one_core(options)
-            elif may_be_ordered is not None and between(traced.jaxpr.jaxpr) <= _LITTLE and may_be_ordered.result():
+            elif may_be_ordered is not None and properties.materialized_elements <= _LITTLE and may_be_ordered.result():
                 options = in_any_order(options)
             self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
             if self._cut is None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from jax.extend.core import Literal
 
+from .classify import ELEMENTWISE
 from .dlpack import numpy_dtype
-from .whole import ELEMENTWISE
 
 # What crosses as it is; an array of another type, such as a random key, stays jax's.
 _TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

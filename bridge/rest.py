@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from .classify import REDUCTIONS, elementwise, keeps_elements, spreads
 from .problem import times
-from .whole import REDUCTIONS, elementwise, keeps_elements, kind_text, literal, params_text, slice_of, source, spreads
+from .whole import kind_text, literal, params_text, slice_of, source
 
 
 class Rest(NamedTuple):

@@ -22,12 +22,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from .at_once import over_rows
+from .classify import spreads
 from .loops import by_bits
 from .operands import fewer
 from .pieces import part
 from .problem import is_key
 from .scattered import Scattered
-from .whole import apply, at_start, in_turn, inlined, kind_text, params_text, slice_of, spreads, traced
+from .whole import apply, at_start, in_turn, inlined, kind_text, params_text, slice_of, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from .classify import elementwise, keeps_elements, reduces, spreads
 from .problem import times
-from .whole import apply, at_start, elementwise, in_turn, inlined, keeps_elements, reduces, slice_of, source, spreads
+from .whole import apply, at_start, in_turn, inlined, slice_of, source
 
 
 class _Spread(NamedTuple):

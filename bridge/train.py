@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from . import openmp, step
 from ._compat.torch import foreach_copy_
 from .calm import calm, default_promotion, default_settings
 from .cells import Number
-from .contents import calls_back, contents_of
 from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
 from .fusion import compiled
@@ -37,14 +36,13 @@ from .masks import path_name
 from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
 from .products import arranged
+from .queries import properties_of, reachable_inputs
 from .readers import stored_for_products
 from .storage import Memory, leave_held, readable, taken
 from .stored import together
 from .traced import torch_dtype
 from .update import Plan, abstract, update
 
-# What goes round in a loop may reach any result, and a derivative of one's own may go to any argument, whatever the values are made of.
-_ALL_TO_ALL = ("scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _NOTHING_MEASURED = np.zeros(2)
 _is_deleted = methodcaller("is_deleted")
 _ELEMENT = 28.0  # bytes that the update of an element moves
@@ -81,37 +79,18 @@ class Forward:
         closed = closed.replace(jaxpr=in_32_bits(closed.jaxpr)) if narrow else closed
         self.aux, self.narrow = len(aux), narrow
         jaxpr: Any = closed.jaxpr
-        self.calls_back = calls_back(jaxpr)
+        self.calls_back = properties_of(jaxpr).has_callback
         count = len(self.params)
-        self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reached(jaxpr, [0]) if i < count)].tolist())
+        self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reachable_inputs(jaxpr, [0]) if i < count)].tolist())
         own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.aux :]
         self.changed = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
-        self.random = len(jaxpr.invars) - 1 in reached(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
+        self.random = len(jaxpr.invars) - 1 in reachable_inputs(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
         self._evaluate: Any = jaxpr_as_fun(closed)
         self.jaxpr = closed
 
     def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
         loss, *rest = self._evaluate(*params, *buffers, *batch, seed)
         return loss, rest[: self.aux], rest[self.aux :]
-
-
-def reached(jaxpr: Any, results: Iterable[int], through_constants: bool = False) -> set[int]:
-    """The positions of the arguments that these results are computed from.
-
-    Only along what can be differentiated, unless `through_constants`: not through integers, nor `stop_gradient`.
-    """
-    inexact = lambda v: through_constants or jnp.issubdtype(v.aval.dtype, jnp.inexact)  # noqa: E731
-    wanted = {v for v in (jaxpr.outvars[i] for i in results) if not isinstance(v, Literal) and inexact(v)}
-    for eqn in reversed(jaxpr.eqns):
-        hits = [i for i, v in enumerate(eqn.outvars) if v in wanted]
-        if not hits or (eqn.primitive.name == "stop_gradient" and not through_constants):
-            continue
-        body: Any = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
-        body = getattr(body, "jaxpr", body)
-        alike = hasattr(body, "eqns") and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
-        inner = reached(body, hits, through_constants) if alike and eqn.primitive.name not in _ALL_TO_ALL else range(len(eqn.invars))
-        wanted |= {v for v in map(eqn.invars.__getitem__, inner) if not isinstance(v, Literal) and inexact(v)}
-    return {i for i, v in enumerate(jaxpr.invars) if v in wanted}
 
 
 class Given(NamedTuple):
@@ -286,10 +265,11 @@ class Program:
             better = callbacks_in_32_bits(better) if task.forward.narrow else better
             if better is not traced.jaxpr.jaxpr:
                 traced = jitted(_as(better, traced)).trace(donated, arguments)
-            self.calls_back = calls_back(traced.jaxpr.jaxpr)
             self.jaxpr = traced.jaxpr
+            properties = properties_of(self.jaxpr)
+            self.calls_back = properties.has_callback
             self.loss = torch_dtype(traced.out_info[-3])
-            options = of_training(self.plan.device, contents_of(self.jaxpr.jaxpr))
+            options = of_training(self.plan.device, properties)
             self.call: Any = compiled(traced.lower(), False, options)
         self.elements = bytes_accessed(self.call) / _ELEMENT
         step.count_compilation()

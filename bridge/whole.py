@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import jax
@@ -17,24 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-# fmt: off
-ELEMENTWISE = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
-    "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge",
-    "gt", "igamma", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
-    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "real", "reduce_precision", "rem",
-    "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
-    "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})
-# fmt: on
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-_RESHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-_JOINS = frozenset({"concatenate", "stack"})  # of a single operand they give it another shape
+from .classify import ELEMENTWISE, REDUCTIONS, RESHAPING, body_of, elementwise, keeps_elements, reduces, spreads
+from .queries import branches_to_select, is_late, properties_of
+
 _KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
-_PLAIN = ELEMENTWISE | _RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
+_PLAIN = ELEMENTWISE | RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 def _each(eqn: Any) -> bool:
@@ -48,46 +35,9 @@ def inlined(jaxpr: Any, consts: Sequence[Any], wanted: Callable[[Any], bool] = _
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """As jax.make_jaxpr(function, return_shape=True)(*arguments), but for what `_is_opened`."""
+    """As jax.make_jaxpr(function, return_shape=True)(*arguments), but for what `is_late`."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    return inlined(closed.jaxpr, closed.consts, _is_opened) if any(map(_is_opened, closed.jaxpr.eqns)) else closed, result
-
-
-def _is_opened(eqn: Any) -> bool:
-    """Whether something else stands in an operation's place: what is `beside` each other, and functions that are jitted to be inlined."""
-    body = body_of(eqn)
-    return _is_late(eqn) or beside(eqn) is not None or (body is not None and any(map(_is_opened, getattr(body, "jaxpr", body).eqns)))
-
-
-def _is_late(eqn: Any) -> bool:
-    """Whether jax keeps a call until it lowers the program: jax 0.11 does so with optax's bias correction, one of all leaves."""
-    return getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE"
-
-
-def beside(eqn: Any) -> Any:
-    """The branches of a conditional that may all be evaluated, one result chosen: they take each element by itself.
-
-    XLA runs a branch as a program of its own, which stores what it is given and what it gives: optax.MultiSteps(optax.adam(...), k) moved
-    68 bytes a float32 parameter, not 36. Of an index that is a constant that branch alone. None of another operation.
-    """
-    if eqn.primitive.name != "cond":
-        return None
-    branches, index = eqn.params["branches"], eqn.invars[0]
-    if isinstance(index, Literal):
-        branches = (branches[min(max(int(index.val), 0), len(branches) - 1)],)
-    return branches if len(branches) == 1 or all(_by_elements(branch.jaxpr) for branch in branches) else None
-
-
-def _by_elements(jaxpr: Any) -> bool:
-    """Whether a program has no effects, and only operations on elements and on numbers by themselves, in whatever shape."""
-    if jaxpr.effects:
-        return False
-    for eqn in jaxpr.eqns:
-        body = body_of(eqn)
-        simple = eqn.primitive.name in ELEMENTWISE | _RESHAPING if body is None else _by_elements(getattr(body, "jaxpr", body))
-        if not simple and beside(eqn) is None:
-            return False
-    return True
+    return inlined(closed.jaxpr, closed.consts, is_late) if properties_of(closed).has_late_call else closed, result
 
 
 def chosen(index: Any, results: Sequence[Sequence[Any]]) -> list[Any]:
@@ -116,14 +66,9 @@ def in_turn(eqns: Iterable[Any], values: dict[Any, Any], found: Callable[[Any, l
     return read
 
 
-def body_of(eqn: Any) -> Any:
-    """The function that an operation calls; None of one that calls none."""
-    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-
-
 def apply(jaxpr: Any, eqn: Any, operands: Sequence[Any], wanted: Callable[[Any], bool] = _each) -> list[Any]:
     """The results of one operation of a program, whatever the shapes there are; of a call that is `wanted`, those of its body."""
-    branches = beside(eqn) if wanted(eqn) else None
+    branches = branches_to_select(eqn) if wanted(eqn) else None
     if branches is not None:
         return chosen(operands[0], [_run(each.jaxpr, each.consts, operands[1:], wanted) for each in branches])
     body = body_of(eqn) if wanted(eqn) else None
@@ -192,50 +137,6 @@ def numbers_of(jaxpr: Any) -> Callable[[Any], Any]:
         return None if source is None else np.asarray(source).astype(aval.dtype)[()]
 
     return number
-
-
-def unread(jaxpr: Any, count: int) -> set[Any]:
-    """Those of the first inputs, so many, that no result needs."""
-    found: dict[int, list[bool]] = {}  # of a function that is called, for each of its inputs
-
-    def reads(program: Any) -> list[bool]:
-        if id(program) not in found:
-            needed = {v for v in program.outvars if not isinstance(v, Literal)}
-            for eqn in slice_of(program.eqns, program.outvars):
-                body = body_of(eqn)
-                read = eqn.invars if body is None else compress(eqn.invars, reads(getattr(body, "jaxpr", body)))
-                needed |= {v for v in read if not isinstance(v, Literal)}
-            found[id(program)] = [v in needed for v in program.invars]
-        return found[id(program)]
-
-    return {v for v, needed in zip(jaxpr.invars[:count], reads(jaxpr)[:count], strict=True) if not needed}
-
-
-def keeps_elements(eqn: Any) -> bool:
-    """Whether the result has the elements of the first operand, in their order: as large as it, but maybe of another shape."""
-    turned = eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
-    return eqn.primitive.name in _RESHAPING and not turned and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-
-
-def spreads(eqn: Any, size: int) -> bool:
-    """Whether one number becomes all elements of a leaf."""
-    return eqn.primitive.name == "broadcast_in_dim" and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (1, size)
-
-
-def fuses(eqn: Any) -> bool:
-    """Whether each element of the result is computed from one of each operand, or is one of them: XLA does that in whatever reads it."""
-    name = eqn.primitive.name
-    return name in ELEMENTWISE or name in _RESHAPING or (name in _JOINS and len(eqn.invars) == 1)
-
-
-def reduces(eqn: Any, size: int) -> bool:
-    """Whether all elements of a leaf become one number, whatever their order."""
-    return eqn.primitive.name in REDUCTIONS and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (size, 1)
-
-
-def elementwise(eqn: Any, size: int) -> bool:
-    """Whether each element of the result is computed from that element of leaves, and from single numbers."""
-    return eqn.primitive.name in ELEMENTWISE and {v.aval.size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
 
 
 class Shapeless:

@@ -17,7 +17,7 @@ LONG = "examples op_db pieces benchmarks joint_packs packs loops precision zoo d
 LONG += " optim_db at_once prepare_again threads damaged_checkpoints tuple_hyperparams views_keep_their_memory joint distributions tiles"
 LONG += " cost_baseline groups_added_later state_of_the_user optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
-QUICK = "as_torch autograd_function bad_input beginning calm compat contents dlpack docs gpu known_values lr_scale masks one_type openmp"
+QUICK = "as_torch autograd_function bad_input beginning calm compat dlpack docs gpu known_values lr_scale masks one_type openmp"
 QUICK += " packs_storage presets project protocol report resize rules sight split state_scalars step storage torch_losses_more torch_names"
 QUICK += " torch_order torch_scatter tree trees widths contract_imports"
 CHECKED = {f"test_{name}" for name in QUICK.split()}

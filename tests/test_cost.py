@@ -15,7 +15,7 @@ from oracles import FUSES, project_frames
 import bridge
 import torch_api
 from bridge import programs, split, update
-from bridge.whole import unread
+from bridge.queries import properties_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -281,7 +281,6 @@ def test_state_that_is_written_unread_stays_where_it_is(count):
 def test_what_a_program_does_not_read_is_seen_through_its_calls():
     called = jax.jit(lambda x, y, z: (x + 1, jax.jit(lambda y, z: jnp.zeros_like(y))(y, z)))
     jaxpr = jax.make_jaxpr(lambda x, y, z, u: (called(x, y, z), u))(*[jnp.ones(3)] * 4).jaxpr
-    assert [v in unread(jaxpr, 4) for v in jaxpr.invars] == [False, True, True, False]
-    assert [v in unread(jaxpr, 2) for v in jaxpr.invars] == [False, True, False, False]
+    assert properties_of(jaxpr).used_inputs == (True, False, False, True)
     read = jax.make_jaxpr(lambda x, y: jax.jit(lambda x, y: x + y)(x, y))(*[jnp.ones(3)] * 2).jaxpr
-    assert not unread(read, 2)
+    assert properties_of(read).used_inputs == (True, True)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxprs import operations
 from torch import nn
 
 import torch_api
 from bridge import half_sums, train
-from bridge.contents import operations
 
 HALVES = ["bfloat16", "float16"]
 # Of what is broadcast, and to what.

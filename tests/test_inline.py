@@ -15,7 +15,7 @@ import torch_api
 from bridge import flags, loops, programs
 from bridge import inline as inlining
 from bridge._compat import jax as compat
-from bridge.contents import work
+from bridge.queries import properties_of
 from torch_api import launches as launch_sets
 from torch_api import packs
 
@@ -278,12 +278,13 @@ def test_so_much_arithmetic_that_a_second_core_is_worth_waking_has_it():
 
 def test_work_counts_what_operations_give_and_knows_no_bound_of_loops():
     x = jax.ShapeDtypeStruct((10,), np.float32)
-    assert work(jax.make_jaxpr(lambda x: x * 2 + 1)(x).jaxpr) == 20
-    assert work(jax.make_jaxpr(lambda x: jax.jit(lambda y: y * 2)(x) + 1)(x).jaxpr) == 30  # the call gives its result once more
+    work = lambda f: properties_of(jax.make_jaxpr(f)(x)).op_count  # noqa: E731
+    assert work(lambda x: x * 2 + 1) == 20
+    assert work(lambda x: jax.jit(lambda y: y * 2)(x) + 1) == 30  # the call gives its result once more
     twice = jax.jit(lambda y: y * 2)
-    assert work(jax.make_jaxpr(lambda x: twice(twice(x)))(x).jaxpr) == 40  # one function, done as often as it is called
-    assert work(jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x))(x).jaxpr) == float("inf")
-    assert work(jax.make_jaxpr(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x)))(x).jaxpr) == float("inf")
+    assert work(lambda x: twice(twice(x))) == 40  # one function, done as often as it is called
+    assert work(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x)) == float("inf")
+    assert work(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x))) == float("inf")
 
 
 def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypatch):

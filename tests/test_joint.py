@@ -6,12 +6,12 @@ import jax
 import optax
 import pytest
 import torch
+from jaxprs import operations
 from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure
 from oracles import CLOSE, FUSES, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
 from bridge import joint, programs, side_by_side, split, units
-from bridge.contents import operations
 from bridge.update import abstract, stepped
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

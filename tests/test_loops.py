@@ -13,7 +13,7 @@ from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_
 
 import torch_api
 from bridge import flags, fusion, lanes, loops, passes, programs
-from bridge.contents import Contents
+from bridge.queries import Properties
 from torch_api import packs
 
 ROWS = (129, 131)  # of an odd length, and large
@@ -183,7 +183,7 @@ def test_float64_state_is_that_of_the_paper():
 def compiled(function, count, *arrays):
     """one_type_each(function, count) as a program that is given the first arrays away."""
     ordered = jax.jit(loops.one_type_each(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
-    return fusion.compiled(ordered.lower(*arrays), True, flags.of_barriers(Contents()))
+    return fusion.compiled(ordered.lower(*arrays), True, flags.of_barriers(Properties()))
 
 
 @FUSES
@@ -237,7 +237,7 @@ def test_what_barriers_hold_is_told_from_what_moves():
         return jnp.sin(x), y
 
     given = jnp.ones((8, 128), jnp.bfloat16), jnp.ones(100, bool)
-    program = jax.jit(function).lower(*given).compile(compiler_options=flags.of_barriers(Contents()))
+    program = jax.jit(function).lower(*given).compile(compiler_options=flags.of_barriers(Properties()))
     assert loops.held(program) == 8 * 128 * 2 + 100
     assert loops.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
 
@@ -250,7 +250,7 @@ def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
 
     def moved(keep):
         function = lambda xs: [jnp.sin(x) for x in keep([jnp.cos(x) * 2 for x in xs])]  # noqa: E731
-        program = jax.jit(function).lower(given).compile(compiler_options=flags.of_barriers(Contents()))
+        program = jax.jit(function).lower(given).compile(compiler_options=flags.of_barriers(Properties()))
         return passes.bytes_accessed(program) - loops.held(program)
 
     stored = moved(list) + 2 * count * (4 << 12)  # written and read

@@ -15,8 +15,8 @@ from torch import nn
 import bridge
 import torch_api
 from bridge import flags, torch_layers, torch_losses, torch_windows
-from bridge.contents import Contents, convolves_in_groups
 from bridge.dlpack import x64
+from bridge.queries import Properties, properties_of
 
 POOLS = [
     case
@@ -181,7 +181,7 @@ def test_a_convolutional_step_scatters_nothing_and_leaves_its_convolutions_to_xl
 def test_groups_of_a_convolution_are_seen_in_the_program_and_its_gradient(groups):
     x, w = jnp.ones((1, 4, 5)), jnp.ones((4, 4 // groups, 3))
     conv = jax.jit(lambda w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=groups))
-    assert convolves_in_groups(jax.make_jaxpr(jax.grad(lambda w: conv(w).sum()))(w).jaxpr) == (groups == 2)
+    assert properties_of(jax.make_jaxpr(jax.grad(lambda w: conv(w).sum()))(w)).has_grouped_convolution == (groups == 2)
 
 
 class OnCPU:
@@ -201,24 +201,24 @@ def _asked_afresh():
 
 @pytest.mark.usefixtures("_asked_afresh")
 def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
-    assert flags.of_training(OnGPU, Contents()) == {}
+    assert flags.of_training(OnGPU, Properties(has_large_product=True)) == {}
     barriers = {flags._PASSES_OPTION: flags._BARRIERS_END}
     monkeypatch.setattr(flags, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert flags.of_training(OnCPU, Contents()) == barriers  # as a jaxlib that does not know it
+    assert flags.of_training(OnCPU, Properties(has_large_product=True)) == barriers  # as a jaxlib that does not know it
     monkeypatch.undo()
     flags._known.cache_clear()
-    assert flags.of_training(OnCPU, Contents(convolves_in_groups=True)) == barriers
-    known = flags.of_training(OnCPU, Contents())
+    assert flags.of_training(OnCPU, Properties(has_grouped_convolution=True, has_large_product=True)) == barriers
+    known = flags.of_training(OnCPU, Properties(has_large_product=True))
     assert known in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})
-    assert flags.of_training(OnCPU, Contents(small=True)) in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._SUMS_ALONE})
-    assert flags.of_training(OnCPU, Contents(convolves_in_groups=True, small=True)) == barriers
-    in_loops = flags.of_training(OnCPU, Contents(stores_in_loops=True))
+    assert flags.of_training(OnCPU, Properties()) in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._SUMS_ALONE})
+    assert flags.of_training(OnCPU, Properties(has_grouped_convolution=True)) == barriers
+    in_loops = flags.of_training(OnCPU, Properties(has_barrier_in_loop=True, has_large_product=True))
     assert in_loops == {**known, flags._PASSES_OPTION: f"{flags._BARRIERS_END},{flags._LOOPS_AS_ONE}"}
-    assert flags._PASSES_OPTION not in flags.of_training(OnCPU, Contents(stores_in_reductions=True))
+    assert flags._PASSES_OPTION not in flags.of_training(OnCPU, Properties(has_barrier_in_reduction=True))
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
-    assert flags.of_training(OnCPU, Contents()) == barriers
+    assert flags.of_training(OnCPU, Properties(has_large_product=True)) == barriers
     monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{flags._PASSES_OPTION}=dce")
-    assert flags.of_training(OnCPU, Contents()) == {}
+    assert flags.of_training(OnCPU, Properties(has_large_product=True)) == {}
 
 
 def test_gelu_and_picked_classes_have_the_derivatives_of_the_plain_expressions():

@@ -1,21 +1,25 @@
-"""What a program holds is seen wherever in it that lies, and a loop with a barrier in it is compiled as XLA can."""
+"""Properties of a jaxpr are seen wherever in it they lie, in one walk, and a loop with a barrier in it is compiled as XLA can."""
 
+import gc
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+import optax
 import pytest
 import torch
 from jax import lax
+from jaxprs import operations
 
 import torch_api
-from bridge import flags
-from bridge.contents import between, contents_of, operations, stores_in_loops, stores_in_reductions
+from bridge import flags, pieces, queries
+from bridge.queries import properties_of
 
 barrier = lax.optimization_barrier
 scanned = lambda step: lambda x: lax.scan(lambda c, y: (step(c, y), c), x[0], x)[1]  # noqa: E731
@@ -46,7 +50,7 @@ OUTSIDE = {
 
 def test_what_may_be_stored_between_loops_is_what_other_than_elementwise_operations_read_and_give():
     def count(f):
-        return between(jax.make_jaxpr(f)(jnp.ones(10)).jaxpr)
+        return properties_of(jax.make_jaxpr(f)(jnp.ones(10))).materialized_elements
 
     scaled = jax.jit(lambda x: x * x.sum())
     assert count(lambda x: jnp.broadcast_to(lax.sqrt(x).reshape(2, 5, 1) * 2, (2, 5, 3))) == 0
@@ -61,19 +65,71 @@ def test_what_may_be_stored_between_loops_is_what_other_than_elementwise_operati
 
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_a_barrier_in_a_loop_is_seen(name):
-    assert stores_in_loops(jax.make_jaxpr(IN_LOOPS[name])(jnp.ones(4)).jaxpr)
+    assert properties_of(jax.make_jaxpr(IN_LOOPS[name])(jnp.ones(4))).has_barrier_in_loop
 
 
 @pytest.mark.parametrize("name", IN_REDUCTIONS)
 def test_a_barrier_in_what_a_reduction_does_is_seen(name):
-    assert stores_in_reductions(jax.make_jaxpr(IN_REDUCTIONS[name])(jnp.ones(4)).jaxpr)
+    assert properties_of(jax.make_jaxpr(IN_REDUCTIONS[name])(jnp.ones(4))).has_barrier_in_reduction
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_barrier_elsewhere_is_none(name):
-    jaxpr = jax.make_jaxpr(OUTSIDE[name])(jnp.ones(4)).jaxpr
-    assert not stores_in_loops(jaxpr)
-    assert not stores_in_reductions(jaxpr)
+    properties = properties_of(jax.make_jaxpr(OUTSIDE[name])(jnp.ones(4)))
+    assert not properties.has_barrier_in_loop
+    assert not properties.has_barrier_in_reduction
+
+
+MAKE = {
+    "AdamW": lambda params: torch_api.MaskedAdamW(params, lr=0.1),
+    "clip": lambda params: torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+    "LAMB": lambda params: torch_api.OptaxOptimizer(params, optax.lamb(0.1)),
+    "MultiSteps": lambda params: torch_api.OptaxOptimizer(params, optax.MultiSteps(optax.adam(0.1), 2)),
+}
+
+
+@pytest.mark.parametrize(("name", "leaves"), [*((name, 3) for name in MAKE), ("AdamW", 300), ("clip", 300), ("LAMB", 300)])
+def test_each_jaxpr_is_walked_once(name, leaves, monkeypatch):
+    walked, walk = [], queries._walk
+    monkeypatch.setattr(queries, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(queries, "_walk", lambda jaxpr: walked.append(jaxpr) or walk(jaxpr))  # held, so that an id is of one alone
+    monkeypatch.setattr(pieces.Piece, "compile", lambda _: 1 / 0)  # all is prepared by then, and compiling takes longer
+    params = [torch.nn.Parameter(torch.ones(2 + i % 3, 3)) for i in range(leaves)]
+    optimizer = MAKE[name](params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert len(walked) > 2
+    assert len(set(map(id, walked))) == len(walked)
+
+
+def test_properties_are_seen_in_a_jaxpr_within_another():
+    def of(function, *arguments):
+        return properties_of(jax.make_jaxpr(lambda *x: lax.cond(x[0] > 0, jax.jit(function), lambda *x: function(*x) + 1, *x))(*arguments))
+
+    plain = of(lambda x: lax.sin(x).reshape(1, 1) * 2, 1.0)
+    assert plain.has_late_call  # both branches may be evaluated
+    assert plain.is_elementwise
+    assert not any([plain.has_callback, plain.draws_by_batch, plain.has_large_product, plain.has_grouped_convolution])
+    summed = of(lambda x: jnp.ones(3).sum() * x, 1.0)
+    assert not any([summed.is_elementwise, summed.has_late_call])
+    printing = of(lambda x: (jax.debug.print("{}", x), x)[1], 1.0)
+    assert printing.has_callback
+    assert not printing.is_elementwise
+    for kind, draws in (("threefry2x32", False), ("rbg", True)):
+        drawing = of(lambda x, seed, kind=kind: x + jax.random.normal(jax.random.key(seed, impl=kind)), 1.0, 0)
+        assert drawing.draws_by_batch == draws
+
+
+def test_properties_go_with_the_jaxpr():
+    closed = jax.make_jaxpr(lambda x: x * 2)(1.0)
+    before = len(queries._known)
+    properties_of(closed)
+    assert len(queries._known) == before + 1
+    closed = None
+    gc.collect()
+    assert len(queries._known) <= before
 
 
 def test_operations_of_a_function_that_is_called_twice_are_counted_once():
@@ -87,7 +143,7 @@ def test_operations_of_a_function_that_is_called_twice_are_counted_once():
 def test_a_loop_with_a_barrier_in_it_compiles_and_gives_what_jax_gives(name):
     """Several of these end the process of jaxlib 0.10.2 without the option: see the subprocess below."""
     x, f = jnp.asarray([0.5, 0.4, 0.3, 0.2]), (IN_LOOPS | IN_REDUCTIONS)[name]
-    options = flags.of_training(jax.devices("cpu")[0], contents_of(jax.make_jaxpr(f)(x).jaxpr))
+    options = flags.of_training(jax.devices("cpu")[0], properties_of(jax.make_jaxpr(f)(x)))
     ours = jax.jit(f).lower(x).compile(compiler_options=options)(x)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(f)(x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -140,10 +196,11 @@ def test_a_train_step_through_a_loop_that_is_computed_again_trains_as_torch_does
 @pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="another jaxlib may know barriers in such loops")
 def test_without_the_option_that_train_step_fails():
     script = """
-        from bridge import contents
-        contents.stores_in_loops = lambda jaxpr: False
-        import test_contents
-        test_contents.losses()
+        from bridge import train
+        found = train.properties_of
+        train.properties_of = lambda jaxpr: found(jaxpr)._replace(has_barrier_in_loop=False)
+        import test_queries
+        test_queries.losses()
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

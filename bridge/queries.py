@@ -1,0 +1,215 @@
+"""Properties of a jaxpr that decide how it is compiled and called, and which of its inputs reach which outputs.
+
+One walk over the equations gives all properties. They are kept as long as the jaxpr, so a jaxpr that several others call, or that several
+passes ask about, is walked once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from .classify import ELEMENTWISE, RESHAPING, body_of, fuses
+
+SMALL = 2**16  # elements of the smallest of the three sides of a product
+_SIMPLE = ELEMENTWISE | RESHAPING  # without a jaxpr among the parameters
+_LOOPS = frozenset({"scan", "while"})
+_REDUCTIONS = "reduce", "scatter", "select_and"
+_BARRIERS = frozenset({"optimization_barrier", "checkpoint", "remat2"})  # jax.checkpoint writes one before what is computed again
+_GROUP_COUNTS = "feature_group_count", "batch_group_count"
+
+
+class Properties(NamedTuple):
+    """Properties of a jaxpr and of the jaxprs within its equations: calls, loops, branches, the functions of reductions.
+
+    has_callback: there is a callback of jax, or a print of its own.
+    draws_by_batch: random numbers come from a generator that gives other numbers under `jax.vmap`: any but jax's default one.
+    has_grouped_convolution: there is a convolution of more than one group.
+    has_large_product: a matrix product has more than `SMALL` elements in each of its sides and its result; batches count one by one.
+    has_barrier: there is an optimization barrier, jax's own of `jax.checkpoint` among them.
+    has_barrier_in_loop, has_barrier_in_reduction: there is one in a loop, or in the function of a reduction or a scatter.
+    has_late_call: an equation `is_late`; not looked for in loops and branches.
+    is_elementwise: no effects, and each equation computes each element alone, reshapes or broadcasts.
+    op_count: elements that all equations compute, in a function as often as it is called; infinite where there is a loop.
+    materialized_elements: elements that may be stored between the loops of a compiled program: those of all arrays that equations other
+      than elementwise ones read or give, in a function as often as it is called; infinite where there is a loop or a branch.
+    used_inputs: for each input whether an output needs it.
+    """
+
+    has_callback: bool = False
+    draws_by_batch: bool = False
+    has_grouped_convolution: bool = False
+    has_large_product: bool = False
+    has_barrier: bool = False
+    has_barrier_in_loop: bool = False
+    has_barrier_in_reduction: bool = False
+    has_late_call: bool = False
+    is_elementwise: bool = False
+    op_count: float = 0.0
+    materialized_elements: float = 0.0
+    used_inputs: tuple[bool, ...] = ()
+
+
+# Properties that a jaxpr has where a jaxpr within it has them.
+_INHERITED = Properties._fields[: Properties._fields.index("has_late_call")]
+_known: WeakKeyDictionary[Any, Properties] = WeakKeyDictionary()
+
+
+def properties_of(jaxpr: Any) -> Properties:
+    """Return the properties of a jaxpr, which may be closed."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    known = _known.get(jaxpr)
+    if known is None:
+        known = _known[jaxpr] = _walk(jaxpr)
+    return known
+
+
+def _walk(jaxpr: Any) -> Properties:
+    """Compute all properties by one walk over the equations, the last first."""
+    held: set[str] = set()  # the names of the properties that are true
+    used, stored = set(_variables(jaxpr.outvars)), set[Any]()
+    op_count, materialized, is_elementwise = 0.0, 0.0, not jaxpr.effects
+    for eqn in reversed(jaxpr.eqns):
+        read = eqn.invars
+        op_count += max(map(_size, eqn.outvars), default=0)
+        if eqn.primitive.name not in _SIMPLE:
+            called = None if (body := body_of(eqn)) is None else properties_of(body)
+            within = list(map(properties_of, jaxprs_in_params(eqn)))
+            held.update(_held(eqn, within))
+            op_count += math.inf if eqn.primitive.name in _LOOPS else sum(each.op_count for each in within)
+            if called is not None:
+                is_elementwise = is_elementwise and called.is_elementwise
+                materialized += called.materialized_elements
+                read = list(compress(read, called.used_inputs))
+            else:
+                is_elementwise = is_elementwise and branches_to_select(eqn) is not None
+                if not fuses(eqn):
+                    materialized += math.inf if within else 0.0
+                    stored.update(_variables((*eqn.invars, *eqn.outvars)))
+        if not used.isdisjoint(eqn.outvars):
+            used.update(_variables(read))
+    materialized += sum(map(_size, stored))
+    return Properties(
+        **dict.fromkeys(held, True),
+        is_elementwise=is_elementwise,
+        op_count=op_count,
+        materialized_elements=materialized,
+        used_inputs=tuple(v in used for v in jaxpr.invars),
+    )
+
+
+def _held(eqn: Any, within: Sequence[Properties]) -> Iterator[str]:
+    """The names of the properties that a jaxpr has because of one equation and of the jaxprs within that."""
+    name = eqn.primitive.name
+    for each in within:
+        yield from (inherited for inherited in _INHERITED if getattr(each, inherited))
+    if "callback" in name or name == "debug_print":
+        yield "has_callback"
+    if name == "rng_bit_generator" or any(_draws_by_batch(getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars)):
+        yield "draws_by_batch"
+    if any(eqn.params.get(count, 1) > 1 for count in _GROUP_COUNTS):
+        yield "has_grouped_convolution"
+    if name == "dot_general" and _is_large(eqn):
+        yield "has_large_product"
+    if name in _BARRIERS:
+        yield "has_barrier"
+    if any(each.has_barrier for each in within):
+        if name in _LOOPS:
+            yield "has_barrier_in_loop"
+        if name.startswith(_REDUCTIONS):
+            yield "has_barrier_in_reduction"
+    if is_late(eqn):
+        yield "has_late_call"
+
+
+def jaxprs_in_params(eqn: Any) -> list[Any]:
+    """Return the jaxprs among the parameters of an equation, open."""
+    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
+    return [body for x in values if hasattr(body := getattr(x, "jaxpr", x), "eqns")]
+
+
+def branches_to_select(eqn: Any) -> Any:
+    """Return the branches of a conditional that may all be evaluated, one result chosen: they take each element by itself.
+
+    XLA runs a branch as a program of its own, which stores what it is given and what it gives. Of an index that is a constant that branch
+    alone. None of another equation.
+    """
+    if eqn.primitive.name != "cond":
+        return None
+    branches, index = eqn.params["branches"], eqn.invars[0]
+    if isinstance(index, Literal):
+        branches = (branches[min(max(int(index.val), 0), len(branches) - 1)],)
+    return branches if len(branches) == 1 or all(properties_of(branch).is_elementwise for branch in branches) else None
+
+
+def is_late(eqn: Any) -> bool:
+    """Whether other equations are to stand in the place of one: of a conditional with `branches_to_select`, and of a call that holds one or
+    that jax keeps until it lowers the program, as jax 0.11 keeps optax's bias correction, one call for all leaves.
+    """
+    if getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE" or branches_to_select(eqn) is not None:
+        return True
+    body = body_of(eqn)
+    return body is not None and properties_of(body).has_late_call
+
+
+@functools.cache
+def _draws_by_batch(dtype: Any) -> bool:
+    """Whether it is the dtype of random keys of a generator that is not jax's default one."""
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and str(dtype) != "key<fry>"
+
+
+def _is_large(eqn: Any) -> bool:
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    each = math.prod(eqn.invars[0].aval.shape[i] for i in batch) or 1
+    return min(v.aval.size for v in (*eqn.invars, *eqn.outvars)) > SMALL * each
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (v for v in atoms if not isinstance(v, Literal))
+
+
+def _size(v: Any) -> int:
+    return getattr(v.aval, "size", 0)  # a token has none
+
+
+# Equations of which an output may depend on every input: on the values of an earlier turn, on the derivative's own rule.
+_ALL_TO_ALL = frozenset({"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def reachable_inputs(jaxpr: Any, outputs: Iterable[int], through_constants: bool = False) -> set[int]:
+    """Return the positions of the inputs that these outputs are computed from.
+
+    Only along what can be differentiated, unless `through_constants`: not through integers, nor `stop_gradient`.
+    """
+    known: dict[Any, set[int]] = {}  # of a function that is called, by the outputs that are asked for
+
+    def inexact(v: Any) -> bool:
+        return through_constants or jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+    def reach(jaxpr: Any, outputs: tuple[int, ...]) -> set[int]:
+        wanted = {v for v in _variables(jaxpr.outvars[i] for i in outputs) if inexact(v)}
+        for eqn in reversed(jaxpr.eqns):
+            hits = tuple(i for i, v in enumerate(eqn.outvars) if v in wanted)
+            if not hits or (eqn.primitive.name == "stop_gradient" and not through_constants):
+                continue
+            body: Any = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
+            body = getattr(body, "jaxpr", body)
+            alike = hasattr(body, "eqns") and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
+            if alike and eqn.primitive.name not in _ALL_TO_ALL:
+                if (id(body), hits) not in known:
+                    known[id(body), hits] = reach(body, hits)
+                inner: Iterable[int] = known[id(body), hits]
+            else:
+                inner = range(len(eqn.invars))
+            wanted |= {v for v in _variables(map(eqn.invars.__getitem__, inner)) if inexact(v)}
+        return {i for i, v in enumerate(jaxpr.invars) if v in wanted}
+
+    return reach(jaxpr, tuple(outputs))
