@@ -291,7 +291,8 @@ def test_arrays_and_capsules(names, monkeypatch):
         importer, calls = dlpack._raw_importer("cpu"), dlpack._cpu_calls()
     finally:
         dlpack._cpu_calls.cache_clear()
-    assert (importer is None, calls is None) == (names is BARE_JAX, names is BARE_JAX)
+    assert (calls is None) is (names is BARE_JAX)
+    assert (importer is None) is (names is BARE_JAX) or not NEWEST  # jaxlib 0.8 takes other arguments
     tensor = torch.arange(64.0)
     array = (importer or dlpack._public_import)(tensor, dlpack.cpu())
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
