@@ -11,7 +11,7 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge import borrowed, storage, tiles, whole
+from bridge import borrowed, queries, storage, tiles, whole
 from bridge._compat.torch import storage_holders
 from bridge.borrowed import Borrowed
 from bridge.windows import Window
@@ -150,7 +150,8 @@ def calling(wrap):
 @pytest.mark.parametrize("late", [True, False])
 def test_a_call_of_all_leaves_that_is_meant_to_be_inlined_does_not_bind_them_together(late, monkeypatch):
     if late:
-        monkeypatch.setattr(whole, "_is_late", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
+        for module in (queries, whole):
+            monkeypatch.setattr(module, "is_late", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
     params = [torch.nn.Parameter(torch.randn(n)) for n in (5, 7, 7)]
     start = [p.detach().clone() for p in params]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
