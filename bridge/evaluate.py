@@ -57,16 +57,17 @@ def evaluate(
             {field.name: x for field, x in zip(fields, own, strict=True) if field.position is None}
             for fields, own in zip(plan.own, arrays.own, strict=True)
         ]
-        params = [times(_wide(p, kept, row), factor) for p, kept in zip(arrays.params, beside, strict=True)]
+        wide = [_wide(p, kept, row) for p, kept in zip(arrays.params, beside, strict=True)]
+        params = [times(p, factor) for p in wide]
         grads = [times(times(lift(g, row), factor), scale) for g in arrays.grads]
         state: list[Any] = [None] * plan.structure.num_leaves
         for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
             for field, x in zip(fields, leaf_state, strict=True):
                 if field.position is not None:
-                    wide = (
-                        times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor) if field.key is None else None
-                    )
-                    state[field.position] = wide if field.key is None else jax.random.wrap_key_data(x, impl=field.key)
+                    if field.key is not None:
+                        state[field.position] = jax.random.wrap_key_data(x, impl=field.key)
+                    else:
+                        state[field.position] = times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor)
         extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
         transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
         if extra and isinstance(transformation, optax.GradientTransformation):
@@ -76,7 +77,8 @@ def evaluate(
         if structure != plan.structure:
             raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
         moves = _moves(problem, updates, params)
-        results = [_settled(row, *each, row.decay(values)) for each in zip(arrays.params, params, moves, multipliers, beside, strict=True)]
+        # Added to the parameter as it is, so that the compiler sees where a constant 0 moves nothing (optax.freeze).
+        results = [_settled(row, *each, row.decay(values)) for each in zip(arrays.params, wide, moves, multipliers, beside, strict=True)]
         own, shared = _taken_out(problem, plan, new_state, arrays, [kept for _, kept in results])
     return Arrays([p for p, _ in results], [], own, shared)
 

@@ -1,4 +1,4 @@
-"""The compiler options of updates, of programs that are only counted, and of whole training steps."""
+"""The compiler options of updates and of whole training steps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ import jax
 import numpy as np
 
 from .queries import Properties
-
-# XLA's loops from MLIR, which it writes several results with in good code, and LLVM's effort.
-_EMITTERS_OPTION, _EFFORT_OPTION = "xla_cpu_use_fusion_emitters", "xla_backend_optimization_level"
-
-
-def of_counting(device: Any) -> dict[str, Any]:
-    """The compiler options of a program that is only to be counted, never run: on a CPU a quarter to a third of the time.
-
-    What is fused is decided before machine code is made, so that may be as slow as it likes.
-    """
-    if device.platform != "cpu":
-        return {}
-    return {_EFFORT_OPTION: 0} | ({_EMITTERS_OPTION: False} if _known(_EMITTERS_OPTION, False) else {})
-
 
 # XLA's names for the order in which its CPU compiler puts what a program does; one that knows the first does nothing for the second.
 _ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("xla_cpu_enable_concurrency_optimized_scheduler", False)

@@ -46,6 +46,11 @@ def compiled(lowered: Any, fused: bool, options: dict[str, Any] | None = None) -
         return lowered.compile(compiler_options=options or None)
 
 
+def bytes_accessed(compiled: Any) -> float:
+    """Bytes that one call of a compiled program moves, by the compiler's count."""
+    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # absent where nothing is computed
+
+
 def without_it() -> dict[str, Any]:
     """The compiler options that take back what the process asks for."""
     return {_MAP: ""} if FUSION_FLAG in os.environ.get("XLA_FLAGS", "") else {}

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import loops
 from .evaluate import Arrays, begin, buffered, evaluate_buffers
-from .loops import one_type_each
+from .fusion import requested
+from .precision import HALF
 from .problem import Extra, Field, Problem, layout, looks_across, unflatten
 from .stages import Stages
 
@@ -34,16 +36,49 @@ def joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> l
 
 
 class Passes(NamedTuple):
-    """How often a rule is evaluated: once, once more for the parameter, and once more for each field of state from the second on.
+    """How often a rule is evaluated: once, once more for the parameter, and once more for each array of state from the second on.
 
-    `beside`: what is kept beside the state comes with the parameter. `stored`: as of `bridge.stages`, for one with sums. `by_type`: results
-    of each type in a loop of their own, as of `loops.one_type_each`.
+    `beside`: what is kept beside the state comes with the parameter. `by_type`: results of each type in a loop of their own, as of
+    `loops.one_type_each`.
     """
 
     evaluations: int
-    beside: bool
-    stored: int = 0
+    beside: bool = False
     by_type: bool = False
+
+
+ONCE, TWICE = Passes(1), Passes(2, beside=True)
+
+
+def passes_of(problem: Problem, extra: Extra, device: Any, large: bool, fused: bool) -> Passes:
+    """Return how often the rule of a leaf is evaluated, so that its update moves few bytes.
+
+    XLA writes several results from one loop if they have one type and share no intermediate. A leaf that keeps its shape, or is summed
+    over, is evaluated once: operations across its elements store their results anyway. So is a leaf of several types whose state is one
+    array, and a half leaf whose state is not: it is computed from the state that is stored. What is kept beside a half leaf comes from the
+    evaluation of the leaf, which is its master rounded.
+
+    Args:
+      problem: the leaf.
+      extra: the further arguments of the rule.
+      device: the device of the leaf.
+      large: whether the leaf is so large that results of several types are worth a loop for each type.
+      fused: whether the program asks XLA for several results from one loop.
+    """
+    spec, fields = problem.specs[0], layout(problem).own[0]
+    if not (fused and requested()) or spec.whole or not spec.flat or extra.leaves:
+        return ONCE
+    arrays = [field for field in fields if field.shape is None]
+    kept = {field.dtype for field in arrays if field.position is None}
+    beside = not kept <= {spec.dtype}
+    apart = Passes(1 + min(len(repeatable(fields, beside)), ONES), beside)
+    if all(field.dtype == spec.dtype for field in arrays):
+        return apart
+    is_narrow = not kept and spec.dtype in HALF and HALF.isdisjoint(field.dtype for field in arrays)
+    is_once = is_narrow or len(arrays) == 1
+    if large and device.platform == "cpu" and loops.stay():
+        return (ONCE if is_once else apart)._replace(by_type=True)
+    return ONCE if is_once else apart if spec.dtype in kept else TWICE
 
 
 @functools.lru_cache(1024)
@@ -63,10 +98,8 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
         kept = kept_in(mask, p, problem)
         (read,) = selected_state(problem, [mask], [kept], [state], values)
         inputs = kept, kept_in(mask, g, problem), read, values, scale, further
-        if problem.specs[0].whole:
-            result = Stages(evaluated, inputs, p.size).begin(inputs, passes.stored, ones[ONES - 1])
-        else:
-            result = partial(evaluated, inputs)
+        is_summed = problem.specs[0].whole
+        result = Stages(evaluated, inputs, p.size).begin(inputs, ones[ONES - 1]) if is_summed else partial(evaluated, inputs)
 
         # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
         # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which
@@ -87,7 +120,9 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
         return new_p, new_arrays, new_scalars
 
     count = 1 + sum(field.shape != () for field in fields)  # as `parted` has them: the parameter, then the arrays of state
-    return one_type_each(leaf, count) if passes.by_type else leaf
+    if not passes.by_type:
+        return leaf
+    return loops.one_type_each(leaf, count, leaf_update(problem, TWICE, extra) if passes.evaluations > 1 else None)
 
 
 def repeatable(fields: Sequence[Field], beside: bool) -> list[int]:

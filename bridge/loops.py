@@ -89,7 +89,7 @@ def is_ragged(size: int) -> bool:
 # ------------------------------------------------------------------ results of several types
 
 
-def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+def one_type_each(function: Callable[..., Any], count: int, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The function, its results as large as the first input in loops one behind the other, those of one type in each.
 
     XLA writes results of one type alone from one loop. Of loops that follow in no order one reads what another has replaced, so it copies
@@ -98,6 +98,7 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
     Args:
       function: of pytrees of arrays. Of the inputs, flat, the first are replaced by the first results, flat, each by its own.
       count: how many.
+      otherwise: a function of the same results, which is taken where a loop would read what another has replaced, whatever their order.
     """
 
     def ordered(*inputs: Any) -> Any:
@@ -110,7 +111,9 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
         replaced = {new: old for new, old in pairs if not isinstance(new, Literal) and new.aval.size == size}
         found = _found(jaxpr, [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in replaced], known)
         done: dict[Any, Any] = {}
-        loops = _loops(jaxpr, replaced)
+        loops, is_cyclic = _loops(jaxpr, replaced)
+        if is_cyclic and otherwise is not None:
+            return otherwise(*inputs)
         for nth, loop in enumerate(loops):
             if done:  # what is read no more must not be held: XLA would copy it
                 later = set().union(*(_read(jaxpr, each, done) for each in loops[nth:]))
@@ -124,21 +127,23 @@ def one_type_each(function: Callable[..., Any], count: int) -> Callable[..., Any
     return ordered
 
 
-def _loops(jaxpr: Any, replaced: Mapping[Any, Any]) -> list[list[Any]]:
-    """Results by their types, in the order in which the fewest bytes move: what others have replaced before is copied."""
+def _loops(jaxpr: Any, replaced: Mapping[Any, Any]) -> tuple[list[list[Any]], bool]:
+    """Results by their types, in the order in which the fewest bytes move; and whether one reads what another has replaced: a copy."""
     kinds: dict[Any, list[Any]] = {}
     for new in replaced:
         kinds.setdefault(new.aval.dtype, []).append(new)
 
-    def moved(order: Sequence[list[Any]]) -> int:
-        total, done = 0, {}
+    def moved(order: Sequence[list[Any]]) -> tuple[int, bool]:
+        total, done, is_cyclic = 0, {}, False
         for loop in order:
             read, gone = _read(jaxpr, loop, done), {replaced[new] for new in done}
             total += sum(v.aval.size * v.aval.dtype.itemsize * (3 if v in gone else 1) for v in read if v in done or v in jaxpr.invars)
+            is_cyclic = is_cyclic or not read.isdisjoint(gone)
             done |= dict.fromkeys(loop)
-        return total
+        return total, is_cyclic
 
-    return list(min(permutations(kinds.values()), key=moved))
+    order = min(permutations(kinds.values()), key=moved)
+    return list(order), moved(order)[1]
 
 
 def _read(jaxpr: Any, wanted: Sequence[Any], done: Iterable[Any]) -> set[Any]:

@@ -18,13 +18,12 @@ import jax.numpy as jnp
 
 from . import reading
 from .calm import default_promotion, default_settings
-from .flags import in_any_order, of_barriers, of_counting, of_update, on_one_core
-from .fusion import compiled
+from .flags import in_any_order, of_barriers, of_update, on_one_core
+from .fusion import bytes_accessed, compiled
 from .inline import inline, loaded, serialized
 from .lanes import CORES
 from .loops import held, several_results
 from .meanwhile import meanwhile
-from .passes import bytes_accessed
 from .pieces import Piece, cut
 from .queries import properties_of
 from .tiles import FEW
@@ -151,7 +150,7 @@ class Program:
         """The update compiled to be counted alone, of a memory as large as what is read of it: the compiler counts all that there is."""
         with default_settings(), default_promotion():
             lowered = jax.jit(functools.partial(stepped, self.plan), donate_argnums=(0, 1)).lower(*abstract(self.plan, counted=True))
-        return compiled(lowered, True, of_update(self.plan.device) | of_counting(self.plan.device))
+        return compiled(lowered, True, of_update(self.plan.device))
 
     @property
     def _rows(self) -> list[int]:

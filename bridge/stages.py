@@ -73,21 +73,21 @@ class Stages:
         by_element = lambda eqn: elementwise(eqn, self._size) or keeps_elements(eqn)  # noqa: E731
         return source(var, self._made, by_element, lambda v: v.aval.size == self._size and v not in self._equal)
 
-    def begin(self, inputs: Any, stored: int, one: Any) -> Callable[[Any], Any]:
+    def begin(self, inputs: Any, one: Any) -> Callable[[Any], Any]:
         """The sums of these inputs; gives a function from a traced 1.0 or None, as of `evaluate`, to the results.
+
+        What is summed up, and the results that are known by then, are stored before: evaluated apart, so that XLA writes all of them from
+        one loop.
 
         Args:
           inputs: what the function takes.
-          stored: 0: each sum is evaluated from the inputs. 1: what is summed up, and the results that are known by then,
-            are stored before. 2: the same, evaluated apart, so that XLA writes all of them from one loop.
           one: a traced 1.0, for that.
         """
         flat = jax.tree.leaves(inputs)
         known: dict[Any, Any] = {}
-        if stored and self._roots:
+        if self._roots:
             apart = [v for v in self._roots if v not in self._ready]
-            first = self._run(self._ready if stored > 1 else [*self._ready, *apart], flat, {}, None)
-            first += self._run(apart, flat, {}, one) if stored > 1 else []
+            first = [*self._run(self._ready, flat, {}, None), *self._run(apart, flat, {}, one)]
             known = dict(zip((*self._ready, *apart), jax.lax.optimization_barrier(first), strict=True))
         known |= zip(self._sums, self._run(self._sums, flat, known, None), strict=True)
         return lambda factor: self._structure.unflatten(self._run(self._jaxpr.outvars, flat, known, factor))

@@ -29,11 +29,10 @@ from .calm import calm, default_promotion, default_settings
 from .cells import Number
 from .dlpack import behind_torch, operands, results, x64
 from .flags import of_training
-from .fusion import compiled
+from .fusion import bytes_accessed, compiled
 from .half_sums import summed_in_float32
 from .jax_calls import callbacks_in_32_bits, in_32_bits
 from .masks import path_name
-from .passes import bytes_accessed
 from .problem import Spec, flatten, unflatten
 from .products import arranged
 from .queries import properties_of, reachable_inputs

@@ -21,9 +21,8 @@ from .analysis import in_parts
 from .at_once import signature as at_once
 from .gradients import along, consequences, found_in
 from .joint import Way
-from .leaf_update import ONES, Passes, joined, leaf_update, parted, unless
+from .leaf_update import ONES, Passes, joined, leaf_update, parted, passes_of, unless
 from .loops import LARGE
-from .passes import chosen
 from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
 from .scattered import Scattered
 from .side_by_side import Slot
@@ -250,8 +249,8 @@ def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], lis
 
 def _passes(plan: Plan, leaf: Leaf, fused: bool) -> Passes:
     """How often the rule of a leaf is evaluated."""
-    measured, large = (plan.clip or plan.scaled, plan.scaled), leaf.count in (None, 1) and math.prod(leaf.spec.shape) >= LARGE
-    return chosen(plan.problem(leaf), leaf.elements, measured, plan.extra, plan.device, large, fused)
+    large = leaf.count in (None, 1) and math.prod(leaf.spec.shape) >= LARGE
+    return passes_of(plan.problem(leaf), plan.extra, plan.device, large, fused)
 
 
 def by_type(plan: Plan) -> bool:

@@ -70,10 +70,12 @@ def standard_promotion():
 @pytest.fixture
 def hasty_code(monkeypatch):
     """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
-    from bridge import flags, train
+    import hasty
+
+    from bridge import train
 
     asked = train.of_training
-    monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | {flags._EFFORT_OPTION: 0})
+    monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | hasty.EFFORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,11 +85,13 @@ def _hasty_updates(request):
     if not in_contract and request.path.stem not in EASY:
         yield
         return
+    import hasty
+
     from bridge import flags, pieces, programs, reading
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (programs, reading):
-            patch.setattr(module, "of_update", lambda device: flags.of_update(device) | flags.of_counting(device))
+            patch.setattr(module, "of_update", lambda device: flags.of_update(device) | hasty.options())
         for module, name in ((programs, "_programs"), (programs, "_recent"), (pieces, "_tiles")):
             patch.setattr(module, name, type(getattr(module, name))())
         yield

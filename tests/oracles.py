@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 import torch
+from hasty import options
 
-from bridge.flags import of_counting
 from bridge.fusion import requested
 
 
@@ -98,7 +98,7 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 
 def jitted(function):
     """`jax.jit` of what is compared within some 1e-4: its few numbers need no fast code, which takes XLA three times as long."""
-    return jax.jit(function, compiler_options=of_counting(jax.devices()[0]))
+    return jax.jit(function, compiler_options=options())
 
 
 # How near the movement is to that of the same transformation in pure JAX. The oldest jaxlib adds a long sum in another order there than

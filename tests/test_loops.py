@@ -12,7 +12,7 @@ import torch
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import flags, fusion, lanes, loops, passes, programs
+from bridge import flags, fusion, lanes, loops, programs
 from bridge.queries import Properties
 from torch_api import packs
 
@@ -25,11 +25,10 @@ stays = pytest.mark.skipif(not loops.stay(), reason="no barrier stays, or each r
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
-    """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs and ways of this test alone."""
+    """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs of this test alone."""
     monkeypatch.setattr(lanes, "CORES", 2)
     monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
     monkeypatch.setattr(programs, "_programs", {})
-    monkeypatch.setattr(passes, "_chosen", {})
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -50,7 +49,6 @@ def whole(text, size):
 def as_it_is(monkeypatch):
     """From here on everything is written as without this file's subject."""
     monkeypatch.setattr(programs, "_programs", {})
-    monkeypatch.setattr(passes, "_chosen", {})
     monkeypatch.setattr(loops, "stay", lambda: False)
 
 
@@ -161,7 +159,7 @@ def test_results_of_several_types_are_written_without_a_copy(name, monkeypatch):
     assert moved == pytest.approx(most, rel=0.01)
     assert (found, copies) == (kinds, 0)
     assert before > 1.05 * moved or name == "state in float32"  # where nothing was copied before
-    assert copied > 0 or before < 1.1 * moved
+    assert copied > 0 or before < 1.15 * moved  # XLA stores a float64 array in the place of a copy
 
 
 def test_float64_state_is_that_of_the_paper():
@@ -251,7 +249,7 @@ def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
     def moved(keep):
         function = lambda xs: [jnp.sin(x) for x in keep([jnp.cos(x) * 2 for x in xs])]  # noqa: E731
         program = jax.jit(function).lower(given).compile(compiler_options=flags.of_barriers(Properties()))
-        return passes.bytes_accessed(program) - loops.held(program)
+        return fusion.bytes_accessed(program) - loops.held(program)
 
     stored = moved(list) + 2 * count * (4 << 12)  # written and read
     assert moved(jax.lax.optimization_barrier) == pytest.approx(stored, rel=1e-3)

@@ -13,7 +13,7 @@ import torch
 from oracles import FUSES, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import lanes, loops, passes, programs, reading, scattered, update
+from bridge import lanes, loops, programs, reading, scattered, update
 from torch_api import launch, packs
 
 PRIME = 16411
@@ -26,10 +26,9 @@ pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="no row is longe
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
-    """Two cores, whatever the machine has, and programs and ways of this test alone."""
+    """Two cores, whatever the machine has, and programs of this test alone."""
     monkeypatch.setattr(lanes, "CORES", 2)
     monkeypatch.setattr(programs, "_programs", {})
-    monkeypatch.setattr(passes, "_chosen", {})
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):

@@ -203,8 +203,8 @@ def test_no_donated_leaf_is_copied(monkeypatch):
 @pytest.mark.skipif(not fusion.requested(), reason="no fusion to leave out")
 def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
     asked = []
-    chosen = update.chosen
-    monkeypatch.setattr(update, "chosen", lambda *given: asked.append((given[-1], chosen(*given))) or asked[-1][1])
+    passes_of = update.passes_of
+    monkeypatch.setattr(update, "passes_of", lambda *given: asked.append((given[-1], passes_of(*given))) or asked[-1][1])
     assert copies_of_donated() == 0
     assert {fused for fused, _ in asked} == {False}
     assert {way.evaluations for _, way in asked} == {1}

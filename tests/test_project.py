@@ -117,7 +117,6 @@ ORDER = {
         "leaf_update",
         "joint",
         "units",
-        "passes",
         "update",
         "programs",
         "step",

@@ -185,7 +185,7 @@ def test_a_norm_costs_one_reading_of_the_gradients():
     program = reading.piece("float32", True, False, CPU)
     program.compile()
     # The compiler counts one turn of each loop: four parts, one rest, and the sums that stay in a cache.
-    assert bridge.passes.bytes_accessed(program.compiled) < 3.5 * turn
+    assert bridge.fusion.bytes_accessed(program.compiled) < 3.5 * turn
 
 
 def test_what_is_read_stays_until_it_is_read_even_if_the_step_fails(monkeypatch):

@@ -24,9 +24,9 @@ def operations(function, *arguments):
     return [eqn.primitive.name for eqn in jax.make_jaxpr(function)(*arguments).eqns]
 
 
-def staged(function, inputs, stored=0, factor=None):
+def staged(function, inputs, factor=None):
     def run(inputs, one):
-        return Stages(function, inputs, SIZE).begin(inputs, stored, one)(one if factor else None)
+        return Stages(function, inputs, SIZE).begin(inputs, one)(one if factor else None)
 
     return run, (inputs, jnp.float32(1.0))
 
@@ -58,10 +58,9 @@ FUNCTIONS = {"trust ratio": trust, "the largest": by_the_largest, "sums of sums"
 
 
 @pytest.mark.parametrize("factor", [False, True])
-@pytest.mark.parametrize("stored", [0, 1, 2])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_stages_give_what_the_function_gives(name, stored, factor):
-    run, (_, one) = staged(FUNCTIONS[name], leaves(3), stored, factor)
+def test_stages_give_what_the_function_gives(name, factor):
+    run, (_, one) = staged(FUNCTIONS[name], leaves(3), factor)
     run, function = jax.jit(run), jax.jit(FUNCTIONS[name])
     for zero in (None, 0, 1, 2):
         inputs = leaves(3)
@@ -78,27 +77,27 @@ def test_a_norm_that_is_asked_whether_it_is_0_is_taken_once():
     """optax takes each norm again, of ones where it was 0: here one number chooses between two numbers."""
     inputs = leaves(3)
     run, arguments = staged(trust, inputs)
-    compiled = lambda f, *given: jax.jit(f).lower(*given).compile().cost_analysis()["flops"]  # noqa: E731
+    sums = lambda f, *given: jax.jit(f).lower(*given).compile().as_text().count(" reduce(")  # noqa: E731
     with x64():
-        assert compiled(run, *arguments) < compiled(trust, inputs) - 2 * SIZE
+        assert sums(run, *arguments) == 2 < sums(trust, inputs)
         chosen = [eqn.outvars[0].aval.shape for eqn in jax.make_jaxpr(run)(*arguments).eqns if eqn.primitive.name == "select_n"]
     assert chosen
     assert set(chosen) == {()}
 
 
 def test_what_is_summed_is_stored_beside_the_state_that_is_known_by_then():
-    run, arguments = staged(trust, leaves(3), stored=1)
+    run, arguments = staged(trust, leaves(3))
     with x64():
         names = operations(run, *arguments)
         barrier = next(eqn for eqn in jax.make_jaxpr(run)(*arguments).eqns if eqn.primitive.name == "optimization_barrier")
     assert [v.aval.shape for v in barrier.outvars] == [(SIZE,), (SIZE,)]  # the new average, and the update
     assert names.index("optimization_barrier") < names.index("reduce_sum")
-    run, arguments = staged(by_the_largest, leaves(3), stored=1)  # of inputs alone
+    run, arguments = staged(by_the_largest, leaves(3))  # of inputs alone
     with x64():
         assert "optimization_barrier" not in operations(run, *arguments)
 
 
-FEWEST = {"lamb": 48, "lars": 40, "fromage": 20}
+FEWEST = {"lamb": 48, "lars": 44, "fromage": 20}
 
 
 @FUSES

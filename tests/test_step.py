@@ -15,8 +15,7 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, fusion, passes, programs
-from bridge.dlpack import x64
+from bridge import flags, fusion, programs
 
 ROOT = Path(__file__).parent.parent
 CPU_INFO = Path("/proc/cpuinfo")
@@ -298,59 +297,6 @@ def test_leaves_of_many_shapes_are_one_loop_each_and_few_for_all_their_scalars()
     assert loops[16] - loops[4] <= 12
 
 
-@fused_loops
-@pytest.mark.parametrize(
-    ("make", "compiled"),
-    [(torch_api.MaskedAdamW, 1), (torch_api.MaskedAdam, 1), (torch_api.MaskedLion, 1), (torch_api.MaskedSGD, 1)],
-    ids=lambda x: getattr(x, "__name__", None),
-)
-def test_the_way_that_moves_the_fewest_bytes_is_found_at_once(make, compiled, monkeypatch):
-    probes = []
-    monkeypatch.setattr(passes, "_chosen", {})
-    monkeypatch.setattr(passes, "bytes_accessed", lambda program, asked=passes.bytes_accessed: probes.append(program) or asked(program))
-    params = random_params(shapes=[(7001, 1)])
-    optimizer = make(params, lr=1e-3)
-    stepped(optimizer, params)
-    assert len(probes) == compiled
-    monkeypatch.setattr(passes, "_shares", lambda jaxpr: not jaxpr.eqns)  # of no use: then all are tried
-    monkeypatch.setattr(passes, "_chosen", {})
-    with x64():  # as where a program is traced
-        chosen = passes.chosen(*_asked(optimizer))
-        monkeypatch.undo()
-        assert chosen == passes.chosen(*_asked(optimizer))
-
-
-@pytest.mark.parametrize("make", [torch_api.MaskedAdamW, pytest.param(torch_api.MaskedLamb, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("standard_promotion")
-def test_what_is_only_counted_decides_as_what_runs(make, monkeypatch):
-    """The bytes themselves are those of what runs with jaxlib 0.10; with 0.8 a loop that sums has a few more."""
-    counts, chosen = [], []
-    params = random_params(shapes=[(7001, 1)])
-    optimizer = make(params, lr=1e-3)
-    stepped(optimizer, params)
-    asked = passes.bytes_accessed
-    monkeypatch.setattr(passes, "_shares", lambda jaxpr: not jaxpr.eqns)  # all ways
-    for options in (passes.of_counting, lambda device: {}):
-        monkeypatch.setattr(passes, "_chosen", {})
-        monkeypatch.setattr(passes, "of_counting", options)
-        monkeypatch.setattr(passes, "bytes_accessed", lambda program, found=counts.append: found(asked(program)) or asked(program))
-        with x64():
-            chosen.append(passes.chosen(*_asked(optimizer)))
-    ways = range(len(counts) // 2)
-    assert len(ways) >= 1
-    assert chosen[0] == chosen[1]
-    assert sorted(ways, key=counts[: len(ways)].__getitem__) == sorted(ways, key=counts[len(ways) :].__getitem__)
-
-
-def test_options_of_counting_are_those_that_this_jaxlib_has(monkeypatch):
-    cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
-    assert flags.of_counting(gpu) == {}
-    monkeypatch.setattr(flags, "_known", lambda option, value: True)
-    assert flags.of_counting(cpu) == {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-    monkeypatch.setattr(flags, "_known", lambda option, value: False)
-    assert flags.of_counting(cpu) == {"xla_backend_optimization_level": 0}
-
-
 @pytest.mark.usefixtures("standard_promotion")
 def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
     """LAMB stores an update of the leaf's size between its loops: in XLA's own order those of all leaves are there at once."""
@@ -442,9 +388,3 @@ def test_updates_use_the_widest_vectors(tmp_path, before, widest):
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)
     written = [path.read_text() for path in tmp_path.glob("*ir-with-opt.ll")]
     assert max(int(n) for text in written for n in re.findall(r"store <(\d+) x float>", text)) == widest
-
-
-def _asked(optimizer):
-    plan = optimizer._launches.latest[0].program.plan
-    (leaf,) = plan.leaves
-    return plan.problem(leaf), leaf.elements, (False, False), plan.extra, plan.device

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 import torch_cases
 from bad_inputs_modules import Applies
+from hasty import options
 
 import bridge
 from bridge.dlpack import x64
-from bridge.flags import of_counting
 
 CASES = [(f"{kind}: {name}", function, inputs) for kind, rows in torch_cases.TABLES.items() for name, function, inputs in rows]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -23,7 +23,7 @@ LESS = {"unary: digamma": 1e-8, "activations: hardsigmoid": 1e-7}
 
 
 # jaxlib 0.10.2 ends the process by a failed check when it fuses several results of which some are gathered.
-PLAIN = {"xla_backend_extra_options": ""} | of_counting(jax.devices()[0])
+PLAIN = {"xla_backend_extra_options": ""} | options()
 
 
 def made(spec, dtype, generator):

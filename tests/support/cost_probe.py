@@ -11,7 +11,7 @@ import pytest
 
 import bridge
 import torch_api
-from bridge import flags, fusion, lanes, programs, reading, train
+from bridge import fusion, lanes, programs, reading, train
 from torch_api import launches
 
 CORES = 2
@@ -57,7 +57,7 @@ def fixed_environment() -> Iterator[None]:
 
 def _without_llvm(options: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """The same compiler options, with no effort of LLVM."""
-    return lambda *arguments: options(*arguments) | {flags._EFFORT_OPTION: 0}
+    return lambda *arguments: options(*arguments) | {"xla_backend_optimization_level": 0}
 
 
 def cost(step: Callable[[], Any], stepper: Any, elements: int) -> tuple[Cost, int]:
