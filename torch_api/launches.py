@@ -129,7 +129,7 @@ class Launches:
         described = [(list(map(_name, block.leaves)), block.described) for block in blocks]
         situation = Situation(described, self._max_grad_norm is not None, scaled, checked, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
-        if self._cache.info.compilations > before or any(leaf.state is None for leaf in leaves):
+        if self._cache.info.compilations > before or not self.known:
             storage.return_freed()
         wait(opening)
         with uncollected():
