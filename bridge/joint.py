@@ -24,7 +24,7 @@ from .leaf_update import unless
 from .rest import Rest, known, run
 from .side_by_side import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts
 from .split import Alike, for_each
-from .tiles import equals
+from .tiles import enough
 from .whole import literal, slice_of, slices
 
 
@@ -141,10 +141,10 @@ def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common
         pack = leaf.pack(values)
         side_by_side = pack is not None and seen[home(leaf)] == {pack}
         kinds.setdefault((side_by_side, pack if side_by_side else (leaf.key, leaf.param.shape, leaf.mask is None)), []).append(leaf)
-    enough = equals(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
+    least = enough(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
     alike = []
     for (side_by_side, _), members in kinds.items():
-        parts = not side_by_side and len(members) >= enough
+        parts = not side_by_side and len(members) >= least
         alike.append(_alike(flat, members, values, side_by_side, parts))
     for ((side_by_side, _), members), found in zip(kinds.items(), for_each(alike, common), strict=True):
         if side_by_side:

@@ -231,8 +231,7 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
 def _tiled(kinds: Iterable[_Alike]) -> Iterator[tuple[_Alike, Sequence[Any]]]:
     """Of each kind its calls, so many at a time as one piece makes."""
     for kind in kinds:
-        elements = max(v.aval.size for v in kind.eqns[0].invars)
-        yield from ((kind, eqns) for eqns in in_tiles(kind.eqns, elements))
+        yield from ((kind, eqns) for eqns in in_tiles(kind.eqns))
 
 
 _tiles: weakref.WeakValueDictionary[Any, Piece] = weakref.WeakValueDictionary()

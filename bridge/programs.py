@@ -26,7 +26,6 @@ from .loops import held, several_results
 from .meanwhile import meanwhile
 from .pieces import Piece, cut
 from .queries import properties_of
-from .tiles import FEW
 from .update import Plan, abstract, by_type, measured, stepped
 
 # Elements up to which a program keeps to one core, and operations for them all: then waking the others takes longer than what they save,
@@ -63,7 +62,7 @@ class Program:
         sizes = [(leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves]
         self.elements, self._are_many = sum(sizes), len(sizes) >= _LOOPS_A_CORE * CORES
         self._are_short = self._are_many and self.elements <= len(sizes) * _SHORT_LOOP and max(sizes) * CORES <= self.elements
-        self._are_mixed = len(sizes) > FEW and self.elements <= len(sizes) * _LONG_LOOP
+        self._are_mixed = len(sizes) > _LOOPS_A_CORE and self.elements <= len(sizes) * _LONG_LOOP
         self._cut: Any = None
         self._own: list[Piece] = []
         self._written: Any = None  # the update as it is read again

@@ -19,7 +19,7 @@ from .operands import apart
 from .pieces import part
 from .problem import is_key
 from .rest import Rest, read_by, run, sums_up
-from .tiles import equals
+from .tiles import enough
 from .whole import bound, literal, params_text, slices
 
 
@@ -127,7 +127,7 @@ def of_parts(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
         count += 1
     found: dict[Any, Any] = {}
     for members in kinds.values():
-        if len(members) >= equals(count):
+        if len(members) >= enough(count):
             (_, work), *_ = members
             function = part(lambda *given, work=work: work.of_row(given[: len(work.rest.arrays)], given[len(work.rest.arrays) :]))
             found |= {v: function(*(values[x] for x in (*work.rest.arrays, *work.rest.numbers))) for v, work in members}

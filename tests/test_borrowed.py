@@ -11,7 +11,7 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge import borrowed, queries, storage, tiles, whole
+from bridge import borrowed, queries, storage, whole
 from bridge._compat.torch import storage_holders
 from bridge.borrowed import Borrowed
 from bridge.windows import Window
@@ -115,18 +115,6 @@ def test_a_window_is_a_storage_of_its_own_bytes(dtype):
     gc.collect()
     assert view.data_ptr() == address + 16 * dtype.itemsize  # what holds the bytes is still there
     view.clone()
-
-
-# ---------------------------------------------------------------------- what a GPU is called for first
-
-
-def test_what_has_few_arguments_for_its_elements_goes_ahead():
-    large = tiles.AHEAD
-    assert tiles.ahead([large], [1]) == []
-    assert tiles.ahead([large - 1, 5], [1, 1]) == []
-    assert tiles.ahead([5, large], [1, 1]) == [1]
-    assert tiles.ahead([3 * large, 2 * large, 9], [24, 1, 1]) == [1, 0]
-    assert len(tiles.ahead([large] * 9, [1] * 9)) == tiles._PROGRAMS_AHEAD
 
 
 # ---------------------------------------------------------------------- calls that jax 0.11 leaves in a trace

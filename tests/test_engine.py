@@ -134,7 +134,7 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
 
 def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
+    monkeypatch.setattr(tiles, "LOOPS", 16)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
@@ -159,8 +159,8 @@ def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_the
 
 def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
-    params = random_params(shapes=[(20,)] * (tiles.MOST + 1))
+    monkeypatch.setattr(tiles, "LOOPS", 16)
+    params = random_params(shapes=[(20,)] * (tiles.EQUAL + 1))
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
     last = optimizer._launches.latest[-1].program
@@ -172,8 +172,8 @@ def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
     before = [p.detach().clone() for p in params]
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         optimizer.step()
-    first = [f"param{i}" for i in range(tiles.MOST + 1) if not torch.equal(params[i], before[i])]
-    assert 0 < len(first) <= tiles.MOST
+    first = [f"param{i}" for i in range(tiles.EQUAL + 1) if not torch.equal(params[i], before[i])]
+    assert 0 < len(first) <= tiles.EQUAL
     assert f"This step has updated {first} and no other parameter." in caught.value.__notes__
 
 

@@ -23,8 +23,8 @@ needs_calls = pytest.mark.skipif(lanes._calls is None, reason="this jaxlib has o
 
 @pytest.fixture(autouse=True)
 def _several_programs(monkeypatch):
-    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
-    monkeypatch.setattr(tiles, "MOST", 8)
+    monkeypatch.setattr(tiles, "LOOPS", 16)
+    monkeypatch.setattr(tiles, "EQUAL", 8)
 
 
 def built(seed=0, **options):

@@ -37,7 +37,7 @@ CUT = [
 def _many(monkeypatch):
     """Few small leaves stand for many large ones."""
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
+    monkeypatch.setattr(tiles, "LOOPS", 16)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def whole(monkeypatch):
 
     def never():
         for module in (joint, side_by_side):
-            monkeypatch.setattr(module, "equals", lambda loops: math.inf)
+            monkeypatch.setattr(module, "enough", lambda loops: math.inf)
 
     return never
 
@@ -150,11 +150,11 @@ def test_pieces_give_what_one_program_gives_and_move_as_many_bytes(name, whole):
 
 def test_what_is_alike_is_compiled_once_however_much_of_it_there_is():
     found = []
-    for count in (21, 42):
+    for count in (29, 58):
         params = random_params(shapes=[(7, 19)] * count)
         found.append(program(moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])).update)
     few, many = ({*each.pieces} for each in found)
-    assert (len(few), len(many)) == (7, 7)  # sums over 16, 4 and 1, their loops, and all that is no part
+    assert (len(few), len(many)) == (7, 7)  # sums over 24, 4 and 1, their loops, and all that is no part
     assert len(few & many) == 6
     assert [len(each._calls) for each in found] == [7, 13]
 
@@ -254,7 +254,7 @@ def test_other_types(dtype, whole):
 
 
 def test_nothing_is_kept_of_a_program_that_nobody_uses():
-    params = random_params(shapes=[(24, 17)] * 21)
+    params = random_params(shapes=[(24, 17)] * 29)
     optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
     mine = [weakref.ref(piece) for piece in program(optimizer).update.pieces]
     assert {id(ref()) for ref in mine} & {id(piece) for piece in pieces._tiles.values()}

@@ -8,7 +8,6 @@ import warnings
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
 from oracles import clones, random_grads, same, set_grads
@@ -25,9 +24,9 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 
 @pytest.fixture(autouse=True)
 def _leaves_by_themselves(monkeypatch):
-    """Small leaves stand for large ones: none is packed, and tiles are of 16, 4 and 1."""
+    """Small leaves stand for large ones: none is packed, and tiles are of 24, 4 and 1."""
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "SOME", tiles.FEW)
+    monkeypatch.setattr(tiles, "LOOPS", 16)
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -78,7 +77,7 @@ def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compi
         if len({leaf.spec for leaf in program.plan.leaves}) == 1:
             by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
     every = {spec: {sum(shape == s for s in SHAPES) for shape in SHAPES if math.prod(shape) == spec.shape[0]} for spec in by_shape}
-    assert all(len(counts) <= 4 and counts <= {16, 4, 1} | every[spec] for spec, counts in by_shape.items()), by_shape
+    assert all(len(counts) <= 4 and counts <= {24, 4, 1} | every[spec] for spec, counts in by_shape.items()), by_shape
     assert compiled[-1] == compiled[14], "live sets of a restless optimizer are tiles that there are already"
     assert ours.cache_info().programs <= 4 * 3 + 4
 
@@ -93,9 +92,9 @@ def test_tiles_are_of_equal_leaves_and_the_rest_is_one_program():
     assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
     assert len({launch.program for launch in launches}) == ours.cache_info().programs == 4
     feed(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
-    assert sorted(sizes(ours)) == sorted([1, 16, 1, 4, 4, 4, 1, 4, 4]), "else programs that serve any number"
+    assert sorted(sizes(ours)) == [1] * 3 + [4] * 9, "else programs that serve any number"
     feed(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
-    assert sorted(sizes(ours)) == sorted([1, 16, 1, 4, 4, 4, 1, 4, 4])
+    assert sorted(sizes(ours)) == [1] * 3 + [4] * 9
     assert ours.cache_info().programs == 4 + 2 + 2 + 1
 
 
@@ -111,72 +110,45 @@ def test_frozen_leaves_that_are_ever_others_compile_no_program_for_their_number_
         ours.set_trainable(lambda name, p, one=params[i], other=params[18 + i]: p is one or p is other, False)
         before = set(ours._cache._programs)
         feed(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
-        made.append({len(program.plan.leaves) for program in ours._cache._programs - before} - {16, 4, 1})
+        made.append({len(program.plan.leaves) for program in ours._cache._programs - before} - {24, 4, 1})
     near(params, others, start)
-    assert made == [{18, 14, 9, 1}, {17, 13}, {12}, {15, 11}, set(), set(), set(), set()]
+    assert made == [{18, 14, 9, 1}, {17, 13}, {16, 12}, {15, 11}, set(), set(), set(), set()]
 
 
 def test_few_leaves_are_one_program():
-    params = parameters([(5, 7)] * tiles.FEW)
+    params = parameters([(5, 7)] * tiles.LOOPS)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
-    assert sizes(ours) == [tiles.FEW]
+    assert sizes(ours) == [tiles.LOOPS]
 
 
 def test_some_leaves_are_one_program_and_of_more_those_with_equals_have_programs_of_their_own(monkeypatch):
-    monkeypatch.setattr(tiles, "SOME", 40)
+    monkeypatch.setattr(tiles, "LOOPS", 40)
     params = parameters([(5, 7)] * 31 + [(23,)] * 9)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
     assert sizes(ours) == [40]
-    params = parameters([(5, 7)] * 30 + [(23,)] * 8 + [(3,)] * (tiles.EQUALS - 1))
+    params = parameters([(5, 7)] * 30 + [(23,)] * 8 + [(3,)] * 3)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
     assert sorted(sizes(ours)) == [3, 8, 15, 15]
     assert ours.cache_info().compilations == 3
-    assert tiles.frequent(40) > 1e9 > tiles.frequent(41) == tiles.EQUALS
-    assert tiles.equals(tiles.FEW) > 1e9 > tiles.equals(40) > tiles.equals(41)
+    assert tiles.enough(40) > 1e9 > tiles.enough(41) == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 23, 24, 25, 36, 48, 49, 1000])
 def test_equal_leaves_that_are_all_live_are_as_few_programs_as_may_be(count):
     found = list(tiles.evenly(range(count)))
     assert [i for tile in found for i in tile] == list(range(count))
-    assert len(found) == math.ceil(count / tiles.MOST)
+    assert len(found) == math.ceil(count / tiles.EQUAL)
     assert len({len(tile) for tile in found[:-1]}) <= 1
-    assert all(len(found[-1]) <= len(tile) <= tiles.MOST for tile in found)
+    assert all(len(found[-1]) <= len(tile) <= tiles.EQUAL for tile in found)
 
 
-def test_a_few_large_leaves_are_called_before_many_others(monkeypatch):
-    shapes = [*[(3, n) for n in range(1, tiles.FEW + 1)], (40, 40), (2,), (50, 40)]
-    monkeypatch.setattr(tiles, "ELEMENTS", 3600)
-
-    def first(options, *, others=shapes, masked=torch_api.MaskedAdamW):
-        params = parameters(others)
-        ours = masked(params, **options)
-        run([(ours, params)], 1)
-        return [[leaf.shape for leaf in launch.leaves] for launch in ours._launches.latest]
-
-    runs, start = pair(*PAIRS["AdamW"][:2], shapes=shapes, **PAIRS["AdamW"][2])
-    run(runs, 5)
-    near(runs[0][1], runs[1][1], start)
-    assert sizes(runs[0][0]) == [2, tiles.FEW + 1]
-    assert {leaf.shape for leaf in runs[0][0]._launches.latest[0].leaves} == {(40, 40), (50, 40)}
-    assert len(first({"max_grad_norm": 1.0})) == 1, "a norm over all is needed before the first"
-    assert len(first({}, others=shapes[3:])) == 1, "the others are few"
-    chain = {"tx": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))}
-    assert len(first(chain, masked=torch_api.OptaxOptimizer)) == 1, "it looks at all leaves"
-    monkeypatch.setattr(tiles, "ELEMENTS", 3601)
-    assert len(first({})) == 1, "they are small"
-
-
-@pytest.mark.parametrize("elements", [1, 35, 1 << 16, 1 << 18, 1 << 20, 1 << 24])
-def test_sizes_of_tiles(elements):
-    found = tiles.tile_sizes(elements)
-    assert found == sorted(found, reverse=True)
-    assert found[-1] == 1
-    assert len(found) <= 3
-    assert found[0] == 1 or elements * found[0] // 4 < tiles.ELEMENTS
+@pytest.mark.parametrize(("equal", "found"), [(24, [24, 4, 1]), (16, [16, 4, 1]), (2, [2, 1]), (1, [1])])
+def test_sizes_of_tiles(monkeypatch, equal, found):
+    monkeypatch.setattr(tiles, "EQUAL", equal)
+    assert tiles.sizes() == found
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -184,16 +156,14 @@ def test_every_leaf_is_in_one_tile(seed):
     random = np.random.default_rng(seed)
     kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
     frequent = [kinds.count(kind) + (kind == 2) if kind in (0, 1, 2) else 0 for kind in kinds]
-    elements = [100 if kind is None else 1 << 17 + kind for kind in kinds]
-    for few, restless, early in itertools.product((False, True), repeat=3):
-        found = list(tiles.divided(kinds, elements, [f * (not few) for f in frequent], restless, early))
+    for few, restless in itertools.product((False, True), repeat=2):
+        found = list(tiles.divided(kinds, [f * (not few) for f in frequent], restless))
         assert sorted(i for tile in found for i in tile) == list(range(60))
         mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
         assert len(mixed) <= 1
         assert all(kinds[i] is None for tile in mixed for i in tile) or not restless
         if few and not restless:
-            assert len(found) == 1 + early
-            assert not early or [elements[i] for i in found[0]] == [max(elements)] * 2
+            assert len(found) == 1
 
 
 # ---------------------------------------------------------------------- all gradients together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -79,8 +78,7 @@ class Cache:
 
 def _of_one_set(plan: update.Plan) -> bool:
     """Whether a program is hardly of use to other sets of live leaves: of several kinds, or for a number of equal ones that no tile has."""
-    kinds = set(plan.leaves)
-    return len(kinds) > 1 or not any(len(plan.leaves) in tiles.tile_sizes(math.prod(leaf.spec.shape)) for leaf in kinds)
+    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in tiles.sizes()
 
 
 def _cause(before: Situation, now: Situation) -> str:

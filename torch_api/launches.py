@@ -58,7 +58,7 @@ class Launches:
         trainable = [leaf for leaf in self._active if leaf.spec is not None]
         kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.alone}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if not leaf.alone}
-        frequent = tiles.frequent(len(kinds) + len(packs))
+        frequent = tiles.enough(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
         self._large: dict[Any, list[Leaf]] = {}  # by kind: those in buckets that may be dissolved
@@ -112,7 +112,7 @@ class Launches:
         addressed = not self._are_few and (apart or is_worth(self._readable))
         leaves = [leaf for part in on_device.values() for leaf, _ in part]
         early = self._begun_early(leaves, values)
-        divided = [list(self._divided(self._blocks(part, values, addressed), apart)) for part in on_device.values()]
+        divided = [list(self._divided(self._blocks(part, values, addressed))) for part in on_device.values()]
         firsts = [part[0][0].leaves[0] for part in divided if len(part) > 1]
         opening = [meanwhile(lanes.ready, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
         before = self._cache.info.compilations
@@ -232,16 +232,8 @@ class Launches:
         spec = leaf.spec._replace(shape=(width,))
         return update.Leaf(row, spec, state, True, False, count, pack.singly, length=length, at_once=pack.addressed, other_gradient=other)
 
-    def _divided(self, blocks: list[Block], apart: bool) -> Iterator[list[Block]]:
-        """The blocks of each program; `apart`: none need wait for what another has found of its gradients."""
-        on_cpu = blocks[0].leaves[0].device.type == "cpu"
-        if not on_cpu and apart:
-            alone = [block for block in blocks if block.described.row.unit is None]
-            rows = [len(block.rows) for block in alone]
-            elements = [block.leaves[0].shape.numel() * count for block, count in zip(alone, rows, strict=True)]
-            first = [alone[i] for i in tiles.ahead(elements, rows)]
-            yield from ([block] for block in first)
-            blocks = [block for block in blocks if block not in first]
+    def _divided(self, blocks: list[Block]) -> Iterator[list[Block]]:
+        """The blocks of each program."""
         at_once: dict[str, list[Block]] = {}  # by type: a program is given all memory as one
         for block in blocks:
             if block.described.at_once:
@@ -249,10 +241,8 @@ class Launches:
         yield from at_once.values()
         blocks = [block for block in blocks if not block.described.at_once]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
-        alone = [block.leaves[0].alone and block.described.row.unit is None for block in blocks]
-        sizes = [block.leaves[0].shape.numel() if is_alone else 0 for block, is_alone in zip(blocks, alone, strict=True)]
         counts = [self._equals.get(block.leaves[0], 0) for block in blocks]
-        for positions in tiles.divided(kinds, sizes, counts, self._cache.restless, on_cpu and apart):
+        for positions in tiles.divided(kinds, counts, self._cache.restless):
             yield [blocks[position] for position in positions]
 
     def _programs(
