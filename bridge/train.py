@@ -277,12 +277,6 @@ class Program:
     def bytes_accessed(self) -> float:
         return bytes_accessed(self.call)
 
-    @property
-    def scratch(self) -> int:
-        """Bytes that it needs while it runs, on a CPU taken from the C library."""
-        analysis = self.call.memory_analysis() if self.plan.device.platform == "cpu" else None
-        return 0 if analysis is None else int(analysis.temp_size_in_bytes)
-
 
 def _as(jaxpr: Any, traced: Any) -> Callable[..., Any]:
     """Another program of the same arguments and results as a function."""
