@@ -39,12 +39,13 @@ class Passes(NamedTuple):
     """How often a rule is evaluated: once, once more for the parameter, and once more for each array of state from the second on.
 
     `beside`: what is kept beside the state comes with the parameter. `by_type`: results of each type in a loop of their own, as of
-    `loops.one_type_each`.
+    `loops.one_type_each`. `stored`: what is summed up is stored before, as of `bridge.stages`.
     """
 
     evaluations: int
     beside: bool = False
     by_type: bool = False
+    stored: bool = False
 
 
 ONCE, TWICE = Passes(1), Passes(2, beside=True)
@@ -66,8 +67,10 @@ def passes_of(problem: Problem, extra: Extra, device: Any, large: bool, fused: b
       fused: whether the program asks XLA for several results from one loop.
     """
     spec, fields = problem.specs[0], layout(problem).own[0]
-    if not (fused and requested()) or spec.whole or not spec.flat or extra.leaves:
+    if not (fused and requested()) or not spec.flat or extra.leaves:
         return ONCE
+    if spec.whole:
+        return Passes(1, stored=True)
     arrays = [field for field in fields if field.shape is None]
     kept = {field.dtype for field in arrays if field.position is None}
     beside = not kept <= {spec.dtype}
@@ -98,8 +101,8 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
         kept = kept_in(mask, p, problem)
         (read,) = selected_state(problem, [mask], [kept], [state], values)
         inputs = kept, kept_in(mask, g, problem), read, values, scale, further
-        is_summed = problem.specs[0].whole
-        result = Stages(evaluated, inputs, p.size).begin(inputs, ones[ONES - 1]) if is_summed else partial(evaluated, inputs)
+        is_summed, one = problem.specs[0].whole, ones[ONES - 1] if passes.stored else None
+        result = Stages(evaluated, inputs, p.size).begin(inputs, one) if is_summed else partial(evaluated, inputs)
 
         # With every result a function of the same loads, XLA writes them from one loop, but only if no intermediate is
         # shared between them. So results come from evaluations of their own, on inputs times traced 1.0s, which

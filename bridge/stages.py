@@ -81,11 +81,11 @@ class Stages:
 
         Args:
           inputs: what the function takes.
-          one: a traced 1.0, for that.
+          one: a traced 1.0, for that; None where nothing is to be stored.
         """
         flat = jax.tree.leaves(inputs)
         known: dict[Any, Any] = {}
-        if self._roots:
+        if one is not None and self._roots:
             apart = [v for v in self._roots if v not in self._ready]
             first = [*self._run(self._ready, flat, {}, None), *self._run(apart, flat, {}, one)]
             known = dict(zip((*self._ready, *apart), jax.lax.optimization_barrier(first), strict=True))
