@@ -24,7 +24,8 @@ CHECKED = {f"test_{name}" for name in QUICK.split()}
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and elementwise updates move the same bytes (test_step.py). Numbers are compared with those of others from the code that
 # users run in zoo, optim_db, optimizer, precision and more.
-HASTY = "analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop operands"
+HASTY = "masked masked_optax transforms sight state_scalars stored resize report presets protocol lr_scale"
+HASTY += " analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop operands"
 HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
 # The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
 REAL = {
