@@ -40,11 +40,11 @@ torchax: $(TORCHAX)/.installed
 
 # Every section of the benchmark, shrunk: the two that take minutes too.
 test-bench: $(VENV)/.installed
-	MASKBRIDGE_BENCH=1 $(BIN)/python -m pytest tests/test_benchmarks.py
+	MASKBRIDGE_BENCH=1 $(BIN)/python -m pytest tests/repository/test_benchmarks.py
 
 # The table of all transformations and that of bad inputs, from running them.
 docs: $(VENV)/.installed
-	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/test_errors.py tests/test_op_db.py::test_the_page_has_each_operator
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/repository/test_errors.py tests/test_op_db.py::test_the_page_has_each_operator
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed
@@ -59,7 +59,7 @@ test-wheel: $(VENV)/.installed
 	rm -rf build dist .venv-wheel && $(BIN)/python -m pip wheel -q --no-deps -w dist .
 	$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c requirements/constraints.txt
 	cd dist && ../.venv-wheel/bin/python -c "import bridge, torch_api; print(torch_api.__file__)"
-	mkdir -p dist/run && cp -r tests dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
+	mkdir -p dist/run && cp -r tests pyproject.toml dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
 		&& ../../.venv-wheel/bin/python -m pytest -q tests/test_optimizer.py tests/test_storage.py tests/test_checkpoint.py
 
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt

@@ -22,13 +22,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "torchax.json"
 PAGE = ROOT / "docs" / "torchax.md"
 SIDES = "maskbridge", "torchax"
 SAMPLES = 3  # of an operator
 PACKAGES = "torch", "jax", "torchax", "transformers", "diffusers"
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "clients")]  # the runner of the operators and the models
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "clients")]  # the runner of the operators and the models
 
 
 def torchax_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ def page(results: dict[str, Any]) -> str:
         "## Operators",
         "",
         f"Operators of torch's own test database with samples in float32, at most some {SAMPLES} samples each: values, shapes, dtypes and",
-        "gradients (`tests/operator_runs.py`). An operator is right if all its samples are.",
+        "gradients (`tests/support/operator_runs.py`). An operator is right if all its samples are.",
         "",
         *table_of(results, state_of, names),
         "",

@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 
 # Before jax starts: tests run on the CPU unless they are told otherwise, and every implicit promotion is an error.
 os.environ.setdefault("JAX_PLATFORMS", "" if os.environ.get("MASKBRIDGE_TEST_GPU") else "cpu")
@@ -13,25 +14,33 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "examples op_db pieces benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
-LONG += " optim_db at_once prepare_again threads damaged_checkpoints tuple_hyperparams views_keep_their_memory joint distributions tiles"
-LONG += " cost_baseline groups_added_later state_of_the_user optax_optimizer transforms optimizer"
+LONG = "repository/examples op_db pieces repository/benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
+LONG += " optim_db at_once contract/prepare_again contract/threads contract/damaged_checkpoints"
+LONG += " contract/tuple_hyperparams contract/views_keep_their_memory joint distributions tiles"
+LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
-QUICK = "as_torch autograd_function bad_input beginning calm compat dlpack docs gpu known_values lr_scale masks one_type openmp"
-QUICK += " packs_storage presets project protocol report resize rules sight split state_scalars step storage torch_losses_more torch_names"
-QUICK += " torch_order torch_scatter tree trees widths contract_imports"
-CHECKED = {f"test_{name}" for name in QUICK.split()}
+QUICK = "as_torch autograd_function bad_input beginning calm compat dlpack repository/docs gpu known_values lr_scale masks one_type openmp"
+QUICK += " packs_storage presets repository/project protocol report resize rules sight split state_scalars step storage"
+QUICK += " torch_losses_more torch_names"
+QUICK += " torch_order torch_scatter tree trees widths repository/contract_imports"
+CHECKED = set(QUICK.split())
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and elementwise updates move the same bytes (test_step.py). Numbers are compared with those of others from the code that
 # users run in zoo, optim_db, optimizer, precision and more.
 HASTY = "masked masked_optax transforms sight state_scalars stored resize report presets protocol lr_scale"
-HASTY += " analysis at_once borrowed checked checkpoint closure doctor edges ema engine held joint_packs loop operands"
+HASTY += " analysis at_once borrowed checked checkpoint closure doctor contract/edges ema engine held joint_packs loop operands"
 HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
 # The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
 REAL = {
     f"test_{name}" for name in ["compilation_cache", "cost_baseline", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]
 }
-EASY = {f"test_{name}" for name in HASTY.split()}
+EASY = set(HASTY.split())
+
+
+def name_of(path):
+    """The path of a test file below this folder, without `test_` and the suffix."""
+    path = path.relative_to(Path(__file__).parent)
+    return (path.parent / path.stem.removeprefix("test_")).as_posix()
 
 
 def pytest_configure(config):
@@ -42,11 +51,11 @@ def pytest_collection_modifyitems(config, items):
     if "nightly" not in config.option.markexpr:  # `-m "not slow"` too; `make nightly` asks for them
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    rank = {f"test_{name}": i for i, name in enumerate(LONG.split())}
+    rank = {name: i for i, name in enumerate(LONG.split())}
     for item in items:
-        if item.path.stem not in CHECKED:
+        if name_of(item.path) not in CHECKED:
             item.add_marker("slow")
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    items.sort(key=lambda item: rank.get(name_of(item.path), len(rank)))
 
 
 def pytest_collection_finish():
@@ -73,17 +82,17 @@ def hasty_code(monkeypatch):
     """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
     import hasty
 
-    from bridge import train
+    from bridge import flags, train
 
-    asked = train.of_training
+    asked = flags.of_training
     monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | hasty.EFFORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _hasty_updates(request):
     """In the files named for it LLVM optimizes nothing of updates, and none of their programs serves another file."""
-    in_contract = request.path.parent.name == "contract" and request.path.stem not in REAL
-    if not in_contract and request.path.stem not in EASY:
+    in_contract = request.path.parent.name == "contract" and name_of(request.path) not in REAL
+    if not in_contract and name_of(request.path) not in EASY:
         yield
         return
     import hasty

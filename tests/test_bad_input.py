@@ -7,7 +7,7 @@ import torch
 from oracles import random_grads, random_params, set_grads
 
 import torch_api
-from bridge import rules
+from bridge import leafwise, rules
 
 
 def model():
@@ -90,7 +90,7 @@ CONSTRUCTION = {
         "tx is 'adam'; expected an optax transformation",
     ),
     "decay_mask without decay": (
-        lambda: torch_api.OptaxOptimizer([P], rules.Rule(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
+        lambda: torch_api.OptaxOptimizer([P], leafwise.Rule(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
         ValueError,
         "decay_mask is given, but this rule has no weight_decay",
     ),

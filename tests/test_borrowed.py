@@ -11,7 +11,7 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge import borrowed, queries, storage, whole
+from bridge import borrowed, dlpack, queries, whole
 from bridge._compat.torch import storage_holders
 from bridge.borrowed import Borrowed
 from bridge.windows import Window
@@ -20,7 +20,7 @@ from bridge.windows import Window
 @pytest.fixture
 def imports(monkeypatch):
     seen = []
-    monkeypatch.setattr(borrowed, "to_jax", lambda x, real=borrowed.to_jax: seen.append(x.data_ptr()) or real(x))
+    monkeypatch.setattr(borrowed, "to_jax", lambda x, real=dlpack.to_jax: seen.append(x.data_ptr()) or real(x))
     return seen
 
 
@@ -105,7 +105,7 @@ def test_dimensions_come_in_the_order_given(imports):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool, torch.int32], ids=str)
 def test_a_window_is_a_storage_of_its_own_bytes(dtype):
     whole_ = torch.arange(64).to(dtype)
-    window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), storage.numpy_dtype(dtype), whole_.device)
+    window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), dlpack.numpy_dtype(dtype), whole_.device)
     view = window.tensor()
     assert view.dtype is dtype
     assert view.untyped_storage().nbytes() == 3 * dtype.itemsize

@@ -13,7 +13,7 @@ import torch
 from oracles import random_params
 
 import torch_api
-from bridge import programs, step, storage, tiles
+from bridge import lanes, programs, step, storage, tiles
 from bridge.pieces import Piece
 from torch_api import launches
 
@@ -117,7 +117,7 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
             return found
 
         monkeypatch.setattr(step._Flight, "__enter__", enter)
-        monkeypatch.setattr(step.lanes, "choose", broken)
+        monkeypatch.setattr(lanes, "choose", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         optimizer.step()
     monkeypatch.undo()

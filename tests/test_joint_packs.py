@@ -13,9 +13,8 @@ from oracles import CLOSE, clones, movement_error, random_grads, random_params, 
 from packing import by_themselves, near, packed, run, slots, two_sets
 
 import torch_api
-from bridge import analysis, joint, programs, side_by_side
+from bridge import analysis, joint, programs, rest, side_by_side
 from torch_api import packs
-from torch_api import rows as torch_rows
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 # Matrices, vectors, and matrices of as many elements as the vectors; rows that would be padded; a large leaf; one whose kind is rare.
@@ -39,7 +38,7 @@ def test_twenty_steps_equal_optax(name):
 @pytest.mark.parametrize("name", ["clip, adafactor", "two leaves", "rows", "sums"])
 def test_leaves_that_turn_out_to_be_different_are_updated_by_themselves(name, monkeypatch):
     """What was found out before of where they may lie, from another trace, decides of speed alone."""
-    monkeypatch.setattr(torch_rows.analysis, "kinds", lambda problem, extra: (0,) * len(problem.specs))
+    monkeypatch.setattr(analysis, "kinds", lambda problem, extra: (0,) * len(problem.specs))
     params = random_params(shapes=SHAPES[4:])
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
     packed(moved(TRANSFORMATIONS[name](), params, grads), 8)
@@ -47,7 +46,7 @@ def test_leaves_that_turn_out_to_be_different_are_updated_by_themselves(name, mo
 
 
 def test_a_callback_sees_the_leaves_of_packs(monkeypatch):
-    monkeypatch.setattr(torch_rows.analysis, "kinds", lambda problem, extra: (0,) * len(problem.specs))
+    monkeypatch.setattr(analysis, "kinds", lambda problem, extra: (0,) * len(problem.specs))
     seen = []
 
     def update(updates, state, params=None):
@@ -130,8 +129,8 @@ def test_long_programs_are_looked_at_once(monkeypatch):
         return jax.tree.map(of, updates), state
 
     calls = []
-    of = analysis.Rest.of
-    monkeypatch.setattr(analysis.Rest, "of", staticmethod(lambda *given: calls.append(None) or of(*given)))
+    of = rest.Rest.of
+    monkeypatch.setattr(rest.Rest, "of", staticmethod(lambda *given: calls.append(None) or of(*given)))
     params = random_params(shapes=[(16, 16)] * 4)
     torch_api.OptaxOptimizer(params, optax.GradientTransformation(lambda params: optax.EmptyState(), update))
     assert 4 <= len(calls) < 200
@@ -170,7 +169,7 @@ def test_numbers_of_their_own_are_those_of_each_row(monkeypatch):
 
     expected = wanted()
     assert max(map(movement_error, ours(), expected, start)) < 3 * CLOSE
-    columns = joint.columns_of
+    columns = side_by_side.columns_of
     first = lambda flat, rows, numbers, values, count: columns(flat, rows[:1], numbers[:1], values, count)  # noqa: E731
     monkeypatch.setattr(joint, "columns_of", first)
     monkeypatch.setattr(programs, "_programs", {})

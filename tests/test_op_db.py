@@ -100,10 +100,11 @@ def test_a_wrong_operator_is_caught(monkeypatch):
 
 # ------------------------------------------------------------------ the page
 
-PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
+PAGE = Path(__file__).parents[1] / "docs" / "operators.md"
 HEAD = f"""# Operators of traced torch code
 
-Written by `make docs` from `tests/operator_table.py` and torch's own database of operators; `tests/test_op_db.py` runs each and asserts
+Written by `make docs` from `tests/support/operator_table.py` and torch's own database of operators; `tests/test_op_db.py` runs each and
+asserts
 what stands here: values, shapes, dtypes and gradients of a program of `jax.jit` beside eager torch {torch.__version__.partition("+")[0]}.
 
 `forward` and `gradient` list the dtypes of the database's samples ({", ".join(DTYPES)}) in which

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 
 import jax
 import jax.numpy as jnp
@@ -10,112 +9,38 @@ import numpy as np
 import optax
 import pytest
 import torch
-from oracles import CLOSE, movement_error
+from optax_cases import (
+    SHAPES,
+    STEPS,
+    as_jax,
+    as_torch,
+    compiled,
+    draw,
+    draw_grads,
+    errors,
+    nest,
+    pure,
+    run,
+    same,
+    saved,
+    snap,
+    states,
+    twin,
+)
+from oracles import CLOSE
 
 import bridge
 import torch_api
 from bridge.dlpack import x64
 
-SHAPES = {"a.weight": (4, 3), "a.bias": (3,), "b.weight": (3, 3), "s": ()}
 PREFIX = {"a": True, "b": False, "s": True}
-STEPS = 20
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
-def draw(shapes=SHAPES, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return {k: torch.nn.Parameter((torch.randn(v, generator=g) * 0.3).to(dtype)) for k, v in shapes.items()}
-
-
-def draw_grads(params, steps=STEPS, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    return [{k: torch.randn(p.shape, generator=g).to(p.dtype) for k, p in params.items()} for _ in range(steps)]
-
-
-def nest(named):
-    tree = {}
-    for name, value in named.items():
-        *path, last = name.split(".")
-        at = tree
-        for key in path:
-            at = at.setdefault(key, {})
-        at[last] = value
-    return tree
-
-
-def unnest(tree, prefix=""):
-    out = {}
-    for key, value in tree.items():
-        out |= unnest(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
-
-
-def as_jax(named):
-    return nest({k: jnp.asarray(v.detach().numpy().copy()) for k, v in named.items()})
-
-
-def as_torch(tree):
-    return {k: torch.tensor(np.asarray(v)) for k, v in unnest(tree).items()}
-
-
-def pure(tx, start, grads, **extra):
-    """Where the same transformation ends in pure JAX, and its state."""
-    tree, tx = as_jax(start), optax.with_extra_args_support(tx)
-    state, update = tx.init(tree), jax.jit(lambda g, s, p: tx.update(g, s, p, **extra))
-    for g in grads:
-        updates, state = update(as_jax(g), state, tree)
-        tree = optax.apply_updates(tree, updates)
-    return as_torch(tree), state
-
-
-def run(opt, params, grads, **extra):
-    for given in grads:
-        for name, p in params.items():
-            p.grad = None if given.get(name) is None else given[name].clone(memory_format=torch.preserve_format)
-        opt.step(**extra)
-
-
-def snap(params):
-    return {k: p.detach().clone() for k, p in params.items()}
-
-
-def twin(params, order=list):
-    return {k: torch.nn.Parameter(params[k].detach().clone()) for k in order(params)}
-
-
-def states(opt, params):
-    return {(k, f): torch.as_tensor(v).clone() for k, p in params.items() for f, v in opt.state.get(p, {}).items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def make(params, tx, **options):
     return torch_api.OptaxOptimizer(list(params.items()), tx, **options)
-
-
-def compiled():
-    return bridge.compilations(), bridge.traces()
-
-
-def saved(opt):
-    """The state_dict after a way through a file that may hold tensors only."""
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def errors(ours, theirs, start):
-    """Per parameter the error over the movement; what must not move counts fully."""
-    out = {}
-    for k in ours:
-        still = torch.equal(theirs[k], start[k])
-        out[k] = float(not torch.equal(ours[k], start[k])) if still else movement_error(ours[k], theirs[k], start[k])
-    return out
 
 
 def matrices(tree):

@@ -573,7 +573,7 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 def moved(optimizer):
     paths = jax.tree_util.tree_leaves_with_path(optimizer.target)
-    return {bridge.optim.path_name(path): round(1 - float(leaf.ravel()[0]), 5) for path, leaf in paths if float(leaf.ravel()[0]) != 1}
+    return {bridge.masks.path_name(path): round(1 - float(leaf.ravel()[0]), 5) for path, leaf in paths if float(leaf.ravel()[0]) != 1}
 
 
 SELECTORS = {
@@ -887,7 +887,7 @@ print(json.dumps(out))
 def replicas():
     """What the script measured on 8 simulated devices, in a process of its own: jax fixes their number when it starts."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[1])
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run([sys.executable, "-W", "error", "-c", REPLICAS], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

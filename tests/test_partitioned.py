@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
+from optax_cases import compiled, draw, draw_grads, errors, pure, run, same, saved, snap, states, twin
 from oracles import CLOSE, movement_error
-from test_optax_optimizer import compiled, draw, draw_grads, errors, pure, run, same, saved, snap, states, twin
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import bridge

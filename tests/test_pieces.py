@@ -13,7 +13,8 @@ from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, moves_of_scal
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
 
 import torch_api
-from bridge import joint, pieces, programs, side_by_side, split, step, tiles
+from bridge import joint, pieces, programs, side_by_side, split, tiles
+from bridge import update as step
 from bridge.pieces import Pieces
 from torch_api import packs
 

@@ -13,7 +13,7 @@ from jaxprs import operations
 from torch import nn
 
 import torch_api
-from bridge import fusion, products, train, update
+from bridge import fusion, leaf_update, products, train, update
 from bridge.dlpack import x64
 from bridge.queries import properties_of
 
@@ -203,7 +203,7 @@ def test_no_donated_leaf_is_copied(monkeypatch):
 @pytest.mark.skipif(not fusion.requested(), reason="no fusion to leave out")
 def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
     asked = []
-    passes_of = update.passes_of
+    passes_of = leaf_update.passes_of
     monkeypatch.setattr(update, "passes_of", lambda *given: asked.append((given[-1], passes_of(*given))) or asked[-1][1])
     assert copies_of_donated() == 0
     assert {fused for fused, _ in asked} == {False}

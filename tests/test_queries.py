@@ -196,9 +196,9 @@ def test_a_train_step_through_a_loop_that_is_computed_again_trains_as_torch_does
 @pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="another jaxlib may know barriers in such loops")
 def test_without_the_option_that_train_step_fails():
     script = """
-        from bridge import train
-        found = train.properties_of
-        train.properties_of = lambda jaxpr: found(jaxpr)._replace(has_barrier_in_loop=False)
+        from bridge import queries
+        found = queries.properties_of
+        queries.properties_of = lambda jaxpr: found(jaxpr)._replace(has_barrier_in_loop=False)
         import test_queries
         test_queries.losses()
     """

@@ -14,7 +14,7 @@ from jaxprs import operations
 from torch import nn
 
 import torch_api
-from bridge import readers, train
+from bridge import classify, readers, train
 
 X, W = np.linspace(-1, 1, 64 * 32, dtype=np.float32).reshape(64, 32), np.ones((32, 8), np.float32)
 IMAGES, KERNEL = np.linspace(-1, 1, 2 * 8 * 8 * 16, dtype=np.float32).reshape(2, 16, 8, 8), np.ones((4, 16, 3, 3), np.float32)
@@ -168,7 +168,7 @@ def joins():
 
 def test_the_gradient_of_parts_is_joined_once_for_bias_and_weight(monkeypatch):
     assert joins() == 1
-    monkeypatch.setattr(readers, "_MADE_AGAIN", readers.ELEMENTWISE)
+    monkeypatch.setattr(readers, "_MADE_AGAIN", classify.ELEMENTWISE)
     assert joins() == 2
 
 

@@ -8,10 +8,10 @@ from oracles import FUSES, clones, movement_error
 
 import bridge
 import torch_api
-from bridge import reading
+from bridge import lanes, pieces, reading, scattered
 from bridge.dlpack import x64
 
-pytestmark = pytest.mark.skipif(not reading.SUPPORTED, reason="for Linux on x86-64")
+pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="for Linux on x86-64")
 SIZES = [reading.PART, reading.PART + 1, 100_000, 2_000_003, 3 * reading.PART, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}
@@ -148,10 +148,10 @@ def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
     assert max(map(movement_error, params, plain, start)) < 1e-5
     read = reading._Kind.shares
     monkeypatch.setattr(reading._Kind, "shares", lambda self, grads: read(self, grads)[:1])
-    monkeypatch.setattr(reading.lanes, "CORES", 2)
+    monkeypatch.setattr(lanes, "CORES", 2)
     monkeypatch.setattr(reading, "_LEAST", 1 << 19)
     train(half, 20, sgd(half).step)
-    if reading.lanes.SEVERAL:
+    if lanes.SEVERAL:
         assert max(map(movement_error, half, plain, start)) > 1e-2
 
 
@@ -159,7 +159,7 @@ def test_each_set_of_gradients_is_read_by_the_same_programs(monkeypatch):
     params = parameters()
     optimizer = ours(params)
     train(params, 2, optimizer.step)
-    monkeypatch.setattr(reading.Piece, "__init__", lambda *_: pytest.fail("another program"))
+    monkeypatch.setattr(pieces.Piece, "__init__", lambda *_: pytest.fail("another program"))
     assert {reading.piece("float32", True, False, CPU)} == {kind.piece for kind in launches(optimizer)[0].reader._kinds}
     monkeypatch.undo()
     for live in ({0, 1, 2}, {1, 3}, {2, 4, 5}):

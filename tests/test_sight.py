@@ -9,11 +9,12 @@ from packing import near
 
 import bridge
 import torch_api
+from bridge._compat import torch as sight_torch
 from bridge._compat.torch import no_guard
 from torch_api import sight
 
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
-WAYS = {"guards": sight.guard, "leaf by leaf": no_guard}
+WAYS = {"guards": sight_torch.guard, "leaf by leaf": no_guard}
 
 
 @pytest.fixture(autouse=True, params=WAYS)

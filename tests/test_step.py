@@ -15,9 +15,10 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, fusion, programs
+from bridge import flags, fusion, pieces, programs
+from bridge import loops as programs_loops
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 CPU_INFO = Path("/proc/cpuinfo")
 fused_loops = pytest.mark.skipif(not fusion.requested(), reason="the environment asks for other CPU code")
 
@@ -302,7 +303,7 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
     """LAMB stores an update of the leaf's size between its loops: in XLA's own order those of all leaves are there at once."""
     shapes = [(300, 300 + i) for i in range(8)]
     needed = {}
-    for name, options in (("ours", programs.of_update), ("XLA's", lambda device: {})):
+    for name, options in (("ours", flags.of_update), ("XLA's", lambda device: {})):
         monkeypatch.setattr(programs, "of_update", options)
         monkeypatch.setattr(programs, "_programs", {})
         params = random_params(shapes=shapes)
@@ -317,7 +318,7 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
-    order, piece, count, one = dict(flags._first_known(flags._ORDERS)), programs.Piece, 18, 4 * 60_000
+    order, piece, count, one = dict(flags._first_known(flags._ORDERS)), pieces.Piece, 18, 4 * 60_000
 
     def compiled(optimizer_class, count, **arguments):
         """Whether all is asked for in the order of least memory, and the bytes that XLA stores in between."""
@@ -333,7 +334,7 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
 
     assert order
     for found in (compiled(torch_api.MaskedAdamW, count), compiled(torch_api.MaskedRAdam, count, max_grad_norm=1.0)):
-        assert found[0] is not programs.several_results()  # where XLA stores an array of each loop, the order of least memory stays
+        assert found[0] is not programs_loops.several_results()  # where XLA stores an array of each loop, the order of least memory stays
         assert found[1] < 4 * one
     assert compiled(torch_api.MaskedAdamW, count - 2)[0]
     in_order, needed = compiled(torch_api.MaskedLamb, count)

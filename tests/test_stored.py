@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bridge
-from bridge import attention, stored
+from bridge import attention, stored, trace
 from bridge.dlpack import x64
 
 KINDS = ["plain", "causal", "bool", "dead row", "float", "dead float", "scale", "broadcast"]
@@ -173,7 +173,7 @@ def test_integers_and_other_devices_have_no_barriers(monkeypatch):
     barriers = lambda x: str(jax.make_jaxpr(lambda x: stored.gradient_once(stored.once(x)))(x)).count("barrier")  # noqa: E731
     assert barriers(jnp.arange(3)) == 0
     assert barriers(jnp.ones(3)) > 0
-    monkeypatch.setattr(stored.TRACE, "device", torch.device("cuda"))
+    monkeypatch.setattr(trace.TRACE, "device", torch.device("cuda"))
     assert barriers(jnp.ones(3)) == 0
 
 

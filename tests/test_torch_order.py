@@ -6,22 +6,10 @@ import numpy as np
 import pytest
 import torch
 from bad_inputs_modules import Applies
-from traced_oracle import compare
+from traced_oracle import compare, same
 
 import bridge
 from bridge import torch_order
-from bridge.dlpack import x64
-
-
-def same(function, *inputs):
-    """Values, dtypes and shapes are torch's, also under jit."""
-    with x64():
-        found = jax.jit(lambda xs: bridge.module_function(Applies(function))({}, *xs))(bridge.to_jax(inputs))
-        expected = function(*inputs)
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-            assert (ours.shape, str(ours.dtype)) == (tuple(theirs.shape), str(theirs.dtype).removeprefix("torch."))
-
 
 INTEGERS = torch.tensor([[5, 2, 9], [4, 4, 1]])
 MISSING = torch.tensor([1.0, torch.nan, 3.0, torch.nan, 2.0])

@@ -9,9 +9,9 @@ import optax
 import pytest
 import torch
 from oracles import movement_error
-from test_train_step_parts import adamw, assert_moved_alike, batches, mlp, mse
 from torch import nn
 from torch.nn import functional as F
+from train_steps import adamw, assert_moved_alike, batches, mlp, mse
 
 import bridge
 import torch_api

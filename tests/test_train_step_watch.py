@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_train_step_parts import adamw, assert_moved_alike
 from torch import nn
 from torch.nn import functional as F
+from train_steps import adamw, assert_moved_alike
 
 import bridge
 import torch_api

@@ -17,7 +17,7 @@ from oracles import CLOSE
 import bridge
 import torch_api
 
-TABLE = Path(__file__).parent.parent / "docs" / "optimizers.md"
+TABLE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 NAMES = sorted(zoo.ENTRIES)
 WITH_FACTORY = [name for name in NAMES if zoo.ENTRIES[name].factory is not None]
 pytestmark = [

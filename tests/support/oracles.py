@@ -115,7 +115,7 @@ FUSES = pytest.mark.skipif(
 
 def project_frames(call):
     """(file, function) of each call into this project's packages that `call()` makes."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     packages = str(root / "bridge"), str(root / "torch_api")
     frames = []
 

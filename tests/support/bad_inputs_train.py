@@ -1,4 +1,4 @@
-"""Bad inputs of the train step, as data. tests/test_errors.py runs them."""
+"""Bad inputs of the train step, as data. tests/repository/test_errors.py runs them."""
 
 import copy
 from collections import UserDict
@@ -12,6 +12,7 @@ from bad_inputs import Bad, without_memory
 from torch.nn import functional as F
 
 from torch_api import JaxTrainStep, MaskedAdamW, train_parts
+from torch_api import watch as train_parts_watch
 
 X, Y = torch.randn(5, 4), torch.randn(5, 2)
 
@@ -107,7 +108,7 @@ def with_nan(train_step):
 def sharded(net):
     optimizer = adamw(net)
     optimizer._active[0].layout = SimpleNamespace()
-    watch = train_parts.Watch(net)
+    watch = train_parts_watch.Watch(net)
     train_parts.check_fit(watch, optimizer)
 
 

@@ -16,7 +16,7 @@ import optax
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "torch_api")
 PAGE = ROOT / "docs" / "errors.md"
 TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE | bad_inputs_modules.TABLE | bad_inputs_train.TABLE
@@ -159,7 +159,7 @@ def test_every_raise_is_provoked(provoked):
 
 HEAD = """# Bad inputs and what is said of them
 
-Written by `make docs` from `tests/bad_inputs*.py`; `tests/test_errors.py` provokes each, asserts this
+Written by `make docs` from `tests/support/bad_inputs*.py`; `tests/repository/test_errors.py` provokes each, asserts this
 text, and that parameters and state are as before the call. It also asserts that every `raise` of the packages is here, but for those
 that need several devices. Names, shapes and lists of known names are those of the example; where a function was traced, which jax
 adds, is left out.

@@ -1,4 +1,4 @@
-"""Bad inputs of the JAX side and of the bridge between, as data. tests/test_errors.py runs them."""
+"""Bad inputs of the JAX side and of the bridge between, as data. tests/repository/test_errors.py runs them."""
 
 from collections import UserDict
 from types import SimpleNamespace

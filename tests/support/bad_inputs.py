@@ -1,4 +1,4 @@
-"""Bad inputs of the torch side, as data: what is given, and the call that must refuse it. tests/test_errors.py runs them."""
+"""Bad inputs of the torch side, as data: what is given, and the call that must refuse it. tests/repository/test_errors.py runs them."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Bad inputs of modules as functions, as data. tests/test_errors.py runs them."""
+"""Bad inputs of modules as functions, as data. tests/repository/test_errors.py runs them."""
 
 import jax
 import jax.numpy as jnp

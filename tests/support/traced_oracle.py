@@ -7,6 +7,7 @@ from bad_inputs_modules import Applies
 from oracles import jitted
 
 import bridge
+from bridge.dlpack import x64
 
 
 def compare(function, *inputs, tol=1e-4):
@@ -26,3 +27,13 @@ def compare(function, *inputs, tol=1e-4):
     np.testing.assert_allclose(found, out.detach(), rtol=tol, atol=tol / 5)
     for ours, theirs in zip(slopes, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=tol, atol=tol / 5)
+
+
+def same(function, *inputs):
+    """Values, dtypes and shapes are torch's, also under jit."""
+    with x64():
+        found = jax.jit(lambda xs: bridge.module_function(Applies(function))({}, *xs))(bridge.to_jax(inputs))
+        expected = function(*inputs)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+            assert (ours.shape, str(ours.dtype)) == (tuple(theirs.shape), str(theirs.dtype).removeprefix("torch."))

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 @pytest.fixture(scope="module")
 def pipelines():
-    folder = str(Path(__file__).parent.parent / "benchmarks")
+    folder = str(Path(__file__).parents[2] / "benchmarks")
     sys.path.insert(0, folder)
     try:
         import common

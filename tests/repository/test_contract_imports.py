@@ -17,7 +17,7 @@ import bridge.matrix_rules
 import bridge.rules
 import torch_api
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 CONTRACT = sorted((TESTS / "contract").rglob("*.py"))
 PUBLIC = {"bridge": bridge, "torch_api": torch_api, "bridge.rules": bridge.rules, "bridge.matrix_rules": bridge.matrix_rules}
 # The only file that may read private modules for contract tests: it counts bytes and executables, with the thresholds of 2 cores.
@@ -157,8 +157,8 @@ def test_a_private_name_is_found(tmp_path, text, found):
 @pytest.mark.parametrize(
     "text",
     [
-        "import bridge, torch_api\nbridge.__file__\ntorch_api.MaskedAdamW([]).report()\nbridge.rules.adamw\n",
-        "from bridge import module_tree\nfrom bridge.rules import adamw\nfrom torch_api import JaxTrainStep as Step\n",
+        "import bridge, torch_api\nbridge.__file__\ntorch_api.MaskedAdamW([]).report()\nbridge.rules.adam\n",
+        "from bridge import module_tree\nfrom bridge.rules import adam\nfrom torch_api import JaxTrainStep as Step\n",
         "import bridge.matrix_rules as m\nm.muon\nimport jax, torch\ntorch.nn.Linear\n'bridge.Adam'\n'import nothing'\n",
     ],
 )

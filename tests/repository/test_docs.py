@@ -15,7 +15,7 @@ import torch
 import bridge
 import torch_api
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "migrating.md"
 pytestmark = pytest.mark.slow
 
