@@ -64,7 +64,7 @@ def operators(side: str) -> dict[str, dict[str, Any]]:
     """What came of each operator: counts by result, and the first error of each kind."""
     from tqdm import tqdm
 
-    from bridge.dlpack import x64
+    from bridge._process import x64
 
     runs, table = import_module("operator_runs"), import_module("operator_table")
     found = {}
@@ -106,7 +106,7 @@ def of_model(side: str, model: Any, batch: dict[str, Any]) -> tuple[float, dict[
     import torch
 
     import bridge
-    from bridge.tree import unnest
+    from bridge._names import unnest
 
     loss_of = import_module("test_models").loss_of
     given = {name: bridge.to_jax(x, copy=True) for name, x in batch.items()}

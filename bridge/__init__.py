@@ -1,13 +1,14 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
+from ._names import tied_names
 from .doctor import doctor
 from .functions import jax_function
 from .handover import load_module_tree, to_jax, to_torch
 from .modules import module_function
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
-from .step import compilations, traces
+from .programs import compilations
 from .transforms import (
     EmptyState,
     GradientTransformation,
@@ -29,7 +30,8 @@ from .transforms import (
     tree_map_params,
     with_extra_args_support,
 )
-from .tree import module_buffers, module_tree, resolve_labels, resolve_mask, tied_names, write_buffers
+from .tree import module_buffers, module_tree, resolve_labels, resolve_mask, write_buffers
+from .update import traces
 
 __all__ = [
     "LAMB",

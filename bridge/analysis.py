@@ -19,11 +19,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from ._names import Path
+from ._process import x64
 from .classify import ELEMENTWISE
-from .dlpack import x64
 from .evaluate import Arrays, begin, evaluate
 from .flat import Flat
-from .problem import Extra, Field, Path, Problem, Row, Same, Spec, buffer_shape, layout
+from .problem import Extra, Field, Problem, Row, Same, Spec, buffer_shape, layout
 from .queries import properties_of
 from .rest import Rest, known
 from .whole import Shapeless, constant_text, inlined, kind_text, numbers_of, params_text, slice_of, slices, traced

@@ -12,8 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from . import storage
-from .calm import default_settings
-from .dlpack import x64
+from ._process import default_settings, x64
 from .evaluate import Arrays, begin, buffered
 from .problem import Problem, buffer_shape, layout, unflatten
 from .whole import inlined, numbers_of, slice_of

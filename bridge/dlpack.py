@@ -24,8 +24,9 @@ from jax.core import Tracer
 
 from ._compat.jax import array_from_capsule, capsule_from_array
 from ._compat.torch import tensor_from_capsule
+from ._names import path_name
+from ._process import x64
 from .backing import shortage, storage_of
-from .masks import path_name
 
 # jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign), and a program on a GPU
 # an argument below the second (xla/service/gpu/buffer_allocations, kEntryParameterAlignBytes).
@@ -36,14 +37,6 @@ EXTENSION_DTYPES = {
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
 }
-
-
-X64: Any = jax.enable_x64  # without a call of ours, for a warm step
-
-
-def x64(on: bool = True) -> Any:
-    """A context in which jax keeps 64-bit types, or does not; local to the thread, never the global flag."""
-    return X64(on)
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:

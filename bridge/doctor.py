@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ._process import was_forked
 from .facts import Facts, gather
 from .fusion import FUSION_FLAG, SWITCH
-from .step import was_forked
 
 # As pyproject.toml has them: at least, and below.
 BOUNDS = {

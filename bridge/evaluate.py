@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .dlpack import x64
+from ._process import x64
 from .precision import AVERAGE, KEY, MASTER, nearest, stochastic_round
 from .problem import GRADIENTS, Field, Layout, Problem, Row, buffer_shape, flatten, layout, lift, lower, times, unflatten
 

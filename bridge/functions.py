@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 import weakref
@@ -16,33 +15,24 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from ._compat.jax import client_started
+from . import _process
 from ._compat.python import code_of
 from ._compat.torch import apply_of, forward_level, functorch_is_active, is_legacy_batch
+from ._names import path_name
+from ._process import not_traced
+from ._process import x64 as scope
+from ._warnings import CompilationWarning, stack_level
 from .backing import first_short, shortage
 from .containers import holds
 from .dlpack import dense_order, device_of, numpy_dtype, to_jax
-from .dlpack import x64 as scope
-from .dynamo import not_traced
-from .masks import path_name
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
 from .trace import TRACE
 from .traced import Traced, as_array, as_traced
-from .warned import CompilationWarning, stack_level
 from .widths import is_wide, keeps, narrow
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _config: Any = jax.config
-_forked = False
-
-
-def _after_fork() -> None:
-    global _forked
-    _forked = client_started()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunction:
@@ -181,7 +171,7 @@ class JaxFunction:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _forked or TRACE.dispatch is not None or _transformed():
+        if _process._forked or TRACE.dispatch is not None or _transformed():
             return self._any(args, kwargs)
         tree, given = None, None if kwargs else plain(args)
         if given is None:
@@ -216,7 +206,7 @@ class JaxFunction:
 
     def _any(self, args: Any, kwargs: Any) -> Any:
         """A call with whatever arguments, under whatever transformation."""
-        if _forked:
+        if _process._forked:
             raise RuntimeError(
                 f"{self._title}: this process was forked after jax had started, and jax hangs in such a child. "
                 "Start it with 'spawn' (DataLoader: multiprocessing_context='spawn')."

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import torch
 
-from . import dlpack
+from . import _process, dlpack
+from ._names import mapping, near, nest, path_name, tied_names, unnest
 from .containers import holds
-from .masks import near, path_name
-from .tree import mapping, nest, tied_names, unnest
 
 
 def to_jax(tree: Any, copy: bool | None = False) -> Any:
@@ -77,7 +76,7 @@ def load_module_tree(module: torch.nn.Module, tree: Any) -> None:
     for name, p in params.items():
         if name not in given:
             raise ValueError(f"{what}: the tree has no {name!r}, of shape {tuple(p.shape)}. {near(name, given)}")
-    with dlpack.x64():
+    with _process.x64():
         arrays = {name: jax.numpy.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for name, x in given.items()}
     tensors = dlpack.to_torch(arrays, copy=None)
     for name, p in params.items():

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dlpack import x64
+from ._process import x64
 from .patches import while_tracing
 from .trace import TRACE
 from .widths import is_wide

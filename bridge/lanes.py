@@ -7,7 +7,6 @@ of scalars, waking the other cores, waiting for them. With several orders of exe
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from typing import Any
 
@@ -15,10 +14,9 @@ import jax
 import numpy as np
 
 from ._compat.jax import streams
-from .calm import calm
+from ._process import calm
 
 LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _stay(_: int) -> None:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from . import lanes
-from .calm import default_promotion, default_settings
+from . import _process
+from ._process import default_promotion, default_settings
 from .dlpack import cpu
 from .flags import of_barriers
 from .fusion import compiled
@@ -83,7 +83,7 @@ def is_ragged(size: int) -> bool:
     jaxlib 0.10.2 cuts a loop in parts: in two for two to four cores. Where the second is shorter it asks at each element whether it is
     past the end, and LLVM writes no vectors: AdamW took 5.4 to 6.2 times as long as torch's. Of three parts it does not.
     """
-    return 2 <= lanes.CORES <= 4 and size % 2 == 1 and size >= LARGE
+    return 2 <= _process.CORES <= 4 and size % 2 == 1 and size >= LARGE
 
 
 # ------------------------------------------------------------------ results of several types

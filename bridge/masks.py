@@ -6,7 +6,6 @@ A mask says True = optimized and False = frozen, everywhere in this project. opt
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 import inspect
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from ._names import near, path_name, without_wrappers
 from .backing import shortage
 
 Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
@@ -96,44 +96,6 @@ def reads_names(spec: Any) -> bool:
         pairs = all(isinstance(item, tuple) and len(item) == 2 for item in spec)
         return any(not isinstance(item[1], torch.nn.Parameter) and reads_names(item[0]) if pairs else reads_names(item) for item in spec)
     return not (spec is None or isinstance(spec, bool | np.bool_ | numbers.Real | torch.nn.Module) or _is_array(spec))
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
-    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-
-
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # of torch.compile, FSDP and activation checkpointing
-
-
-def without_wrappers(names: Sequence[str]) -> list[str]:
-    """The names as they are in the model without wrappers.
-
-    A first `module` (DistributedDataParallel, DataParallel, AveragedModel) counts as a wrapper's where all names have it.
-    """
-    split = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
-    while split and all(len(parts) > 1 and parts[0] == "module" for parts in split):
-        split = [parts[1:] for parts in split]
-    return [".".join(parts) or name for parts, name in zip(split, names, strict=True)]
-
-
-def near(text: str, names: Iterable[str]) -> str:
-    """The tail of an error about a name: the nearest known ones, or some of them."""
-    known = sorted(set(names))
-    return _question(text, known) or "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
-
-
-def near_and_all(text: str, names: Iterable[str]) -> str:
-    """The tail of an error about a name of which there are few: the nearest known ones, and all."""
-    known = sorted(set(names))
-    return f"{_question(text, known)} Known: {', '.join(known)}.".lstrip()
-
-
-def _question(text: str, known: Sequence[str]) -> str:
-    folded = {name.casefold(): name for name in known}
-    close = [folded[name] for name in difflib.get_close_matches(text.casefold(), folded, n=3, cutoff=0.5)]
-    below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
-    return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?" if below or close else ""
 
 
 def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) -> Decision:

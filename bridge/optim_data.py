@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .masks import near, path_name
+from ._names import near, path_name
 
 
 def one_learning_rate(title: str, learning_rate: Any, lr: Any) -> Any:

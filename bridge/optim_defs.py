@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .masks import path_name
+from ._names import path_name
 from .optim import OptimizerDef, OptimizerState
 from .optim_data import check_gradients, field_values, in_type, one_learning_rate, opposite, wide_type
 

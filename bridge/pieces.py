@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import lanes
 from ._compat.jax import cache_hits
+from ._process import x64
 from .classify import body_of
-from .dlpack import x64
 from .fusion import compiled
 from .tiles import in_tiles
 from .whole import kind_text, literal, params_text, slice_of

@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .calm import default_promotion
-from .dlpack import x64
-from .masks import path_name
+from ._names import Path, path_name
+from ._process import default_promotion, x64
 from .precision import BESIDE, NOTHING, Kept
 from .scalars import Scalar
 
-Path = tuple[str, ...]
 Signature = tuple[tuple[int, ...], str]  # of an array: shape and dtype
 GRADIENTS = object()  # stands for the tree of gradients among the extra arguments
 

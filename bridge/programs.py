@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from . import reading
-from .calm import default_promotion, default_settings
+from ._process import CORES, default_promotion, default_settings
 from .flags import in_any_order, of_barriers, of_update, on_one_core
 from .fusion import bytes_accessed, compiled
 from .inline import inline, loaded, serialized
-from .lanes import CORES
 from .loops import held, several_results
 from .meanwhile import meanwhile
 from .pieces import Piece, cut

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from .calm import calmed, default_settings, refuse_not_finite, undisturbed
-from .dlpack import X64, Views, operands, results, wait_for
+from ._process import X64, calmed, default_settings, refuse_not_finite, undisturbed
+from .dlpack import Views, operands, results, wait_for
 from .fusion import compiled
 from .plain import addresses_of
 from .residuals import IN_TORCH, crosses, reached, sources

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from . import lanes, openmp
-from .calm import default_promotion, default_settings
+from . import _process, lanes, openmp
+from ._process import default_promotion, default_settings
 from .dlpack import dense_order
 from .flags import of_update
 from .gradients import found_by
@@ -114,7 +114,7 @@ class Reader:
         """Begin to read, behind whatever this thread has asked jax for before; what will be found."""
         if openmp.pause:
             openmp.pause(openmp.SOFT)
-        after, (before, *others) = lanes.opened(np.zeros(1), self._device, lanes.CORES)
+        after, (before, *others) = lanes.opened(np.zeros(1), self._device, _process.CORES)
         try:
             for kind in self._kinds:
                 for order, share in zip(others, kind.shares(grads), strict=False):
@@ -151,7 +151,7 @@ class _Kind:
         self.copies: list[torch.Tensor] = []
         self._positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
         self._starts: list[int] = []
-        cores = max(1, min(lanes.CORES if lanes.SEVERAL else 1, int(sizes.sum()) // _LEAST))
+        cores = max(1, min(_process.CORES if lanes.SEVERAL else 1, int(sizes.sum()) // _LEAST))
         whole, ragged = sizes // PART, np.flatnonzero(sizes % PART)
         turns = int(whole.sum()) // (_PLACES * cores)
         count = turns * _PLACES * cores

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .dlpack import x64
+from ._process import x64
 
 
 class Scalar:

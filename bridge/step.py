@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, methodcaller
@@ -17,19 +16,16 @@ import jax
 import numpy as np
 import torch
 
-from . import lanes, openmp
-from ._compat.jax import client_started
+from . import _process, lanes, openmp
 from ._compat.torch import foreach_copy_
-from .calm import calmed, settings, undisturbed
+from ._process import X64, calmed, refuse_fork, settings, undisturbed
 from .cells import Cells
-from .dlpack import X64, behind_torch, wait_for
-from .fusion import request
-from .programs import Program, compilations, count_compilation, programs
+from .dlpack import behind_torch, wait_for
+from .programs import Program
 from .reading import Reader
 from .storage import Memory, leave_held, taken, write_back
-from .update import traces
 
-__all__ = ["Launch", "Outcome", "Program", "compilations", "count_compilation", "elsewhere", "programs", "run", "traces"]
+__all__ = ["Launch", "Outcome", "elsewhere", "run"]
 
 _elements, _calls_back, _read, _room = (
     attrgetter("program.elements"),
@@ -43,21 +39,6 @@ _memory, _address, _pointer, _is_deleted = (
     methodcaller("unsafe_buffer_pointer"),
     methodcaller("is_deleted"),
 )
-_forked = False
-
-
-def _after_fork() -> None:
-    global _forked
-    _forked = client_started()
-
-
-def was_forked() -> bool:
-    """Whether this process was forked from one in which jax had started."""
-    return _forked
-
-
-request()
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Launch(ABC):
@@ -151,7 +132,7 @@ def run(
         updates, int32; all of shape (1,).
       landed: gets each launch whose results are in the tensors, also where an error is raised.
     """
-    if _forked:
+    if _process._forked:
         refuse_fork()
     flight, skipped, side_by_side = _Flight(launches, landed), [], []
     flight.room, flight.may_fail = sum(map(_room, launches)), any(map(_calls_back, launches))
@@ -223,12 +204,6 @@ def _collected(launches: Sequence[Launch]) -> bool:
     """Collect the numbers of these launches; whether the stream of a GPU was then asked for anything that they read."""
     copies = [cells.collect() for launch in launches for cells in launch.scalars]
     return any(copies) or any(launch.rows or launch.mirrored for launch in launches)
-
-
-def refuse_fork() -> None:
-    """Raise in a process that was forked after jax had started."""
-    if _forked:
-        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")
 
 
 APART = 256  # bytes between two results in memory, at most
@@ -328,7 +303,7 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
 
 def flight(device: Any, launch: Launch, room: int, may_fail: bool, landed: list[Any]) -> _Flight:
     """The flight of one program that is no update alone; `room`: as of a launch; `may_fail`: while it runs; `landed`: as of `run`."""
-    if _forked:
+    if _process._forked:
         refuse_fork()
     alone = _Flight([launch], landed)
     alone.on_cpu, alone.room, alone.may_fail = device.platform == "cpu", room, may_fail

@@ -29,8 +29,8 @@ import torch
 
 from ._compat.jax import uncached_numpy
 from ._compat.torch import foreach_copy_, is_only_view, is_view, storage_holders
+from ._process import default_settings
 from .backing import shortage
-from .calm import default_settings
 from .dlpack import ALIGNMENT, cpu, dense_order, device_of, numpy_dtype, operands, results, to_jax
 from .ownership import is_owned
 from .windows import Window

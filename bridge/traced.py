@@ -17,7 +17,8 @@ from jax.core import Tracer
 
 from ._compat.torch import make_subclass
 from ._compat.torch2jax import is_torchish, torchish
-from .dlpack import EXTENSION_DTYPES, to_jax, x64
+from ._process import x64
+from .dlpack import EXTENSION_DTYPES, to_jax
 from .trace import TRACE, no_graph, value_needed, where_now
 from .widths import canonical
 from .writes import unnoticed, written_through

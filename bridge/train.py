@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from . import openmp, step
+from . import openmp, programs, step
 from ._compat.torch import foreach_copy_
-from .calm import calm, default_promotion, default_settings
+from ._names import path_name
+from ._process import calm, default_promotion, default_settings, x64
 from .cells import Number
-from .dlpack import behind_torch, operands, results, x64
+from .dlpack import behind_torch, operands, results
 from .flags import of_training
 from .fusion import bytes_accessed, compiled
 from .half_sums import summed_in_float32
 from .jax_calls import callbacks_in_32_bits, in_32_bits
-from .masks import path_name
 from .problem import Spec, flatten, unflatten
 from .products import arranged
 from .queries import properties_of, reachable_inputs
@@ -271,7 +271,7 @@ class Program:
             options = of_training(self.plan.device, properties)
             self.call: Any = compiled(traced.lower(), False, options)
         self.elements = bytes_accessed(self.call) / _ELEMENT
-        step.count_compilation()
+        programs.count_compilation()
 
     @property
     def bytes_accessed(self) -> float:

@@ -32,8 +32,9 @@ from optax import (
 )
 from optax.schedules import StatefulSchedule
 
+from ._names import near, path_name
 from .flax_states import known_to_flax
-from .masks import near, path_name, required_arguments
+from .masks import required_arguments
 from .tree import resolve_labels, resolve_mask
 
 __all__ = [

@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import torch
 
+from ._names import mapping, nest, path_name, unnest
 from .dlpack import to_jax, to_torch
-from .masks import Kind, Leaves, column, path_name
-
-
-def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Dotted names to the nested dict that jax users know: ('head.weight', w) -> {'head': {'weight': w}}.
-
-    Raises:
-      ValueError: a name is given twice, or is both a leaf and the prefix of another.
-    """
-    tree: dict[str, Any] = {}
-    for name, leaf in named:
-        *path, last = name.split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"{name!r} lies below {part!r}, which is a parameter itself; a nested dict cannot hold both.")
-        if last in node:
-            raise ValueError(f"the name {name!r} is given twice, or is also the prefix of another; names must be unique for a tree.")
-        node[last] = leaf
-    return tree
-
-
-def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nest`: a nested dict to a flat one by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= unnest(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def mapping(tree: Any, what: str, source: str) -> Mapping[str, Any]:
-    """The tree, which must be a nested dict as `source` gives it."""
-    if not isinstance(tree, Mapping):
-        raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source}(module) gives.")
-    return tree
+from .masks import Kind, Leaves, column
 
 
 def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str, Any]:
@@ -94,17 +57,6 @@ def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, buffer in own.items():
             buffer.copy_(to_torch(new[name].block_until_ready(), copy=None))
-
-
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Further name -> first name, for each parameter that the module holds under several names."""
-    first: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(param), name)
-        if known != name:
-            ties[name] = known
-    return ties
 
 
 def resolve_mask(spec: Any, params: Any) -> Any:

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import reading
+from ._names import Path
 from .analysis import in_parts
 from .at_once import signature as at_once
 from .gradients import along, consequences, found_in
 from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, passes_of, unless
 from .loops import LARGE
-from .problem import NO_EXTRA, Extra, Path, Problem, Row, Same, Signature, Spec
+from .problem import NO_EXTRA, Extra, Problem, Row, Same, Signature, Spec
 from .scattered import Scattered
 from .side_by_side import Slot
 from .split import Alike, for_each

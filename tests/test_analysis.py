@@ -10,8 +10,8 @@ import torch
 
 import torch_api
 from bridge import matrix_rules, rules
+from bridge._process import x64
 from bridge.analysis import in_parts, views
-from bridge.dlpack import x64
 from bridge.problem import NO_EXTRA, Row, Spec
 from bridge.scalars import Scalar
 

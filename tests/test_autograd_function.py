@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bridge
 import torch_api
-from bridge import autograd, patches
+from bridge import patches
+from bridge._compat import torch as autograd
 
 Function = torch.autograd.Function
 

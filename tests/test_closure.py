@@ -9,7 +9,7 @@ import torch
 from oracles import jitted
 
 import torch_api
-from bridge.dlpack import x64
+from bridge._process import x64
 from torch_api import arguments
 
 MATRIX = np.diag(np.linspace(1.0, 20.0, 6)) + 0.3

@@ -10,7 +10,7 @@ import torch
 from packing import ODD
 
 import bridge
-from bridge import dlpack
+from bridge import _process, dlpack
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -173,7 +173,7 @@ def test_operands_are_the_tensors_own_bytes():
 
 def test_the_x64_scope_is_local_to_the_thread():
     seen = []
-    with dlpack.x64():
+    with _process.x64():
         thread = threading.Thread(target=lambda: seen.append(jnp.zeros(1).dtype))
         thread.start()
         thread.join()

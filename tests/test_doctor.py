@@ -15,7 +15,7 @@ from bridge.doctor import BOUNDS, diagnosed
 from bridge.facts import Facts, gather
 from bridge.fusion import FUSION_FLAG
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 VERSIONS = {
     "jax": "0.10.2",
     "jaxlib": "0.10.2",
@@ -225,7 +225,7 @@ assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
 def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
     """Where no program can ask by itself, here by a hook of which jax knows nothing."""
     late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names; names.by_program = lambda: False"
-    late += "; bridge.fusion.by_program = bridge.facts.by_program = names.by_program; print(bridge.doctor())"
+    late += "; bridge._compat.jax.by_program = bridge._compat.jax.by_program = names.by_program; print(bridge.doctor())"
     done = run(["-c", late.format("import os; os.environ['MASKBRIDGE_XLA_FLAGS'] = '1'")])
     assert "jax had started before bridge was imported" in done.stdout
     done = run(["-c", late.format(f"import os; os.environ['XLA_FLAGS'] = '--xla_backend_extra_options={FUSION_FLAG}'")])

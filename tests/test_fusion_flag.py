@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from bridge import fusion
-from bridge._compat import jax as compat
+from bridge._compat import jax as fusion_jax
 from bridge.facts import _fuses
 
 # Gradients of many ways of indexing: what jaxlib 0.10.2 stumbles over when it looks for several results of one loop.
@@ -69,7 +69,7 @@ def test_programs_with_code_of_others_compile_without_the_flag(ended):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-FUSES = pytest.mark.skipif(not fusion.by_program(), reason="XLA writes each result from a loop of its own here")
+FUSES = pytest.mark.skipif(not fusion_jax.by_program(), reason="XLA writes each result from a loop of its own here")
 
 
 def lowered():
@@ -86,14 +86,14 @@ def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatc
     monkeypatch.delenv(fusion.SWITCH, raising=False)
     asks = "XLA_FLAGS" in os.environ and fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
     inside, beside = [], []
-    asked = compat._with_entry
+    asked = fusion_jax._with_entry
 
     def meanwhile(*options):
         thread = threading.Thread(target=lambda: beside.append(loops(lowered().compile())))
         thread.start(), thread.join()
         return asked(*options)
 
-    monkeypatch.setattr(compat, "_with_entry", meanwhile)
+    monkeypatch.setattr(fusion_jax, "_with_entry", meanwhile)
     inside.append(loops(fusion.compiled(lowered(), fused=True)))
     assert inside == [1]
     assert beside == [1 if asks else 2]
@@ -111,7 +111,7 @@ def test_a_failed_compilation_leaves_nothing_behind():
 
     with pytest.raises(RuntimeError, match="no"):
         fusion.compiled(Fails(), fused=True)
-    assert compat._asked.option is None
+    assert fusion_jax._asked.option is None
 
 
 @FUSES
@@ -132,13 +132,13 @@ def test_options_that_cannot_be_read_again_stay_as_they_are():
             return b""
 
     options = Options()
-    assert compat._with_entry(options, "a") is options
+    assert fusion_jax._with_entry(options, "a") is options
 
 
 def test_numbers_above_127_take_several_bytes():
     """300 and a field of 5000 bytes, by hand from the description of the encoding."""
-    assert compat._varint(300) == bytes([0b10101100, 0b00000010])
-    assert compat._field(500, bytes(5000))[:4] == bytes([0b10100010, 0b00011111, 0b10001000, 0b00100111])
+    assert fusion_jax._varint(300) == bytes([0b10101100, 0b00000010])
+    assert fusion_jax._field(500, bytes(5000))[:4] == bytes([0b10100010, 0b00011111, 0b10001000, 0b00100111])
 
 
 @pytest.mark.parametrize("missing", ["get_compile_options", "ParseFromString"])
@@ -149,15 +149,15 @@ def test_without_a_private_name_of_jax_no_program_asks(monkeypatch, missing):
     class Options:
         pass
 
-    compat.by_program.cache_clear()
+    fusion_jax.by_program.cache_clear()
     if missing == "get_compile_options":
         monkeypatch.delattr(compiler, missing)
     else:
         monkeypatch.setattr(xla_client, "CompileOptions", Options)
-    assert not fusion.by_program()
+    assert not fusion_jax.by_program()
     monkeypatch.undo()
-    compat.by_program.cache_clear()
-    assert fusion.by_program()
+    fusion_jax.by_program.cache_clear()
+    assert fusion_jax.by_program()
 
 
 @FUSES

@@ -12,7 +12,7 @@ import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 
 import torch_api
-from bridge import flags, lanes, loops, programs
+from bridge import _process, flags, loops, programs
 from bridge import inline as inlining
 from bridge._compat import jax as compat
 from bridge.queries import properties_of
@@ -180,7 +180,7 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
 @INLINE
 def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small(monkeypatch):
     many = 32
-    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / lanes.CORES)
+    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / _process.CORES)
     for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
         optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(size + 16 * n,) for n in range(count)], steps=2)
         (launch,) = launches(optimizer)
@@ -235,7 +235,7 @@ def divided(optimizer):
     return sum(launch.program.update.as_text().count("outer_dimension_partitions") for launch in launches(optimizer))
 
 
-@pytest.mark.skipif(lanes.CORES == 1, reason="needs two cores")
+@pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
 def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeypatch):
     shapes = [(300, 300), (300,)]
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) == 0
@@ -245,10 +245,10 @@ def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeyp
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the broken sibling
 
 
-@pytest.mark.skipif(lanes.CORES == 1, reason="needs two cores")
+@pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
 def test_many_short_loops_run_on_one_core_each(monkeypatch):
     many, short = 32, 1 << 16
-    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / lanes.CORES)
+    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / _process.CORES)
 
     def loops(count, largest=0):
         shapes = [(short + 16 * n,) for n in range(count)] + [(largest,)] * (largest > 0)
@@ -256,13 +256,13 @@ def test_many_short_loops_run_on_one_core_each(monkeypatch):
 
     assert loops(many) == 0
     assert loops(many - 1) > 0
-    assert loops(many, largest=many * short * lanes.CORES) > 0
+    assert loops(many, largest=many * short * _process.CORES) > 0
     monkeypatch.setattr(programs, "_SHORT_LOOP", short // 2)
     monkeypatch.setattr(programs, "_programs", {})
     assert loops(many) > 0  # the broken sibling
 
 
-@pytest.mark.skipif(lanes.CORES == 1, reason="needs two cores")
+@pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
 def test_so_much_arithmetic_that_a_second_core_is_worth_waking_has_it():
     def much(updates, state, params=None):
         def long(u):

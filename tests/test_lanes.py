@@ -14,7 +14,7 @@ import torch
 import bridge
 import torch_api
 from bridge import lanes, step, tiles
-from bridge.dlpack import x64
+from bridge._process import x64
 from torch_api import packs
 
 COUNT = 40  # equal leaves too large for a pack
@@ -139,7 +139,7 @@ def test_what_was_asked_for_on_their_device_comes_first_whatever_the_default_dev
     code = """
         import jax, numpy as np
         from bridge import lanes
-        from bridge.dlpack import x64
+        from bridge._process import x64
         one, other = jax.devices("cpu")
         for default in (None, one, other):
             with jax.default_device(default), x64():

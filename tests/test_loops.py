@@ -12,7 +12,7 @@ import torch
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import flags, fusion, lanes, loops, programs
+from bridge import _process, flags, fusion, loops, programs
 from bridge.queries import Properties
 from torch_api import packs
 
@@ -26,7 +26,7 @@ stays = pytest.mark.skipif(not loops.stay(), reason="no barrier stays, or each r
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs of this test alone."""
-    monkeypatch.setattr(lanes, "CORES", 2)
+    monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
     monkeypatch.setattr(programs, "_programs", {})
 

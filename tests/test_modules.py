@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import bridge
+from bridge._names import nest, unnest
 from bridge.modules import traced_call
-from bridge.tree import nest, unnest
 
 
 def model(seed=0):

@@ -16,7 +16,7 @@ from operator_runs import KINDS, database, outcome
 from operator_table import BY_VALUE, BY_VALUE_OF, COMPLEX_RESULTS, DRAWN, IN_PART, KNOWN, REFUSED, REFUSED_OF, VALUES
 
 from bridge import torch_calls
-from bridge.dlpack import x64
+from bridge._process import x64
 
 SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
 SEED = int(os.environ.get("MASKBRIDGE_TEST_SEED", "0"))

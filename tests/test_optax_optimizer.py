@@ -31,7 +31,7 @@ from oracles import CLOSE
 
 import bridge
 import torch_api
-from bridge.dlpack import x64
+from bridge._process import x64
 
 PREFIX = {"a": True, "b": False, "s": True}
 

@@ -72,8 +72,8 @@ def tree_of(net):
 
 def moved(net, start):
     """How far each parameter is from where it began, by name."""
-    flat = bridge.tree.unnest(tree_of(net) if isinstance(net, torch.nn.Module) else net)
-    begun = bridge.tree.unnest(start)
+    flat = bridge._names.unnest(tree_of(net) if isinstance(net, torch.nn.Module) else net)
+    begun = bridge._names.unnest(start)
     return {name: np.asarray(x, np.float64) - np.asarray(begun[name], np.float64) for name, x in flat.items()}
 
 

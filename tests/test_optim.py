@@ -22,7 +22,7 @@ import torch
 from oracles import movement_error
 
 import bridge.optim
-from bridge.dlpack import x64
+from bridge._process import x64
 from bridge.optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from bridge.optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
 
@@ -573,7 +573,7 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 def moved(optimizer):
     paths = jax.tree_util.tree_leaves_with_path(optimizer.target)
-    return {bridge.masks.path_name(path): round(1 - float(leaf.ravel()[0]), 5) for path, leaf in paths if float(leaf.ravel()[0]) != 1}
+    return {bridge._names.path_name(path): round(1 - float(leaf.ravel()[0]), 5) for path, leaf in paths if float(leaf.ravel()[0]) != 1}
 
 
 SELECTORS = {

@@ -13,7 +13,7 @@ import torch
 from oracles import FUSES, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import lanes, loops, programs, reading, scattered, update
+from bridge import _process, loops, programs, reading, scattered, update
 from torch_api import launch, packs
 
 PRIME = 16411
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="no row is longe
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """Two cores, whatever the machine has, and programs of this test alone."""
-    monkeypatch.setattr(lanes, "CORES", 2)
+    monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(programs, "_programs", {})
 
 
@@ -278,7 +278,7 @@ def test_others_are_as_they_were(name):
 
 def test_on_other_numbers_of_cores_nothing_is_longer(monkeypatch):
     for cores, expected in ((1, 0), (3, ODD), (4, ODD), (5, 0), (64, 0)):
-        monkeypatch.setattr(lanes, "CORES", cores)
+        monkeypatch.setattr(_process, "CORES", cores)
         assert len(padded(torch_api.MaskedAdamW(parameters(), lr=0.01))) == expected
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_api
 from bridge import fusion, leaf_update, products, train, update
-from bridge.dlpack import x64
+from bridge._process import x64
 from bridge.queries import properties_of
 
 # Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two

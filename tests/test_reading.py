@@ -8,8 +8,8 @@ from oracles import FUSES, clones, movement_error
 
 import bridge
 import torch_api
-from bridge import lanes, pieces, reading, scattered
-from bridge.dlpack import x64
+from bridge import _process, lanes, pieces, reading, scattered
+from bridge._process import x64
 
 pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="for Linux on x86-64")
 SIZES = [reading.PART, reading.PART + 1, 100_000, 2_000_003, 3 * reading.PART, 1 << 20]
@@ -148,7 +148,7 @@ def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
     assert max(map(movement_error, params, plain, start)) < 1e-5
     read = reading._Kind.shares
     monkeypatch.setattr(reading._Kind, "shares", lambda self, grads: read(self, grads)[:1])
-    monkeypatch.setattr(lanes, "CORES", 2)
+    monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(reading, "_LEAST", 1 << 19)
     train(half, 20, sgd(half).step)
     if lanes.SEVERAL:

@@ -10,7 +10,7 @@ from jax import lax
 from oracles import jitted
 
 from bridge import torch_recurrent as recurrent
-from bridge.dlpack import x64
+from bridge._process import x64
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 STEPS, BATCH, WIDTH = 5, 2, 3

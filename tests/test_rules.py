@@ -11,7 +11,7 @@ import torch
 from oracles import NumpyAdam, NumpySGD, movement_error
 
 from bridge import leafwise, rules
-from bridge.dlpack import x64
+from bridge._process import x64
 
 STEPS = 25
 

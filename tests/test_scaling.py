@@ -10,7 +10,7 @@ from oracles import FUSES, clones, movement_error, random_params, set_grads
 import bridge
 import torch_api
 from bridge import gradients, programs
-from bridge.dlpack import x64
+from bridge._process import x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 MAKERS = {

@@ -12,7 +12,7 @@ from oracles import movement_error
 
 import torch_api
 from bridge import split
-from bridge.dlpack import x64
+from bridge._process import x64
 
 TABLE = np.linspace(0.5, 1.5, 5).astype(np.float32)
 

@@ -9,7 +9,7 @@ import torch
 from oracles import FUSES
 
 import torch_api
-from bridge.dlpack import x64
+from bridge._process import x64
 from bridge.stages import Stages
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

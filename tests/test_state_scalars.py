@@ -13,7 +13,7 @@ import torch
 
 import torch_api
 from bridge import storage, update
-from bridge.dlpack import x64
+from bridge._process import x64
 
 SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for a pack
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import bridge
 from bridge import attention, stored, trace
-from bridge.dlpack import x64
+from bridge._process import x64
 
 KINDS = ["plain", "causal", "bool", "dead row", "float", "dead float", "scale", "broadcast"]
 

@@ -16,7 +16,7 @@ from packing import feed, near, run, some, states
 import bridge
 import torch_api
 from bridge import tiles
-from bridge.warned import CompilationWarning
+from bridge._warnings import CompilationWarning
 from torch_api import packs
 
 SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]

@@ -13,7 +13,7 @@ from traced_oracle import compare
 
 import bridge
 from bridge import torch_linalg
-from bridge.dlpack import x64
+from bridge._process import x64
 
 
 def sample(*shape):

@@ -14,7 +14,7 @@ from bad_inputs_modules import Applies
 from hasty import options
 
 import bridge
-from bridge.dlpack import x64
+from bridge._process import x64
 
 CASES = [(f"{kind}: {name}", function, inputs) for kind, rows in torch_cases.TABLES.items() for name, function, inputs in rows]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

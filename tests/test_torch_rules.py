@@ -12,7 +12,7 @@ import torch
 from oracles import movement_error
 
 from bridge import matrix_rules, rules
-from bridge.dlpack import x64
+from bridge._process import x64
 
 STEPS = 25
 OPTIONS = {

@@ -158,7 +158,7 @@ def test_a_line_search_runs_inside_the_program(dtype):
     model = mlp(dtype=dtype)
     model[2].requires_grad_(False)
     x, y = next(batches(1, size=40, dtype=dtype))
-    with bridge.dlpack.x64(dtype is torch.float64):
+    with bridge._process.x64(dtype is torch.float64):
         losses, expected = in_pure_jax(optax.lbfgs(), model, x, y, 8)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     train_step = JaxTrainStep(model, mse, torch_api.OptaxOptimizer(model.named_parameters("net"), optax.lbfgs()))

@@ -15,7 +15,7 @@ from oracles import NumpyAdam, NumpySGD
 import bridge
 import torch_api
 from bridge import transforms
-from bridge.dlpack import x64
+from bridge._process import x64
 from bridge.transforms import MaskedNode, freeze, masked, partition, select
 
 STEPS = 25

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bridge
-from bridge.tree import unnest
+from bridge._names import unnest
 
 
 def network():

@@ -13,7 +13,7 @@ from torch import nn
 import bridge
 import torch_api
 from bridge import modules
-from bridge.dlpack import x64
+from bridge._process import x64
 from bridge.widths import is_wide, keeps, narrow
 
 

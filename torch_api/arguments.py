@@ -12,11 +12,10 @@ import jax
 import numpy as np
 import torch
 
+from bridge._names import Path, path_name, unnest
 from bridge.backing import shortage
 from bridge.dlpack import to_jax, with_memory
-from bridge.masks import path_name
-from bridge.problem import NO_EXTRA, Extra, Path, Same
-from bridge.tree import unnest
+from bridge.problem import NO_EXTRA, Extra, Same
 
 from .plan import Leaf
 

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bridge import step, tiles, update
+from bridge import programs as step
+from bridge import tiles, update
+from bridge._warnings import CompilationWarning, stack_level
 from bridge.problem import Extra
-from bridge.warned import CompilationWarning, stack_level
 
 # After so many sets of live leaves with programs of their own, programs serve any.
 _SETS = 3

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from bridge import masks, tree
-from bridge.rules import Rule
+from bridge import _names, masks
+from bridge._warnings import stack_level
+from bridge.leafwise import Rule
 from bridge.transaction import Transaction
 
 from . import betas, groups, options
-from .cache import stack_level
 from .held import Keeper
 from .plan import Leaf, check_leaves, followed
 from .selectors import Selectors, refuse_decay_mask
@@ -176,7 +176,7 @@ class GroupedOptimizer(Keeper, ABC):
 
     def _described(self, leaves: list[Leaf], resolved: int = 0) -> masks.Leaves:
         named = all("param_names" in group for group in self.param_groups)
-        nested = lambda: tree.nest((leaf.name, leaf.param) for leaf in leaves)  # noqa: E731
+        nested = lambda: _names.nest((leaf.name, leaf.param) for leaf in leaves)  # noqa: E731
         return masks.Leaves([leaf.name for leaf in leaves], [leaf.param for leaf in leaves], nested, named, resolved, by_argument_name=True)
 
     def _resolve(self, known: list[Leaf], new: list[Leaf]) -> None:

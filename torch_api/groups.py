@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import torch
 
+from bridge._names import near_and_all
 from bridge.checks import Check
-from bridge.masks import near_and_all
+from bridge.leafwise import Rule
 from bridge.problem import Row
-from bridge.rules import Rule
 
 # A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not. None where
 # the lr_scale has no effect on the update.

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bridge import step, storage, update
+from bridge import programs, step, storage, update
 from bridge._compat.torch import foreach_copy_
 from bridge.at_once import READS
 from bridge.backing import bytes_needed
@@ -60,7 +60,7 @@ class Launch(step.Launch):
 
     __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "shared")
 
-    def __init__(self, blocks: Sequence[Block], program: step.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
+    def __init__(self, blocks: Sequence[Block], program: programs.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
         self.program, self.shared, self.reader, self.ready = program, shared, None, False
         self._blocks, self._offsets = blocks, offsets
         self.leaves = [leaf for block in blocks for leaf in block.leaves]

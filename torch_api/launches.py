@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import torch
 
-from bridge import lanes, step, storage, tiles, update
-from bridge.calm import uncollected
+from bridge import lanes, storage, tiles, update
+from bridge import programs as step
+from bridge._process import uncollected
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.meanwhile import meanwhile
 from bridge.problem import Extra

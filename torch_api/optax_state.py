@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from bridge.calm import default_promotion
-from bridge.dlpack import numpy_dtype, to_jax, to_torch, x64
-from bridge.masks import near, path_name
+from bridge._names import near, path_name
+from bridge._process import default_promotion, x64
+from bridge.dlpack import numpy_dtype, to_jax, to_torch
 from bridge.problem import nested as dict_path
 from bridge.problem import owners, tails
 

@@ -16,25 +16,27 @@ import jax
 import numpy as np
 import torch
 
-from bridge import step, update
+from bridge import _process, leaf_update, step
+from bridge._names import tree_paths
+from bridge._process import not_traced
+from bridge._warnings import stack_level
 from bridge.dlpack import device_of, numpy_dtype
-from bridge.dynamo import not_traced
+from bridge.leafwise import Rule
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
-from bridge.rules import Rule
 from bridge.transaction import Transaction
 
 from . import betas, checkpoint, groups, listeners, options, packs, report, scaling
 from .arguments import Arguments, Closure
 from .averages import Exchange
-from .cache import Cache, CacheInfo, few_names, stack_level
+from .cache import Cache, CacheInfo, few_names
 from .grouped import GroupedOptimizer, devices_of
 from .held import Asks
 from .launch import Launch, restore
 from .launches import Launches
 from .options import Changeable, Options
 from .plan import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
-from .rows import Rows, tree_paths
+from .rows import Rows
 from .scaling import Scaling
 from .selectors import Selectors
 from .sight import Sight
@@ -182,7 +184,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._signature = None
         if "_launches" in vars(self):
             self._launches.is_outdated = True  # first: a step that compiles goes on even where this raises in a signal handler
-        step.refuse_fork()
+        _process.refuse_fork()
         for group in self.param_groups:  # it may be a plain dict that was put in by hand
             betas.take_betas(group, self._betas_of(self.rule_of(group)))
         leaves = self._followed()
@@ -531,7 +533,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _hyperparams(self) -> np.ndarray:
         """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
-        values = [1.0] * update.ONES
+        values = [1.0] * leaf_update.ONES
         values.append(self.max_grad_norm or 0.0)
         get: Any = dict.get  # in C also for `betas.Group`
         try:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from bridge import loops, scattered, storage
-from bridge.calm import uncollected
+from bridge._process import uncollected
 from bridge.dlpack import device_of, numpy_dtype
 from bridge.ownership import mappings_read_once
 from bridge.problem import Field, buffer_shape

@@ -10,9 +10,9 @@ from typing import Any
 import optax
 import torch
 
-from bridge import masks, tree
+from bridge import _names, masks
+from bridge._names import near, near_and_all
 from bridge.checks import Check
-from bridge.masks import near, near_and_all
 
 from . import betas, groups
 from .optimizer import OptaxOptimizer
@@ -111,7 +111,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         for group in given:
             names += groups.names(group, len(params))
             params += group["params"]
-        nested = lambda: tree.nest(zip(names, params, strict=True))  # noqa: E731
+        nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
         leaves = masks.Leaves(names, params, nested, named, len(before), by_argument_name=True)
         found = selectors.column("labels", leaves, self._labelled)
         for name, label in zip(names[len(before) :], found, strict=True):
@@ -155,7 +155,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         """The mask of a group as a function of the parameter, for parts of the group: a pattern need not match in each part."""
         refuse_decay_mask(type(self).__name__, group["mask"])
         params, names = group["params"], groups.names(group, 0)
-        nested = lambda: tree.nest(zip(names, params, strict=True))  # noqa: E731
+        nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
         leaves = masks.Leaves(names, params, nested, "param_names" in group, by_argument_name=True)
         decided = masks.column(group["mask"], leaves, "mask")
         values = {id(p): decision.value for p, decision in zip(params, decided, strict=True)}

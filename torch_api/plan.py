@@ -14,9 +14,9 @@ import torch
 from bridge import masks, storage
 from bridge.backing import first_short, shortage
 from bridge.dlpack import numpy_dtype, to_torch, with_memory
+from bridge.leafwise import Rule
 from bridge.overlaps import first_overlap
 from bridge.problem import Field, buffer_shape
-from bridge.rules import Rule
 
 from . import shards
 from .groups import check_parameter, check_parameter_fits

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge import analysis, update
-from bridge.calm import uncollected
+from bridge import analysis, leaf_update
+from bridge._names import Path, tree_paths
+from bridge._process import uncollected
 from bridge.dlpack import dense_order, numpy_dtype
+from bridge.leafwise import Rule
 from bridge.precision import NOTHING, Kept
-from bridge.problem import Extra, Field, Path, Problem, Row, Spec, layout
-from bridge.rules import Rule
+from bridge.problem import Extra, Field, Problem, Row, Spec, layout
 from bridge.storage import pack_width
 
 from . import packs
@@ -92,7 +93,7 @@ class Rows:
         first: dict[Row, int] = {}
         self._kinds = [first.setdefault(row, i) for i, row in enumerate(self.static)]
         # Where each row begins among the hyperparams, whose length is rounded up so that programs serve other numbers of rows.
-        *self.offsets, end = itertools.accumulate((row.width for row in self.static), initial=update.ONES + 1)
+        *self.offsets, end = itertools.accumulate((row.width for row in self.static), initial=leaf_update.ONES + 1)
         self.width = 1 << max(end - 1, 31).bit_length()
         # Values that decide which program runs: (group, name, what of the value does; None: the value itself).
         self.watched = [
@@ -201,7 +202,7 @@ class Rows:
 
     def cut(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:
         """The numbers of one step, by row."""
-        flat = iter(hyperparams[update.ONES + 1 :].tolist())
+        flat = iter(hyperparams[leaf_update.ONES + 1 :].tolist())
         return [tuple(itertools.islice(flat, row.width)) for row in self.static]
 
     def sort_key(self, leaf: Leaf) -> tuple[Any, ...]:
@@ -363,19 +364,3 @@ def _whole(leaf: Leaf, path: Path) -> Spec:
 def _order(leaf: Leaf) -> tuple[int, ...] | None:
     order = dense_order(leaf.local)
     return None if order is None or order == tuple(range(len(order))) else order
-
-
-def tree_paths(names: Sequence[str]) -> tuple[Path, ...]:
-    """The names as paths in a nested dict; as keys of a flat one if a name is also the prefix of another, or is there twice.
-
-    Two models may have parameters of one name in one optimizer: the second is then called 'weight#2'.
-    """
-    paths = tuple(tuple(name.split(".")) for name in names)
-    whole = set(paths)
-    nested = all(path[:n] not in whole for path in paths for n in range(1, len(path))) and len(whole) == len(paths)
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return paths if nested else tuple((name,) for name in unique)

@@ -9,15 +9,15 @@ import optax
 import torch
 
 from bridge import matrix_rules, rules
+from bridge._names import Path, tree_paths
 from bridge.dlpack import numpy_dtype
+from bridge.leafwise import Rule
 from bridge.precision import BESIDE
-from bridge.problem import Field, Path, Problem, Row, Spec, layout
-from bridge.rules import Rule
+from bridge.problem import Field, Problem, Row, Spec, layout
 
 from . import shards, wrapper_state
 from .groups import group_reader, names
 from .optimizer import OptaxOptimizer
-from .rows import tree_paths
 
 FROZEN = "frozen"  # the label of what is not trained
 _RULES: dict[str, Rule] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from bridge.masks import near, without_wrappers
+from bridge._names import near, without_wrappers
 
 from .groups import TRAINABLE_PARAMS, put_back_lr_scale
 from .plan import Leaf

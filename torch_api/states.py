@@ -18,9 +18,9 @@ from bridge import storage
 from bridge.beginning import begin_buffers, constants
 from bridge.cells import reserve
 from bridge.dlpack import device_of, to_torch
+from bridge.leafwise import Rule
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, buffer_shape, layout, looks_across
-from bridge.rules import Rule
 
 from .launch import Shared
 from .packs import Pack

@@ -13,12 +13,12 @@ import torch
 
 from bridge import train
 from bridge._compat.torch import version
+from bridge._names import nest, unnest
+from bridge._warnings import stack_level
 from bridge.containers import holds
 from bridge.dlpack import numpy_dtype
 from bridge.modules import traced_call
 from bridge.problem import Spec
-from bridge.tree import nest, unnest
-from bridge.warned import stack_level
 
 from .batch import OWNER, Batch
 from .draws import Draws

@@ -13,18 +13,18 @@ import jax
 import numpy as np
 import torch
 
-from bridge import step, storage, train
+from bridge import _process, storage, train
 from bridge._compat.torch import OPT_CALLED
-from bridge.calm import looks_for_nan, refuse_not_finite
-from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_jax, to_torch, x64
-from bridge.dynamo import not_traced
+from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
+from bridge._warnings import CompilationWarning, stack_level
+from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_jax, to_torch
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.transaction import Transaction
 from bridge.update import Plan
 
 from .arguments import Arguments, are_wide
 from .batch import OWNER, Batch
-from .cache import CacheInfo, CompilationWarning, stack_level
+from .cache import CacheInfo
 from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
 from .plan import Leaf, lost_like
@@ -136,7 +136,7 @@ class JaxTrainStep:
             refuse_keywords(self.loss_fn, extra_args, are_taken, bool(batch))
         if self.optimizer._exchange.inside:
             self.optimizer._exchange.refuse(OWNER)
-        step.refuse_fork()  # here, since another thread may have had its turn then
+        _process.refuse_fork()  # here, since another thread may have had its turn then
         result = _AGAIN
         while result is _AGAIN:  # a hook may have made calls of its own
             with self._turn:

@@ -15,11 +15,11 @@ import optax
 import torch
 from jax.extend.core import Literal
 
-from bridge.calm import default_promotion
-from bridge.masks import near_and_all
+from bridge._names import near_and_all
+from bridge._process import default_promotion
+from bridge.leafwise import Rule
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
-from bridge.rules import Rule
 from bridge.transforms import unpaired
 from bridge.whole import inlined, numbers_of
 
@@ -58,7 +58,7 @@ def as_rule(owner: str, tx: Any, hyperparams: Mapping[str, Any]) -> tuple[Rule, 
 
     Args:
       owner: class name for errors.
-      tx: a `bridge.rules.Rule`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a
+      tx: a `bridge.leafwise.Rule`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a
         function that makes one from keyword arguments.
       hyperparams: keyword arguments for a factory; `lr` stands for `learning_rate`. Numbers, bools and tuples of numbers
         go into the groups; all else (schedules, masks, dtypes, keys) stays fixed.

@@ -12,7 +12,7 @@ import torch
 
 import bridge
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 

@@ -41,7 +41,7 @@ OUT_OF_REACH = {
     ("torch_api/betas.py", "KeyError(key)"): "what a dict raises for a key that it has not",
     ("torch_api/selectors.py", "pickle.PicklingError("): "caught below: the pickle of the optimizer then has a note instead",
     ("bridge/_compat/torch2jax.py", "module_function and JaxTrainStep trace torch code"): "tests/contract/test_without_torch2jax.py",
-    ("bridge/_compat/torch2jax.py", "torch2jax {} has no {}, by which"): "needs another torch2jax: tests/test_compat.py",
+    ("bridge/_compat/torch2jax.py", "torch2jax {} has no {}, by which"): "needs another torch2jax: tests/bridge/_compat/test_compat.py",
     ("bridge/torch_recurrent.py", "lengths decide shapes"): "said again by torch_calls, with the function's name",
     ("bridge/_compat/jax.py", "a program has called what it was only loaded with"): "no program calls it: tests/test_inline.py",
 }

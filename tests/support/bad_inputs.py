@@ -13,7 +13,7 @@ import torch
 
 import bridge
 import torch_api
-from bridge import step
+from bridge import _process
 from bridge.problem import NO_EXTRA
 from bridge.transaction import Transaction
 from torch_api import (
@@ -334,12 +334,12 @@ def launched(optimizer):
 
 
 def made_in_a_fork(net):
-    with mock.patch.object(step, "_forked", True):
+    with mock.patch.object(_process, "_forked", True):
         MaskedAdamW(net.named_parameters(), lr=0.1)
 
 
 def forked(optimizer):
-    with mock.patch.object(step, "_forked", True):
+    with mock.patch.object(_process, "_forked", True):
         optimizer.step()
 
 
@@ -560,7 +560,7 @@ def frozen_since(optimizer):
 
 
 def tree_of(optimizer):
-    return bridge.tree.nest(zip(optimizer.names(), map(torch.Tensor.detach, params_of(optimizer)), strict=True))
+    return bridge._names.nest(zip(optimizer.names(), map(torch.Tensor.detach, params_of(optimizer)), strict=True))
 
 
 def begun(optimizer, tx=None):

@@ -53,8 +53,8 @@ BRIDGE = [
     Bad("a tree for another module", lambda net: bridge.load_module_tree(net, {"neck": {"weight": jnp.ones(3)}})),
     Bad("a tree that lacks a parameter", lambda net: bridge.load_module_tree(net, {"body": {"weight": jnp.ones((3, 4))}})),
     Bad("an array of another shape for a parameter", lambda net: bridge.load_module_tree(net, bridge.to_jax(net) | {"head": HEAD})),
-    Bad("a name given twice", lambda _: bridge.tree.nest([("w", 1), ("w", 2)])),
-    Bad("a name below another", lambda _: bridge.tree.nest([("w", 1), ("w.x", 2)])),
+    Bad("a name given twice", lambda _: bridge._names.nest([("w", 1), ("w", 2)])),
+    Bad("a name below another", lambda _: bridge._names.nest([("w", 1), ("w.x", 2)])),
 ]
 
 JAX = [
@@ -164,7 +164,7 @@ def freed_before_the_backward():
 
 
 def in_a_forked_process():
-    with mock.patch.object(bridge.functions, "_forked", True):
+    with mock.patch.object(bridge._process, "_forked", True):
         return bridge.jax_function(jnp.sin)(torch.ones(3))
 
 

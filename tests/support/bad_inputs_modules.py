@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 import bridge
-from bridge.dlpack import x64
+from bridge._process import x64
 from bridge.torch_calls import op
 
 X = jnp.ones((2, 3))

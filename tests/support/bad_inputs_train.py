@@ -129,7 +129,7 @@ def averaged(train_step):
 
 
 def forked(train_step):
-    with mock.patch("bridge.step._forked", True):
+    with mock.patch("bridge._process._forked", True):
         train_step(X, Y)
 
 

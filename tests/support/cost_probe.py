@@ -11,7 +11,7 @@ import pytest
 
 import bridge
 import torch_api
-from bridge import fusion, lanes, programs, reading, train
+from bridge import _process, fusion, programs, reading, train
 from torch_api import launches
 
 CORES = 2
@@ -43,7 +43,7 @@ def fixed_environment() -> Iterator[None]:
     LLVM optimizes nothing, which takes half the time and changes no count: XLA has fused its loops before.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (lanes, programs):
+        for module in (_process, programs):
             patch.setattr(module, "CORES", CORES)
         for module in (programs, launches):
             patch.setattr(module, "ON_ONE_CORE", _ON_ONE_CORE)

@@ -7,7 +7,7 @@ from bad_inputs_modules import Applies
 from oracles import jitted
 
 import bridge
-from bridge.dlpack import x64
+from bridge._process import x64
 
 
 def compare(function, *inputs, tol=1e-4):

@@ -22,7 +22,7 @@ from bridge._compat import lookup, python, torch2jax
 from bridge._compat import torch as of_torch
 from bridge.torch_calls import functions_named
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2"
 PAGE = (ROOT / "docs" / "internals" / "upstream.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

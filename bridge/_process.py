@@ -1,21 +1,30 @@
-"""Contexts that set jax's settings, or pause Python's garbage collector, while programs are traced and compiled.
-
-Reading the settings costs less than overriding them. Promotion of dtypes and ranks is set for what runs our code or optax's alone: code of
-the user that is traced (a loss, the function of a `jax_function`) is held to the user's settings.
-"""
+"""State of this process and thread around our calls: jax's settings, 64-bit types, Python's collector, forks, cores, torch.compile."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .dlpack import X64
+from ._compat.jax import client_started
+from ._compat.torch import DYNAMO, disable_dynamo
+from .fusion import request
+
+X64: Any = jax.enable_x64  # without a call of ours, for a warm step
+
+
+def x64(on: bool = True) -> Any:
+    """A context in which jax keeps 64-bit types, or does not; local to the thread, never the global flag."""
+    return X64(on)
+
 
 _GUARDS = "jax_transfer_guard", *(f"jax_transfer_guard_{way}" for way in ("host_to_device", "device_to_host", "device_to_device"))
 _config: Any = jax.config
@@ -90,3 +99,50 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_traced(function: _Function) -> _Function:
+    """A function at which torch.compile breaks its graph, and which then runs as it is.
+
+    torch's own decorator waits for the first call; the public one would import dynamo here, which takes as long as
+    torch itself.
+    """
+    return disable_dynamo(function)
+
+
+def not_traced_where_imported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`not_traced`, which does not import dynamo for a call: where nothing has, nothing compiles."""
+    outside = not_traced(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return outside(*args, **kwargs) if DYNAMO in sys.modules else function(*args, **kwargs)
+
+    return call
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = client_started()
+
+
+def was_forked() -> bool:
+    """Whether this process was forked from one in which jax had started."""
+    return _forked
+
+
+request()
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def refuse_fork() -> None:
+    """Raise in a process that was forked after jax had started."""
+    if _forked:
+        raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")

@@ -8,7 +8,7 @@ import pytest
 from oracles import random_grads, random_params, set_grads
 
 import torch_api
-from bridge.calm import uncollected
+from bridge._process import uncollected
 
 
 def seen_while_traced(fails=()):

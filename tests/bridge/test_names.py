@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bridge
-from bridge.tree import nest, unnest
+from bridge._names import nest, unnest
 
 
 class Tied(nn.Module):

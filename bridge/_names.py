@@ -1,0 +1,116 @@
+"""Names of parameters: dotted names, key paths, nested dicts, and suggestions for a misspelled name."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # of torch.compile, FSDP and activation checkpointing
+
+
+def without_wrappers(names: Sequence[str]) -> list[str]:
+    """The names as they are in the model without wrappers.
+
+    A first `module` (DistributedDataParallel, DataParallel, AveragedModel) counts as a wrapper's where all names have it.
+    """
+    split = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
+    while split and all(len(parts) > 1 and parts[0] == "module" for parts in split):
+        split = [parts[1:] for parts in split]
+    return [".".join(parts) or name for parts, name in zip(split, names, strict=True)]
+
+
+def near(text: str, names: Iterable[str]) -> str:
+    """The tail of an error about a name: the nearest known ones, or some of them."""
+    known = sorted(set(names))
+    return _question(text, known) or "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
+
+
+def near_and_all(text: str, names: Iterable[str]) -> str:
+    """The tail of an error about a name of which there are few: the nearest known ones, and all."""
+    known = sorted(set(names))
+    return f"{_question(text, known)} Known: {', '.join(known)}.".lstrip()
+
+
+def _question(text: str, known: Sequence[str]) -> str:
+    folded = {name.casefold(): name for name in known}
+    close = [folded[name] for name in difflib.get_close_matches(text.casefold(), folded, n=3, cutoff=0.5)]
+    below = [f"{text}.*"] if any(name.startswith(f"{text}.") for name in known) else []
+    return "Did you mean " + " or ".join(repr(name) for name in below + close) + "?" if below or close else ""
+
+
+Path = tuple[str, ...]
+
+
+def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Dotted names to the nested dict that jax users know: ('head.weight', w) -> {'head': {'weight': w}}.
+
+    Raises:
+      ValueError: a name is given twice, or is both a leaf and the prefix of another.
+    """
+    tree: dict[str, Any] = {}
+    for name, leaf in named:
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name!r} lies below {part!r}, which is a parameter itself; a nested dict cannot hold both.")
+        if last in node:
+            raise ValueError(f"the name {name!r} is given twice, or is also the prefix of another; names must be unique for a tree.")
+        node[last] = leaf
+    return tree
+
+
+def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `nest`: a nested dict to a flat one by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= unnest(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def mapping(tree: Any, what: str, source: str) -> Mapping[str, Any]:
+    """The tree, which must be a nested dict as `source` gives it."""
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source}(module) gives.")
+    return tree
+
+
+def tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Further name -> first name, for each parameter that the module holds under several names."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+def tree_paths(names: Sequence[str]) -> tuple[Path, ...]:
+    """The names as paths in a nested dict; as keys of a flat one if a name is also the prefix of another, or is there twice.
+
+    Two models may have parameters of one name in one optimizer: the second is then called 'weight#2'.
+    """
+    paths = tuple(tuple(name.split(".")) for name in names)
+    whole = set(paths)
+    nested = all(path[:n] not in whole for path in paths for n in range(1, len(path))) and len(whole) == len(paths)
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return paths if nested else tuple((name,) for name in unique)
