@@ -1,10 +1,10 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
+from ._interop.trees import load_module_tree, module_buffers, module_tree, to_jax, to_torch, write_buffers
 from ._names import tied_names
 from .doctor import doctor
 from .functions import jax_function
-from .handover import load_module_tree, to_jax, to_torch
 from .modules import module_function
 from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
@@ -30,7 +30,7 @@ from .transforms import (
     tree_map_params,
     with_extra_args_support,
 )
-from .tree import module_buffers, module_tree, resolve_labels, resolve_mask, write_buffers
+from .tree import resolve_labels, resolve_mask
 from .update import traces
 
 __all__ = [

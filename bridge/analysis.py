@@ -19,15 +19,16 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from ._ir.classify import ELEMENTWISE
+from ._ir.fingerprint import Shapeless, constant_text, kind_text, params_text
+from ._ir.jaxpr import inlined, numbers_of, slice_of, slices, traced
+from ._ir.queries import properties_of
 from ._names import Path
 from ._process import x64
-from .classify import ELEMENTWISE
 from .evaluate import Arrays, begin, evaluate
 from .flat import Flat
 from .problem import Extra, Field, Problem, Row, Same, Spec, buffer_shape, layout
-from .queries import properties_of
 from .rest import Rest, known
-from .whole import Shapeless, constant_text, inlined, kind_text, numbers_of, params_text, slice_of, slices, traced
 
 _COUNTS = ("int32", "int64", "uint32", "bool")
 _BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from ._ir.jaxpr import apply, at_start, literal
 from .scattered import Scattered, everything
-from .whole import apply, at_start, literal
 
 READS = 64  # gathers with places of their own; of more some are stored
 

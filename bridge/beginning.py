@@ -12,10 +12,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from . import storage
+from ._ir.jaxpr import inlined, numbers_of, slice_of
 from ._process import default_settings, x64
 from .evaluate import Arrays, begin, buffered
 from .problem import Problem, buffer_shape, layout, unflatten
-from .whole import inlined, numbers_of, slice_of
 
 
 def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays | None = None) -> Arrays:

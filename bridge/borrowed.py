@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import torch
 
-from .dlpack import ALIGNMENT_GPU, numpy_dtype, operands, to_jax
+from ._interop.dlpack import ALIGNMENT_GPU, to_jax
+from ._interop.dtypes import numpy_dtype
+from .dlpack import operands
 from .windows import Window
 
 _address, _strides, _is_neg, _is_conj = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_conj

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from ._compat.torch import foreach_copy_
+from ._interop.dlpack import ALIGNMENT, ALIGNMENT_GPU
+from ._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 from .borrowed import alias
-from .dlpack import ALIGNMENT, ALIGNMENT_GPU, EXTENSION_DTYPES, numpy_dtype, operands
+from .dlpack import operands
 from .windows import Window
 
 

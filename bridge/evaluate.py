@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._ir.numerics import times
+from ._ir.rounding import nearest, stochastic_round
 from ._process import x64
-from .precision import AVERAGE, KEY, MASTER, nearest, stochastic_round
-from .problem import GRADIENTS, Field, Layout, Problem, Row, buffer_shape, flatten, layout, lift, lower, times, unflatten
+from .precision import AVERAGE, KEY, MASTER
+from .problem import GRADIENTS, Field, Layout, Problem, Row, buffer_shape, flatten, layout, lift, lower, unflatten
 
 
 class Arrays(NamedTuple):

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from . import dlpack, openmp
+from . import openmp
 from ._compat.jax import by_program, client_started
 from ._compat.torch import storage_holders
+from ._interop import dlpack
 from .fusion import compiled
 
 PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")

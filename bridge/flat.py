@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .classify import body_of, elementwise, keeps_elements, spreads
-from .queries import branches_to_select
+from ._ir.classify import body_of, elementwise, keeps_elements, spreads
+from ._ir.jaxpr import apply, at_start, chosen, literal
+from ._ir.queries import branches_to_select
 from .rest import sums_up
-from .whole import apply, at_start, chosen, literal
 
 
 class Flat(NamedTuple):

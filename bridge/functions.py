@@ -18,18 +18,18 @@ from jax.core import Tracer
 from . import _process
 from ._compat.python import code_of
 from ._compat.torch import apply_of, forward_level, functorch_is_active, is_legacy_batch
+from ._interop.containers import holds
+from ._interop.dlpack import dense_order, device_of, to_jax
+from ._interop.dtypes import is_wide, keeps, narrow, numpy_dtype
+from ._interop.tensor_storage import first_short, shortage
 from ._names import path_name
 from ._process import not_traced
 from ._process import x64 as scope
 from ._warnings import CompilationWarning, stack_level
-from .backing import first_short, shortage
-from .containers import holds
-from .dlpack import dense_order, device_of, numpy_dtype, to_jax
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
 from .trace import TRACE
 from .traced import Traced, as_array, as_traced
-from .widths import is_wide, keeps, narrow
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _config: Any = jax.config

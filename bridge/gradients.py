@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .problem import real, times
+from ._ir.numerics import real, times
 
 # Platforms whose programs choose between two ways by themselves. On a GPU the host would wait for what is chosen by, in `step()`
 # (openxla/xla, backends/gpu/runtime/conditional_thunk.cc): there both sums are taken, which no device has timed yet.

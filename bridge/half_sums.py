@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .products import instead, is_plain, replaced, throughout
+from ._ir.jaxpr import instead, is_plain, replaced, throughout
 
 
 def summed_in_float32(jaxpr: Any) -> Any:

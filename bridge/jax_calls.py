@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._interop.dtypes import is_wide
 from ._process import x64
 from .patches import while_tracing
 from .trace import TRACE
-from .widths import is_wide
 
 _config: Any = jax.config
 _jit: Any = jax.jit

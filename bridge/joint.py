@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .classify import spreads
+from ._ir.classify import spreads
+from ._ir.jaxpr import literal, slice_of, slices
 from .evaluate import Arrays
 from .flat import Flat
 from .leaf_update import unless
@@ -25,7 +26,6 @@ from .rest import Rest, known, run
 from .side_by_side import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts
 from .split import Alike, for_each
 from .tiles import enough
-from .whole import literal, slice_of, slices
 
 
 class Way(NamedTuple):

@@ -19,13 +19,13 @@ import numpy as np
 from jax.extend.core import Literal
 
 from . import _process
+from ._interop.dlpack import cpu
+from ._ir.jaxpr import apply, at_start, in_turn, inlined, literal, slice_of, traced
+from ._ir.queries import Properties
+from ._ir.rounding import bfloat16_bits, of_bits
 from ._process import default_promotion, default_settings
-from .dlpack import cpu
 from .flags import of_barriers
 from .fusion import compiled
-from .precision import bfloat16_bits, of_bits
-from .queries import Properties
-from .whole import apply, at_start, in_turn, inlined, literal, slice_of, traced
 
 LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
 

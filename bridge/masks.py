@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from ._interop.tensor_storage import shortage
 from ._names import near, path_name, without_wrappers
-from .backing import shortage
 
 Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 

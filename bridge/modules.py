@@ -46,19 +46,19 @@ from . import (
 )
 from ._compat.jax import trace_state
 from ._compat.torch2jax import drawing_from
+from ._interop.containers import holds, with_values
+from ._interop.dlpack import to_jax
+from ._interop.dtypes import canonical
 from ._names import mapping, near, nest, path_name, tied_names, unnest
 from ._process import not_traced_where_imported
 from ._process import x64 as scope
 from .autograd import tracing
-from .containers import holds, with_values
-from .dlpack import to_jax
 from .originals import not_redirected
 from .patches import redirected
 from .stand_in import StandIn
 from .torch_calls import autocasts, dispatch, is_traced
 from .trace import TRACE, Keys
 from .traced import Traced, as_array, as_traced, joined
-from .widths import canonical
 
 TABLES = (
     torch_ops,

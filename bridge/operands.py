@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from .classify import elementwise, spreads
-from .whole import apply, at_start, bound, in_turn, inlined, literal
+from ._ir.classify import elementwise, spreads
+from ._ir.jaxpr import apply, at_start, bound, in_turn, inlined, literal
 
 _OPERANDS = 13  # of those that are counted here; XLA adds some of its own
 _NUMBERS = 128  # more make a loop wait for them: of 15 constants in turn, thrice, it took twice as long, for half the bytes

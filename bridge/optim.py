@@ -34,8 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ._interop.flax_serialization import known_to_flax
 from ._names import path_name
-from .flax_states import known_to_flax
 from .masks import Leaves, column
 from .optim_data import check_gradients, field_values, in_type, nested, opposite, restored, wide_type, with_fields
 

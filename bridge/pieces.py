@@ -19,26 +19,12 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from . import lanes
 from ._compat.jax import cache_hits
+from ._ir.classify import body_of
+from ._ir.fingerprint import kind_text, params_text
+from ._ir.jaxpr import _is_part, literal, slice_of
 from ._process import x64
-from .classify import body_of
 from .fusion import compiled
 from .tiles import in_tiles
-from .whole import kind_text, literal, params_text, slice_of
-
-_NAME = "maskbridge_part"
-
-
-def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, traced once; each call of it stays one in the program. What differs from call to call are its arguments."""
-
-    def maskbridge_part(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return jax.jit(maskbridge_part)
-
-
-def _is_part(eqn: Any) -> bool:
-    return eqn.params.get("name") == _NAME and body_of(eqn) is not None
 
 
 class Piece:

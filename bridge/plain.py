@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .backing import offset_of, storage_of
-from .dlpack import ALIGNMENT, dense_order
+from ._interop.dlpack import ALIGNMENT, dense_order
+from ._interop.tensor_storage import offset_of, storage_of
 from .storage import align
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses, which may have no memory or other semantics

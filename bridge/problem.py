@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._ir.numerics import is_key, real
 from ._names import Path, path_name
 from ._process import default_promotion, x64
 from .precision import BESIDE, NOTHING, Kept
@@ -196,13 +197,6 @@ def looks_across(problem: Problem) -> bool:
     return spec.path is not None or spec.whole or problem.row.shaped
 
 
-def real(x: Any) -> Any:
-    """Half types as float32, complex as its (..., 2) real view."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([x.real, x.imag], axis=-1)
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32 else x
-
-
 def lift(x: Any, row: Row) -> Any:
     """An array in the type that the arithmetic runs in; complex as real pairs for torch's equations only."""
     return x if row.scaled and jnp.issubdtype(x.dtype, jnp.complexfloating) else real(x)
@@ -213,11 +207,6 @@ def lower(x: Any, dtype: Any, row: Row) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating) and not row.scaled:
         return jax.lax.complex(x[..., 0], x[..., 1])
     return x.astype(dtype)
-
-
-def times(x: Any, factor: Any) -> Any:
-    """The product for floating arrays, in their own type."""
-    return x if factor is None or not jnp.issubdtype(x.dtype, jnp.inexact) else x * factor.astype(jnp.finfo(x.dtype).dtype)
 
 
 def unflatten(buffer: Any, spec: Spec) -> Any:
@@ -281,11 +270,6 @@ def layout(problem: Problem) -> Layout:
     for fields, spec in zip(own, specs, strict=True):
         fields += [Field(name, shape, dtype, None, arithmetic=dtype) for name, shape, dtype in row.kept.fields(spec.dtype)]
     return Layout(structure, tuple(map(tuple, own)), tuple(shared))
-
-
-def is_key(x: Any) -> bool:
-    """Whether an array, or its abstract value, has random keys as elements."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def nested(path: Path | None) -> tuple[Any, ...]:

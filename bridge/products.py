@@ -10,44 +10,21 @@ first. All results are the same, up to the order of sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
+from ._ir.jaxpr import instead, is_plain, replaced, throughout
 from .stored import together
 
-_BODIES = ("jaxpr", "call_jaxpr")
-_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
-_LOOPS = frozenset({"scan"})
 _HALF = jnp.dtype("bfloat16")
 
 
 def arranged(jaxpr: Any) -> Any:
     """The program with its products and transpositions arranged; itself where there is nothing to arrange."""
     return throughout(jaxpr, _own)
-
-
-def throughout(jaxpr: Any, rewrite: Callable[[Any], Any]) -> Any:
-    """`rewrite` of a program, behind that of those within it; each once, however often it is called."""
-    known: dict[int, tuple[Any, Any]] = {}
-
-    def visited(program: Any) -> Any:
-        if id(program) not in known:
-            eqns = [_inside(eqn, visited) for eqn in program.eqns]
-            known[id(program)] = program, rewrite(replaced(program, eqns))
-        return known[id(program)][1]
-
-    return visited(jaxpr)
-
-
-def replaced(jaxpr: Any, eqns: list[Any]) -> Any:
-    """The program of these operations; itself where they are its own."""
-    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
 def _own(jaxpr: Any) -> Any:
@@ -74,34 +51,6 @@ def _arranged(eqn: Any, joined: Any, transposed: Any) -> Any:
         parts, order = joined[eqn.invars[0]], eqn.params["permutation"]
         return instead(eqn, parts.invars, lambda *xs: _joined(xs, parts.params["dimension"], order))
     return eqn
-
-
-def _inside(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
-    """The operation with each program within it rewritten; itself where that changes none."""
-    for key, body in bodies(eqn, _CALLS | _LOOPS):
-        new = rewrite(body)
-        if new is not body:
-            given = eqn.params[key]
-            eqn = eqn.replace(params=eqn.params | {key: ClosedJaxpr(new, given.consts) if hasattr(given, "consts") else new})
-    return eqn
-
-
-def bodies(eqn: Any, names: frozenset[str] = _CALLS) -> list[tuple[str, Any]]:
-    """The programs within an operation, by parameter, whose arguments are the operation's."""
-    keys = [key for key in _BODIES if key in eqn.params] if eqn.primitive.name in names else []
-    return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
-
-
-def is_plain(eqn: Any) -> bool:
-    """Whether another operation may stand for this one: it reads no literal and says nothing of how its result is shared out."""
-    return eqn.params.get("out_sharding") is None and not any(isinstance(v, Literal) for v in eqn.invars)
-
-
-def instead(eqn: Any, invars: Any, function: Any) -> Any:
-    """A call of another function in the place of an operation."""
-    like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
-    (call,) = jax.make_jaxpr(jax.jit(function))(*like).jaxpr.eqns
-    return call.replace(invars=list(invars), outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 def _across(eqn: Any) -> bool:

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import torch
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from ._interop.dlpack import wait_for
+from ._interop.dtypes import IN_TORCH, crosses
 from ._process import X64, calmed, default_settings, refuse_not_finite, undisturbed
-from .dlpack import Views, operands, results, wait_for
+from .dlpack import Views, operands, results
 from .fusion import compiled
 from .plain import addresses_of
-from .residuals import IN_TORCH, crosses, reached, sources
+from .residuals import reached, sources
 
 _config: Any = jax.config
 _settings = attrgetter("jax_disable_jit", "jax_transfer_guard_host_to_device", "jax_debug_nans", "jax_debug_infs")

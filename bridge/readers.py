@@ -15,8 +15,8 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from .classify import ELEMENTWISE
-from .products import bodies, replaced, throughout
+from ._ir.classify import ELEMENTWISE
+from ._ir.jaxpr import bodies, replaced, throughout
 
 FEWEST = 2**10  # elements of a value that is worth storing
 _CONVOLUTION = "conv_general_dilated"

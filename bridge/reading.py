@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from . import _process, lanes, openmp
+from ._interop.dlpack import dense_order
 from ._process import default_promotion, default_settings
-from .dlpack import dense_order
 from .flags import of_update
 from .gradients import found_by
 from .pieces import Piece

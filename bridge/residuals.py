@@ -11,16 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from jax.extend.core import Literal
 
-from .classify import ELEMENTWISE
-from .dlpack import numpy_dtype
+from ._interop.dtypes import crosses
+from ._ir.classify import ELEMENTWISE
 
-# What crosses as it is; an array of another type, such as a random key, stays jax's.
-_TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-_TYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
-IN_TORCH = {str(numpy_dtype(t)): t for t in _TYPES}
 _SLOW = {"bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "igamma", "lgamma"}
 _QUICK = (ELEMENTWISE - _SLOW) | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"}
 _CALLS = {"jit", "pjit"}
@@ -37,11 +32,6 @@ class Sources(NamedTuple):
     kept: list[Any]
     rest: list[Any]
     anew: list[Any]
-
-
-def crosses(aval: Any) -> bool:
-    """Whether torch has its type."""
-    return str(aval.dtype) in IN_TORCH
 
 
 def sources(closed: Any, width: int) -> Sources:

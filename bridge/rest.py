@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from .classify import REDUCTIONS, elementwise, keeps_elements, spreads
-from .problem import times
-from .whole import kind_text, literal, params_text, slice_of, source
+from ._ir.classify import REDUCTIONS, elementwise, keeps_elements, spreads
+from ._ir.fingerprint import kind_text, params_text
+from ._ir.jaxpr import literal, slice_of, source
+from ._ir.numerics import times
 
 
 class Rest(NamedTuple):

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .dlpack import ALIGNMENT, Operands, numpy_dtype
+from ._interop.dlpack import ALIGNMENT
+from ._interop.dtypes import numpy_dtype
+from .dlpack import Operands
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
 _END = 1 << 47

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from ._ir.fingerprint import params_text
+from ._ir.jaxpr import bound, literal, part, slices
+from ._ir.numerics import is_key
 from .operands import apart
-from .pieces import part
-from .problem import is_key
 from .rest import Rest, read_by, run, sums_up
 from .tiles import enough
-from .whole import bound, literal, params_text, slices
 
 
 class Slot:

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from ._ir.classify import spreads
+from ._ir.fingerprint import kind_text, params_text
+from ._ir.jaxpr import apply, at_start, in_turn, inlined, part, slice_of, traced
+from ._ir.numerics import is_key
 from .at_once import over_rows
-from .classify import spreads
 from .loops import by_bits
 from .operands import fewer
-from .pieces import part
-from .problem import is_key
 from .scattered import Scattered
-from .whole import apply, at_start, in_turn, inlined, kind_text, params_text, slice_of, traced
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8

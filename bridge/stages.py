@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .classify import elementwise, keeps_elements, reduces, spreads
-from .problem import times
-from .whole import apply, at_start, in_turn, inlined, slice_of, source
+from ._ir.classify import elementwise, keeps_elements, reduces, spreads
+from ._ir.jaxpr import apply, at_start, in_turn, inlined, slice_of, source
+from ._ir.numerics import times
 
 
 class _Spread(NamedTuple):

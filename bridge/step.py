@@ -18,9 +18,9 @@ import torch
 
 from . import _process, lanes, openmp
 from ._compat.torch import foreach_copy_
+from ._interop.dlpack import behind_torch, wait_for
 from ._process import X64, calmed, refuse_fork, settings, undisturbed
 from .cells import Cells
-from .dlpack import behind_torch, wait_for
 from .programs import Program
 from .reading import Reader
 from .storage import Memory, leave_held, taken, write_back

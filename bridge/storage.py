@@ -29,9 +29,11 @@ import torch
 
 from ._compat.jax import uncached_numpy
 from ._compat.torch import foreach_copy_, is_only_view, is_view, storage_holders
+from ._interop.dlpack import ALIGNMENT, cpu, dense_order, device_of, to_jax
+from ._interop.dtypes import numpy_dtype
+from ._interop.tensor_storage import shortage
 from ._process import default_settings
-from .backing import shortage
-from .dlpack import ALIGNMENT, cpu, dense_order, device_of, numpy_dtype, operands, results, to_jax
+from .dlpack import operands, results
 from .ownership import is_owned
 from .windows import Window
 

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from ._compat.python import with_code_of
 from ._compat.torch import BENEATH, OVERLOADS, SPECIAL, writes
 from ._compat.torch2jax import is_torchish, registered
+from ._interop.dlpack import to_torch
 from ._process import x64
-from .dlpack import to_torch
 from .trace import TRACE, value_needed, where_now
 from .traced import DETACHING, NOT_KNOWN, Traced, as_array
 from .writes import unnoticed

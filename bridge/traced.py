@@ -17,10 +17,10 @@ from jax.core import Tracer
 
 from ._compat.torch import make_subclass
 from ._compat.torch2jax import is_torchish, torchish
+from ._interop.dlpack import to_jax
+from ._interop.dtypes import EXTENSION_DTYPES, canonical
 from ._process import x64
-from .dlpack import EXTENSION_DTYPES, to_jax
 from .trace import TRACE, no_graph, value_needed, where_now
-from .widths import canonical
 from .writes import unnoticed, written_through
 
 Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here

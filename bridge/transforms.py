@@ -32,8 +32,8 @@ from optax import (
 )
 from optax.schedules import StatefulSchedule
 
+from ._interop.flax_serialization import known_to_flax
 from ._names import near, path_name
-from .flax_states import known_to_flax
 from .masks import required_arguments
 from .tree import resolve_labels, resolve_mask
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .dlpack import EXTENSION_DTYPES, numpy_dtype
+from ._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 
 # The array interfaces know no bfloat16 or float8: their bits travel as integers of the same width.
 _BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}

@@ -19,11 +19,11 @@ LONG += " optim_db at_once contract/prepare_again contract/threads contract/dama
 LONG += " contract/tuple_hyperparams contract/views_keep_their_memory joint distributions tiles"
 LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer transforms optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
-QUICK = "as_torch autograd_function bad_input beginning bridge/process bridge/_compat/compat dlpack repository/docs gpu"
+QUICK = "as_torch autograd_function bad_input beginning bridge/process bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
 QUICK += " known_values lr_scale masks one_type openmp"
 QUICK += " packs_storage presets repository/project protocol report resize rules sight split state_scalars step storage"
 QUICK += " torch_losses_more torch_names"
-QUICK += " torch_order torch_scatter bridge/names trees widths repository/contract_imports"
+QUICK += " torch_order torch_scatter bridge/names bridge/_interop/trees bridge/_interop/dtypes repository/contract_imports"
 CHECKED = set(QUICK.split())
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and elementwise updates move the same bytes (test_step.py). Numbers are compared with those of others from the code that

@@ -11,8 +11,10 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge import borrowed, dlpack, queries, whole
+from bridge import borrowed
 from bridge._compat.torch import storage_holders
+from bridge._interop import dlpack, dtypes
+from bridge._ir import jaxpr, queries
 from bridge.borrowed import Borrowed
 from bridge.windows import Window
 
@@ -105,7 +107,7 @@ def test_dimensions_come_in_the_order_given(imports):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool, torch.int32], ids=str)
 def test_a_window_is_a_storage_of_its_own_bytes(dtype):
     whole_ = torch.arange(64).to(dtype)
-    window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), dlpack.numpy_dtype(dtype), whole_.device)
+    window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), dtypes.numpy_dtype(dtype), whole_.device)
     view = window.tensor()
     assert view.dtype is dtype
     assert view.untyped_storage().nbytes() == 3 * dtype.itemsize
@@ -138,7 +140,7 @@ def calling(wrap):
 @pytest.mark.parametrize("late", [True, False])
 def test_a_call_of_all_leaves_that_is_meant_to_be_inlined_does_not_bind_them_together(late, monkeypatch):
     if late:
-        for module in (queries, whole):
+        for module in (queries, jaxpr):
             monkeypatch.setattr(module, "is_late", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
     params = [torch.nn.Parameter(torch.randn(n)) for n in (5, 7, 7)]
     start = [p.detach().clone() for p in params]

@@ -15,7 +15,7 @@ from oracles import FUSES, project_frames
 import bridge
 import torch_api
 from bridge import programs, split, update
-from bridge.queries import properties_of
+from bridge._ir.queries import properties_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -15,7 +15,7 @@ import torch_api
 from bridge import _process, flags, loops, programs
 from bridge import inline as inlining
 from bridge._compat import jax as compat
-from bridge.queries import properties_of
+from bridge._ir.queries import properties_of
 from torch_api import launches as launch_sets
 from torch_api import packs
 

@@ -13,7 +13,7 @@ from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_
 
 import torch_api
 from bridge import _process, flags, fusion, loops, programs
-from bridge.queries import Properties
+from bridge._ir.queries import Properties
 from torch_api import packs
 
 ROWS = (129, 131)  # of an odd length, and large

@@ -10,8 +10,8 @@ from bad_inputs_modules import Applies
 import bridge
 import torch_api
 from bridge import torch_calls
+from bridge._interop.dtypes import IN_TORCH
 from bridge._process import x64
-from bridge.residuals import IN_TORCH
 
 X, W, V = torch.ones(2, 3), torch.ones(3, 3), torch.ones(3)
 REFUSED = {

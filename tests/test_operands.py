@@ -11,7 +11,8 @@ import torch
 from oracles import FUSES, clones, movement_error, random_grads, set_grads
 
 import torch_api
-from bridge import operands, split, whole
+from bridge import operands, split
+from bridge._ir import jaxpr
 
 SIZE = 18432
 
@@ -188,7 +189,7 @@ def branched(index, x):
 @pytest.mark.parametrize("index", [-3, 0, 1, 2, 9])
 def test_branches_beside_each_other_give_what_one_gives(index):
     closed = jax.make_jaxpr(branched)(jnp.int32(0), jnp.ones(4))
-    opened = whole.inlined(closed.jaxpr, closed.consts)
+    opened = jaxpr.inlined(closed.jaxpr, closed.consts)
     assert "cond" in str(closed)
     assert "cond" not in str(opened)
     x = jnp.asarray([-1.0, 0.5, jnp.nan, 3.0])
@@ -198,7 +199,7 @@ def test_branches_beside_each_other_give_what_one_gives(index):
 
 def test_a_branch_that_looks_across_elements_stays_a_branch():
     closed = jax.make_jaxpr(lambda go, x: jax.lax.cond(go, lambda x: x / jnp.sum(x), lambda x: x, x))(True, jnp.ones(4))
-    assert "cond" in str(whole.inlined(closed.jaxpr, closed.consts))
+    assert "cond" in str(jaxpr.inlined(closed.jaxpr, closed.consts))
 
 
 def test_a_branch_that_calls_python_is_called_alone():
@@ -209,7 +210,7 @@ def test_a_branch_that_calls_python_is_called_alone():
         return x
 
     closed = jax.make_jaxpr(lambda go, x: jax.lax.cond(go, told, lambda x: x, x))(True, jnp.ones(4))
-    opened = whole.inlined(closed.jaxpr, closed.consts)
+    opened = jaxpr.inlined(closed.jaxpr, closed.consts)
     jax.extend.core.jaxpr_as_fun(opened)(np.int32(0), jnp.ones(4))
     jax.effects_barrier()
     assert not seen
@@ -219,7 +220,7 @@ def test_of_a_constant_index_one_branch_is_left_whatever_it_does():
     closed = jax.make_jaxpr(lambda x: jax.lax.cond(np.bool_(True), lambda x: x / jnp.sum(x), lambda x: jnp.cumsum(x), x))(jnp.ones(4))
     if not hasattr(closed.jaxpr.eqns[-1].invars[0], "val"):
         pytest.skip("this jax computes the index")
-    opened = whole.inlined(closed.jaxpr, closed.consts)
+    opened = jaxpr.inlined(closed.jaxpr, closed.consts)
     assert "cond" in str(closed)
     assert not re.search("cond|cumsum", str(opened))
     np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(opened)(jnp.arange(4.0))[0], np.arange(4, dtype=np.float32) / np.float32(6))

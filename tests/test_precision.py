@@ -14,7 +14,7 @@ import torch
 from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
-from bridge.precision import _stochastic, draws, nearest, stochastic_round
+from bridge._ir.rounding import _stochastic, draws, nearest, stochastic_round
 
 HALF = [torch.bfloat16, torch.float16]
 DRAWS = 4096

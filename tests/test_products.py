@@ -14,8 +14,9 @@ from torch import nn
 
 import torch_api
 from bridge import fusion, leaf_update, products, train, update
+from bridge._ir import jaxpr as products_jaxpr
+from bridge._ir.queries import properties_of
 from bridge._process import x64
-from bridge.queries import properties_of
 
 # Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two
 # dimensions in another order, in a batch.
@@ -96,7 +97,7 @@ def test_a_product_of_bfloat16_reads_its_sides_as_they_were_before_they_were_tra
     a, w = (jnp.asarray(random.integers(-8, 8, size=shape), jnp.bfloat16) for shape in shapes)
     (ours,), jaxpr = with_arranged(f, a, w)
     np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(f(a, w), np.float32))  # sums of integers, rounded once
-    call = next(eqn for eqn in jaxpr.eqns if any(equations(body, "dot_general") for _, body in products.bodies(eqn)))
+    call = next(eqn for eqn in jaxpr.eqns if any(equations(body, "dot_general") for _, body in products_jaxpr.bodies(eqn)))
     assert [v in jaxpr.invars for v in call.invars] == list(as_given)
 
 

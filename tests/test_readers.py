@@ -14,7 +14,8 @@ from jaxprs import operations
 from torch import nn
 
 import torch_api
-from bridge import classify, readers, train
+from bridge import readers, train
+from bridge._ir import classify
 
 X, W = np.linspace(-1, 1, 64 * 32, dtype=np.float32).reshape(64, 32), np.ones((32, 8), np.float32)
 IMAGES, KERNEL = np.linspace(-1, 1, 2 * 8 * 8 * 16, dtype=np.float32).reshape(2, 16, 8, 8), np.ones((4, 16, 3, 3), np.float32)

@@ -16,8 +16,8 @@ from torch import nn
 import bridge
 import torch_api
 from bridge import flags, torch_layers, torch_losses, torch_windows
+from bridge._ir.queries import Properties, properties_of
 from bridge._process import x64
-from bridge.queries import Properties, properties_of
 
 POOLS = [
     case

@@ -15,9 +15,10 @@ from jax.core import Tracer
 from jax.tree_util import DictKey
 
 from bridge import storage
-from bridge.backing import shortage
-from bridge.containers import own_attributes, with_values
-from bridge.dlpack import host_view, to_jax
+from bridge._interop.containers import own_attributes, with_values
+from bridge._interop.dlpack import to_jax
+from bridge._interop.tensor_storage import shortage
+from bridge.dlpack import host_view
 
 OWNER = "JaxTrainStep"
 _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)

@@ -10,8 +10,8 @@ import torch
 
 from bridge import programs, step, storage, update
 from bridge._compat.torch import foreach_copy_
+from bridge._interop.tensor_storage import bytes_needed
 from bridge.at_once import READS
-from bridge.backing import bytes_needed
 from bridge.borrowed import Borrowed
 from bridge.cells import Cells
 from bridge.dlpack import Operands, operands

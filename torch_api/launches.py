@@ -16,8 +16,9 @@ import torch
 
 from bridge import lanes, storage, tiles, update
 from bridge import programs as step
+from bridge._interop.dlpack import device_of
+from bridge._interop.dtypes import numpy_dtype
 from bridge._process import uncollected
-from bridge.dlpack import device_of, numpy_dtype
 from bridge.meanwhile import meanwhile
 from bridge.problem import Extra
 from bridge.programs import ON_ONE_CORE

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from bridge import _process, leaf_update, step
+from bridge._interop.dlpack import device_of
+from bridge._interop.dtypes import numpy_dtype
 from bridge._names import tree_paths
 from bridge._process import not_traced
 from bridge._warnings import stack_level
-from bridge.dlpack import device_of, numpy_dtype
 from bridge.leafwise import Rule
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same

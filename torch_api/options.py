@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bridge import precision
-from bridge.dlpack import numpy_dtype
+from bridge._interop.dtypes import numpy_dtype
 from bridge.problem import Field
 
 from .groups import check_keywords, is_number

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from bridge import loops, scattered, storage
+from bridge._interop.dlpack import device_of
+from bridge._interop.dtypes import numpy_dtype
 from bridge._process import uncollected
-from bridge.dlpack import device_of, numpy_dtype
 from bridge.ownership import mappings_read_once
 from bridge.problem import Field, buffer_shape
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from bridge import masks, storage
-from bridge.backing import first_short, shortage
-from bridge.dlpack import numpy_dtype, to_torch, with_memory
+from bridge._interop.dlpack import to_torch, with_memory
+from bridge._interop.dtypes import numpy_dtype
+from bridge._interop.tensor_storage import first_short, shortage
 from bridge.leafwise import Rule
 from bridge.overlaps import first_overlap
 from bridge.problem import Field, buffer_shape

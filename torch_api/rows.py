@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from bridge import analysis, leaf_update
+from bridge._interop.dlpack import dense_order
+from bridge._interop.dtypes import numpy_dtype
 from bridge._names import Path, tree_paths
 from bridge._process import uncollected
-from bridge.dlpack import dense_order, numpy_dtype
 from bridge.leafwise import Rule
 from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Problem, Row, Spec, layout

@@ -9,8 +9,8 @@ import optax
 import torch
 
 from bridge import matrix_rules, rules
+from bridge._interop.dtypes import numpy_dtype
 from bridge._names import Path, tree_paths
-from bridge.dlpack import numpy_dtype
 from bridge.leafwise import Rule
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, Row, Spec, layout

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge.backing import shortage
+from bridge._interop.tensor_storage import shortage
 from bridge.dlpack import operands
 
 

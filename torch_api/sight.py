@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bridge._compat.torch import guard
-from bridge.backing import offset_of, storage_of
+from bridge._interop.tensor_storage import offset_of, storage_of
 
 from .plan import Leaf
 
@@ -53,7 +53,7 @@ class Sight:
         absent = [p for p in rest if p.requires_grad or p.layout is not torch.strided]
         # torch owns the memory of those that are read and written at their address, so it may be resized too.
         kept = [leaves[i].param for i in live if leaves[i].memory is None]
-        held = [*grads, *kept]  # equal strides and these: equal reach (`backing.shortage`)
+        held = [*grads, *kept]  # equal strides and these: equal reach (`tensor_storage.shortage`)
         sizes, offsets = list(map(len, map(storage_of, held))), list(map(offset_of, held))
         self._known = tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), sizes, offsets
 

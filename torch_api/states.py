@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from bridge import storage
+from bridge._interop.dlpack import device_of, to_torch
 from bridge.beginning import begin_buffers, constants
 from bridge.cells import reserve
-from bridge.dlpack import device_of, to_torch
 from bridge.leafwise import Rule
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, buffer_shape, layout, looks_across

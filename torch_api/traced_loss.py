@@ -13,10 +13,10 @@ import torch
 
 from bridge import train
 from bridge._compat.torch import version
+from bridge._interop.containers import holds
+from bridge._interop.dtypes import numpy_dtype
 from bridge._names import nest, unnest
 from bridge._warnings import stack_level
-from bridge.containers import holds
-from bridge.dlpack import numpy_dtype
 from bridge.modules import traced_call
 from bridge.problem import Spec
 

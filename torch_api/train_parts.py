@@ -12,8 +12,10 @@ import jax
 import torch
 
 from bridge import storage, train
-from bridge.backing import shortage
-from bridge.dlpack import Views, dense_order, numpy_dtype
+from bridge._interop.dlpack import dense_order
+from bridge._interop.dtypes import numpy_dtype
+from bridge._interop.tensor_storage import shortage
+from bridge.dlpack import Views
 from bridge.plain import is_dense
 from bridge.problem import Spec
 from bridge.torch_calls import autocasts

@@ -15,9 +15,11 @@ import torch
 
 from bridge import _process, storage, train
 from bridge._compat.torch import OPT_CALLED
+from bridge._interop.dlpack import device_of, to_jax, to_torch
+from bridge._interop.dtypes import numpy_dtype
 from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
 from bridge._warnings import CompilationWarning, stack_level
-from bridge.dlpack import Views, device_of, numpy_dtype, operands, to_jax, to_torch
+from bridge.dlpack import Views, operands
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.transaction import Transaction
 from bridge.update import Plan

@@ -15,13 +15,13 @@ import optax
 import torch
 from jax.extend.core import Literal
 
+from bridge._ir.jaxpr import inlined, numbers_of
 from bridge._names import near_and_all
 from bridge._process import default_promotion
 from bridge.leafwise import Rule
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
 from bridge.transforms import unpaired
-from bridge.whole import inlined, numbers_of
 
 from . import betas
 from .groups import as_tuple, is_number, is_sequence

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bridge.backing import storage_of
+from bridge._interop.tensor_storage import storage_of
 from bridge.problem import Same
 
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride

@@ -100,8 +100,8 @@ def _varint(value: int) -> bytes:
 
 # ------------------------------------------------------------------ arrays
 
-# An array over a DLPack capsule (capsule, device, stream, copy), and a capsule over an array (array, stream). Without them `bridge.dlpack`
-# calls `jax.dlpack.from_dlpack` and `torch.from_dlpack`, in five times the time.
+# An array over a DLPack capsule (capsule, device, stream, copy), and a capsule over an array (array, stream). Without them
+# `bridge._interop.dlpack` calls `jax.dlpack.from_dlpack` and `torch.from_dlpack`, in five times the time.
 array_from_capsule: Callable[..., Any] | None = private("jaxlib._jax.dlpack_managed_tensor_to_buffer", None)
 capsule_from_array: Callable[..., Any] | None = private("jaxlib._jax.buffer_to_dlpack_managed_tensor", None)
 

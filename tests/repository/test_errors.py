@@ -26,14 +26,14 @@ NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2" a
 
 # Raises that no entry reaches: (file, beginning of the text, braces for what is filled in) -> why.
 OUT_OF_REACH = {
-    ("bridge/dlpack.py", "jax sees {}, but a tensor is on {}:{}."): "needs a GPU that torch sees and jax does not",
-    ("bridge/dlpack.py", "jax has no CPU device, but"): "needs a process without jax's CPU: tests/contract/test_flags_of_jax.py",
-    ("bridge/dlpack.py", "{} is sharded over {} devices"): "needs several devices",
+    ("bridge/_interop/dlpack.py", "jax sees {}, but a tensor is on {}:{}."): "needs a GPU that torch sees and jax does not",
+    ("bridge/_interop/dlpack.py", "jax has no CPU device, but"): "needs a process without jax's CPU: tests/contract/test_flags_of_jax.py",
+    ("bridge/_interop/dlpack.py", "{} is sharded over {} devices"): "needs several devices",
     ("bridge/optim.py", "ReplicatedOptimizer: the gradients do not vary over {}."): "needs several devices: tests/test_optim.py",
     ("torch_api/plan.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/test_distributed.py",
     ("torch_api/rows.py", "{}: {}, but this transformation does not treat"): "needs several processes: tests/test_distributed.py",
     ("torch_api/running.py", "{}: {}, and a process holds a part"): "needs a process group: tests/test_optax_state.py",
-    ("bridge/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
+    ("bridge/_interop/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
     ("torch_api/plan.py", "{}: parameter {} has a gradient, but"): "its bytes cannot be compared: tests/contract/test_freed_storages.py",
     ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
     ("bridge/transaction.py", "error"): "what a signal handler raised: tests/contract/test_signals.py",

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import bridge
 from bridge import rules
-from bridge.dlpack import device_of
+from bridge._interop.dlpack import device_of
 
 TREE = {"body": {"weight": jnp.ones((3, 2)), "bias": jnp.ones(3)}, "head": {"weight": jnp.ones((2, 3))}}
 

@@ -1,6 +1,6 @@
 """The equations of a jaxpr, for tests that look for some of them."""
 
-from bridge.queries import jaxprs_in_params
+from bridge._ir.queries import jaxprs_in_params
 
 
 def operations(jaxpr):

@@ -17,7 +17,7 @@ from oracles import jitted
 from torch.utils import _pytree as pytree
 
 import bridge
-from bridge.residuals import IN_TORCH
+from bridge._interop.dtypes import IN_TORCH
 
 TOGETHER = 8  # samples of a program, at most
 # float32 is what most code has; the other kinds of samples, and the dtype of each.

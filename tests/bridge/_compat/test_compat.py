@@ -16,10 +16,11 @@ import torch
 import torch2jax as package
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from bridge import dlpack, lanes, ownership, storage
+from bridge import lanes, ownership, storage
 from bridge._compat import jax as of_jax
 from bridge._compat import lookup, python, torch2jax
 from bridge._compat import torch as of_torch
+from bridge._interop import dlpack
 from bridge.torch_calls import functions_named
 
 ROOT = Path(__file__).parents[3]

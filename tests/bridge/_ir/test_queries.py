@@ -1,6 +1,7 @@
 """Properties of a jaxpr are seen wherever in it they lie, in one walk, and a loop with a barrier in it is compiled as XLA can."""
 
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,8 +19,9 @@ from jax import lax
 from jaxprs import operations
 
 import torch_api
-from bridge import flags, pieces, queries
-from bridge.queries import properties_of
+from bridge import flags, pieces
+from bridge._ir import queries
+from bridge._ir.queries import properties_of
 
 barrier = lax.optimization_barrier
 scanned = lambda step: lambda x: lax.scan(lambda c, y: (step(c, y), c), x[0], x)[1]  # noqa: E731
@@ -196,13 +198,20 @@ def test_a_train_step_through_a_loop_that_is_computed_again_trains_as_torch_does
 @pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="another jaxlib may know barriers in such loops")
 def test_without_the_option_that_train_step_fails():
     script = """
-        from bridge import queries
+        from bridge._ir import queries
         found = queries.properties_of
         queries.properties_of = lambda jaxpr: found(jaxpr)._replace(has_barrier_in_loop=False)
         import test_queries
         test_queries.losses()
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode
     assert "shape.h:843" in done.stderr or "Unhandled opcode" in done.stderr

@@ -13,8 +13,8 @@ from torch import nn
 import bridge
 import torch_api
 from bridge import modules
+from bridge._interop.dtypes import is_wide, keeps, narrow
 from bridge._process import x64
-from bridge.widths import is_wide, keeps, narrow
 
 
 def carried(x):

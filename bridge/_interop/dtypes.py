@@ -1,4 +1,4 @@
-"""Types of 64 bits, which jax keeps only where it is told to, and the types of 32 that it has for them."""
+"""Dtypes of torch, numpy and jax, and which of them have 64 bits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import torch
+import torch.utils.dlpack
 from jax.core import Tracer
+
+EXTENSION_DTYPES = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
+}
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
+    if dtype in EXTENSION_DTYPES:
+        return np.dtype(EXTENSION_DTYPES[dtype][1])
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+# What crosses as it is; an array of another type, such as a random key, stays jax's.
+_TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+_TYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+IN_TORCH = {str(numpy_dtype(t)): t for t in _TYPES}
+
+
+def crosses(aval: Any) -> bool:
+    """Whether torch has its type."""
+    return str(aval.dtype) in IN_TORCH
+
 
 _NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 

@@ -1,4 +1,4 @@
-"""What one equation of a jaxpr does, by its primitive: computes each element alone, reshapes, broadcasts, reduces, or calls a jaxpr."""
+"""Classes of primitives: elementwise ones, reductions, and those that only reshape."""
 
 from __future__ import annotations
 
@@ -51,3 +51,6 @@ def reduces(eqn: Any, size: int) -> bool:
 def elementwise(eqn: Any, size: int) -> bool:
     """Whether each element of the result is computed from that element of leaves, and from single numbers."""
     return eqn.primitive.name in ELEMENTWISE and {v.aval.size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
+
+
+_KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})

@@ -1,9 +1,4 @@
-"""Programs in which a leaf has no shape: each element by itself, and sums over all of them.
-
-Of such a program every array as large as the leaf is known by its elements in row-major order, and every array of one
-element by that element. Reshaping them does nothing then, so what is left can be compared between a leaf and its flat
-buffer, operation by operation; and either serves in the other's place.
-"""
+"""Traced programs as data: trace, inline, slice, evaluate and rewrite a jaxpr."""
 
 from __future__ import annotations
 
@@ -12,14 +7,64 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .classify import ELEMENTWISE, REDUCTIONS, RESHAPING, body_of, elementwise, keeps_elements, reduces, spreads
+from .classify import _KEEPS_THE_NUMBER, ELEMENTWISE, REDUCTIONS, RESHAPING, body_of
 from .queries import branches_to_select, is_late, properties_of
 
-_KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
+_BODIES = ("jaxpr", "call_jaxpr")
+_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
+_LOOPS = frozenset({"scan"})
+
+
+def throughout(jaxpr: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """`rewrite` of a program, behind that of those within it; each once, however often it is called."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def visited(program: Any) -> Any:
+        if id(program) not in known:
+            eqns = [_inside(eqn, visited) for eqn in program.eqns]
+            known[id(program)] = program, rewrite(replaced(program, eqns))
+        return known[id(program)][1]
+
+    return visited(jaxpr)
+
+
+def replaced(jaxpr: Any, eqns: list[Any]) -> Any:
+    """The program of these operations; itself where they are its own."""
+    same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _inside(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """The operation with each program within it rewritten; itself where that changes none."""
+    for key, body in bodies(eqn, _CALLS | _LOOPS):
+        new = rewrite(body)
+        if new is not body:
+            given = eqn.params[key]
+            eqn = eqn.replace(params=eqn.params | {key: ClosedJaxpr(new, given.consts) if hasattr(given, "consts") else new})
+    return eqn
+
+
+def bodies(eqn: Any, names: frozenset[str] = _CALLS) -> list[tuple[str, Any]]:
+    """The programs within an operation, by parameter, whose arguments are the operation's."""
+    keys = [key for key in _BODIES if key in eqn.params] if eqn.primitive.name in names else []
+    return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
+
+
+def is_plain(eqn: Any) -> bool:
+    """Whether another operation may stand for this one: it reads no literal and says nothing of how its result is shared out."""
+    return eqn.params.get("out_sharding") is None and not any(isinstance(v, Literal) for v in eqn.invars)
+
+
+def instead(eqn: Any, invars: Any, function: Any) -> Any:
+    """A call of another function in the place of an operation."""
+    like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    (call,) = jax.make_jaxpr(jax.jit(function))(*like).jaxpr.eqns
+    return call.replace(invars=list(invars), outvars=eqn.outvars, source_info=eqn.source_info)
+
+
 _PLAIN = ELEMENTWISE | RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -139,89 +184,17 @@ def numbers_of(jaxpr: Any) -> Callable[[Any], Any]:
     return number
 
 
-class Shapeless:
-    """What a program computes for one leaf, without the leaf's shape.
-
-    Args:
-      closed: a program as of `inlined`.
-      size: how many elements the leaf has, more than 1.
-      inputs: by variable what an input is called, and whether it is as large as the leaf, element for element.
-    """
-
-    def __init__(self, closed: Any, size: int, inputs: Mapping[Any, tuple[str, bool]]) -> None:
-        self._closed, self._size = closed, size
-        constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        self._names = {var: (constant_text(value) + kind_text(var.aval), False) for var, value in constants} | dict(inputs)
-
-    def text(self, results: Sequence[tuple[str, Any]]) -> str | None:
-        """The results by name, after one line for each operation; None where an operation knows more than the leaf's elements."""
-        names, lines = dict(self._names), []
-        value = lambda v: v.val if np.ndim(v.val) == 0 else constant_text(v.val)  # noqa: E731
-        read = lambda v: (f"{value(v)}:{kind_text(v.aval)}", False) if isinstance(v, Literal) else names[v]  # noqa: E731
-        for eqn in slice_of(self._closed.jaxpr.eqns, [var for _, var in results]):
-            operands = [read(v) for v in eqn.invars]
-            line, of_leaf = self._line(eqn, operands)
-            if line is None:
-                return None
-            if keeps_elements(eqn) and (of_leaf or eqn.outvars[0].aval.size == 1):
-                names[eqn.outvars[0]] = operands[0]
-                continue
-            for position, out in enumerate(eqn.outvars):
-                names[out] = f"%{len(lines)}.{position}", of_leaf
-            lines.append(line)
-        return "\n".join([*lines, *(f"{name} = {read(var)[0]}" for name, var in results)])
-
-    def _line(self, eqn: Any, operands: Sequence[tuple[str, bool]]) -> tuple[str | None, bool]:
-        """An operation without the leaf's shape, and whether its results are as large as the leaf; None where that cannot be."""
-        size, of_leaf = self._size, any(large for _, large in operands)
-        dtypes = [str(v.aval.dtype) for v in eqn.outvars]
-        plain = f"{eqn.primitive.name} {[name for name, _ in operands]} -> {dtypes}"
-        if elementwise(eqn, size) and all(large or v.aval.size == 1 for v, (_, large) in zip(eqn.invars, operands, strict=True)):
-            return f"{plain} {params_text(eqn.params)}", of_leaf
-        if spreads(eqn, size):
-            return f"spread {plain}", True
-        if of_leaf:
-            if reduces(eqn, size):
-                return plain, False
-            return (plain if keeps_elements(eqn) else None), True
-        exact = [kind_text(v.aval) for v in (*eqn.invars, *eqn.outvars)]
-        return f"{plain} {params_text(eqn.params)} {exact}", False
+_NAME = "maskbridge_part"
 
 
-def params_text(params: Mapping[str, Any], like: tuple[int, ...] | None = None) -> str:
-    """The parameters of an operation; the shape `like` as L."""
-    return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
+def part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced once; each call of it stays one in the program. What differs from call to call are its arguments."""
+
+    def maskbridge_part(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return jax.jit(maskbridge_part)
 
 
-def _param(value: Any, like: tuple[int, ...] | None = None) -> str:
-    if isinstance(value, tuple) and value == like:
-        return "L"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_param(v, like) for v in value)})"
-    body = getattr(value, "jaxpr", value)
-    if hasattr(body, "eqns"):
-        names = {var: f"a{i}" for i, var in enumerate((*body.constvars, *body.invars))}
-        read = lambda v: f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v]  # noqa: E731
-        lines = []
-        for n, eqn in enumerate(body.eqns):
-            operands = ", ".join(map(read, eqn.invars))
-            kinds = [kind_text(v.aval, like) for v in eqn.outvars]
-            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kinds}")
-            names |= {out: f"%{n}.{i}" for i, out in enumerate(eqn.outvars)}
-        constants = list(map(constant_text, getattr(value, "consts", ())))
-        return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, body.outvars))}}}"
-    return _ADDRESS.sub("", str(value))
-
-
-def kind_text(aval: Any, like: tuple[int, ...] | None = None) -> str:
-    """The type of an array; the shape `like` as L."""
-    shape = getattr(aval, "shape", None)
-    return (
-        f"{getattr(aval, 'dtype', aval)}{'L' if shape == like and shape != () else shape}{'w' if getattr(aval, 'weak_type', False) else ''}"
-    )
-
-
-def constant_text(value: Any) -> str:
-    """All bytes of an array."""
-    data = jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-    return f"const{np.asarray(data).tobytes()!r}"
+def _is_part(eqn: Any) -> bool:
+    return eqn.params.get("name") == _NAME and body_of(eqn) is not None
