@@ -60,7 +60,7 @@ test-wheel: $(VENV)/.installed
 	$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c requirements/constraints.txt
 	cd dist && ../.venv-wheel/bin/python -c "import bridge, torch_api; print(torch_api.__file__)"
 	mkdir -p dist/run && cp -r tests pyproject.toml dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
-		&& ../../.venv-wheel/bin/python -m pytest -q tests/test_optimizer.py tests/test_storage.py tests/test_checkpoint.py
+		&& ../../.venv-wheel/bin/python -m pytest -q tests/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/test_checkpoint.py
 
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -23,7 +23,7 @@ import jax
 import torch
 from tqdm import tqdm
 
-from bridge.fusion import requested
+from bridge._xla.multi_output_fusion import requested
 
 Shape = tuple[int, ...]
 Params = list[torch.nn.Parameter]

@@ -3,13 +3,8 @@
 from . import matrix_rules, rules
 from ._interop.trees import load_module_tree, module_buffers, module_tree, to_jax, to_torch, write_buffers
 from ._names import tied_names
-from .doctor import doctor
-from .functions import jax_function
-from .modules import module_function
-from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
-from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
-from .programs import compilations
-from .transforms import (
+from ._transforms.lookahead import lookahead
+from ._transforms.masking import (
     EmptyState,
     GradientTransformation,
     GradientTransformationExtraArgs,
@@ -20,7 +15,6 @@ from .transforms import (
     StatefulSchedule,
     freeze,
     identity,
-    lookahead,
     masked,
     partition,
     select,
@@ -30,7 +24,14 @@ from .transforms import (
     tree_map_params,
     with_extra_args_support,
 )
-from .tree import resolve_labels, resolve_mask
+from ._transforms.selectors import resolve_labels, resolve_mask
+from ._xla import multi_output_fusion as _multi_output_fusion
+from .doctor import doctor
+from .functions import jax_function
+from .modules import module_function
+from .optim import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
+from .optim_defs import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
+from .programs import compilations
 from .update import traces
 
 __all__ = [
@@ -84,3 +85,5 @@ __all__ = [
     "with_extra_args_support",
     "write_buffers",
 ]
+
+_multi_output_fusion.request()  # before jax starts a client

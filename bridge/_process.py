@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ._compat.jax import client_started
 from ._compat.torch import DYNAMO, disable_dynamo
-from .fusion import request
+from ._xla.multi_output_fusion import request
 
 X64: Any = jax.enable_x64  # without a call of ours, for a warm step
 

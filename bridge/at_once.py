@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ._ir.jaxpr import apply, at_start, literal
-from .scattered import Scattered, everything
+from ._memory.address_space import Scattered, everything
 
 READS = 64  # gathers with places of their own; of more some are stored
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from . import storage
 from ._ir.jaxpr import inlined, numbers_of, slice_of
+from ._memory import allocation
 from ._process import default_settings, x64
 from .evaluate import Arrays, begin, buffered
 from .problem import Problem, buffer_shape, layout, unflatten
@@ -49,7 +49,7 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
 
 def _full(kinds: Sequence[tuple[tuple[int, ...], Any]], device: Any) -> list[jax.Array]:
     """Arrays of these shapes, each of one number in its type."""
-    return storage.filled([(shape, number.dtype, number.item()) for shape, number in kinds], device)
+    return allocation.filled([(shape, number.dtype, number.item()) for shape, number in kinds], device)
 
 
 @functools.lru_cache(1024)

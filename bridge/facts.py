@@ -20,7 +20,7 @@ from . import openmp
 from ._compat.jax import by_program, client_started
 from ._compat.torch import storage_holders
 from ._interop import dlpack
-from .fusion import compiled
+from ._xla.compile import compiled
 
 PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from . import loops
+from ._xla import probes
+from ._xla.multi_output_fusion import requested
 from .evaluate import Arrays, begin, buffered, evaluate_buffers
-from .fusion import requested
 from .precision import HALF
 from .problem import Extra, Field, Problem, layout, looks_across, unflatten
 from .stages import Stages
@@ -79,7 +80,7 @@ def passes_of(problem: Problem, extra: Extra, device: Any, large: bool, fused: b
         return apart
     is_narrow = not kept and spec.dtype in HALF and HALF.isdisjoint(field.dtype for field in arrays)
     is_once = is_narrow or len(arrays) == 1
-    if large and device.platform == "cpu" and loops.stay():
+    if large and device.platform == "cpu" and probes.stay():
         return (ONCE if is_once else apart)._replace(by_type=True)
     return ONCE if is_once else apart if spec.dtype in kept else TWICE
 

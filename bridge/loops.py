@@ -1,14 +1,11 @@
 """How the loops of an update are written for XLA's CPU compiler, where its own way is slow.
 
 Loops for results of several types take barriers that stay until XLA has fused. XLA takes barriers out before that, unless the pass which
-does so is left out (`flags.of_barriers`).
+does so is left out (`compile_options.of_barriers`).
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
@@ -19,59 +16,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from . import _process
-from ._interop.dlpack import cpu
 from ._ir.jaxpr import apply, at_start, in_turn, inlined, literal, slice_of, traced
-from ._ir.queries import Properties
 from ._ir.rounding import bfloat16_bits, of_bits
-from ._process import default_promotion, default_settings
-from .flags import of_barriers
-from .fusion import compiled
 
 LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
-
-
-@functools.cache
-def stay() -> bool:
-    """Whether barriers stay where they are asked to, and several results come from one loop; asked once, of a small program."""
-    options = of_barriers(Properties())
-    if not options:
-        return False
-
-    def two(x: Any) -> Any:
-        (kept,) = jax.lax.optimization_barrier([x * 2])
-        return jnp.sin(kept) + x, jnp.cos(x) * kept
-
-    with default_settings(), default_promotion(), jax.default_device(cpu()):
-        text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1 << 10,), np.float32)), fused=True, options=options).as_text() or ""
-    return " opt-barrier(" in text and text.count(" fusion(") == 2  # one before it, one behind
-
-
-@functools.cache
-def several_results() -> bool:
-    """Return whether XLA's CPU compiler writes several results from one loop, which then reads once what they share."""
-    both = jax.jit(lambda x, y: (x * y, x + y), donate_argnums=(0, 1))
-    arrays = [jax.ShapeDtypeStruct((1 << 10,), np.float32)] * 2
-    with default_settings(), default_promotion(), jax.default_device(cpu()):
-        text = compiled(both.lower(*arrays), fused=True).as_text() or ""
-    return text.count(" fusion(") == 1
-
-
-_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
-
-
-def held(compiled: Any) -> float:
-    """Bytes of what the barriers of a compiled program hold, as the compiler counts them, though nothing moves there.
-
-    It counts the operands and the result of each; a result of several arrays is a tuple of addresses.
-    """
-    total = 0.0
-    for line in (compiled.as_text() or "").splitlines():
-        before, barrier, _ = line.partition(" opt-barrier(")
-        result = before.partition(" = ")[2]
-        arrays = _ARRAY.findall(result) if barrier else []
-        size = sum(math.prod(map(int, filter(None, shape.split(",")))) * int(bits or 8) / 8 for _, bits, shape in arrays)  # pred has none
-        total += size if result.startswith("(") else 2 * size
-    return total
 
 
 # ------------------------------------------------------------------ loops of an odd length

@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._interop.flax_serialization import known_to_flax
 from ._names import path_name
-from .masks import Leaves, column
+from ._transforms.selectors import Leaves, column
 from .optim_data import check_gradients, field_values, in_type, nested, opposite, restored, wide_type, with_fields
 
 

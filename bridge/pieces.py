@@ -17,33 +17,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from . import lanes
-from ._compat.jax import cache_hits
 from ._ir.classify import body_of
 from ._ir.fingerprint import kind_text, params_text
 from ._ir.jaxpr import _is_part, literal, slice_of
-from ._process import x64
-from .fusion import compiled
+from ._xla import streams
+from ._xla.compile import Piece
 from .tiles import in_tiles
-
-
-class Piece:
-    """A lowered program, compiled with these options when asked; `from_cache`: jax has read it from its persistent cache."""
-
-    def __init__(self, lowered: Any, options: dict[str, Any]) -> None:
-        self._lowered, self._options = lowered, options
-        self.compiled: Any = None
-        self.from_cache = False
-
-    def compile(self) -> None:
-        """Make it ready to be called; several may be compiled at once, each in a thread."""
-        lowered = self._lowered
-        if lowered is not None:  # else it is, since another thread took it as well
-            hits = cache_hits()
-            with x64():
-                self.compiled = compiled(lowered, True, self._options)
-            self.from_cache = cache_hits() > hits
-            self._lowered = None
 
 
 class _How(NamedTuple):
@@ -100,15 +79,15 @@ class Pieces:
     def __call__(self, *arguments: Any) -> Any:
         """The results as the program gives them, with a token for each call that has some."""
         values = jax.tree.leaves(arguments)
-        before, *orders = lanes.orders()
+        before, *orders = streams.orders()
         try:
             for n, (piece, donated, read, tokens, constants) in enumerate(self._calls):
                 if tokens:  # the one that it takes is there when all is known: so it may be in an order of its own
-                    lanes.choose(orders[n % len(orders)])
+                    streams.choose(orders[n % len(orders)])
                 given = (list(map(values.__getitem__, at)) for at in (donated, read, tokens))
                 values += piece.compiled(*given, constants)
         finally:
-            lanes.choose(before)
+            streams.choose(before)
         results, count = list(map(values.__getitem__, self._results)), self._structure.num_leaves
         *others, token = self._structure.unflatten(results[:count])
         return *others, token + results[count:]

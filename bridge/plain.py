@@ -14,7 +14,7 @@ import torch
 
 from ._interop.dlpack import ALIGNMENT, dense_order
 from ._interop.tensor_storage import offset_of, storage_of
-from .storage import align
+from ._memory.adoption import align
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses, which may have no memory or other semantics
 _STATIC = frozenset({int, bool, str})  # what has a hash, no part that could change, and is equal only where programs are

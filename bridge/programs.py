@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from . import reading
 from ._ir.queries import properties_of
 from ._process import CORES, default_promotion, default_settings
-from .flags import in_any_order, of_barriers, of_update, on_one_core
-from .fusion import bytes_accessed, compiled
-from .inline import inline, loaded, serialized
-from .loops import held, several_results
-from .meanwhile import meanwhile
-from .pieces import Piece, cut
+from ._xla.compile import Piece, bytes_accessed, compiled, meanwhile
+from ._xla.compile_options import in_any_order, of_barriers, of_update, on_one_core
+from ._xla.inline_execution import inline, loaded, serialized
+from ._xla.probes import held, several_results
+from .pieces import cut
 from .update import Plan, abstract, by_type, measured, stepped
 
 # Elements up to which a program keeps to one core, and operations for them all: then waking the others takes longer than what they save,

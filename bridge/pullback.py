@@ -20,9 +20,9 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from ._interop.dlpack import wait_for
 from ._interop.dtypes import IN_TORCH, crosses
+from ._memory.call_arguments import Views, operands, results
 from ._process import X64, calmed, default_settings, refuse_not_finite, undisturbed
-from .dlpack import Views, operands, results
-from .fusion import compiled
+from ._xla.compile import compiled
 from .plain import addresses_of
 from .residuals import reached, sources
 

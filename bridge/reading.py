@@ -2,7 +2,8 @@
 
 A core that reads one place after the other waits for memory; from eight places at once it gets up to half as many bytes again, which the
 library that XLA's CPU compiler hands sums to does not do. So each core has a program that loops over parts of gradients, eight at
-a turn. The same few programs read all gradients, whichever they are: where they begin is given as numbers, as in `bridge.scattered`.
+a turn. The same few programs read all gradients, whichever they are: where they begin is given as numbers, as in
+`bridge._memory.address_space`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from . import _process, lanes, openmp
+from . import _process, openmp
 from ._interop.dlpack import dense_order
+from ._memory.address_space import BASE, SUPPORTED, dense, everything
 from ._process import default_promotion, default_settings
-from .flags import of_update
+from ._xla import streams
+from ._xla.compile import Piece
+from ._xla.compile_options import of_update
 from .gradients import found_by
-from .pieces import Piece
-from .scattered import BASE, SUPPORTED, dense, everything
 
 # Elements of one place that a turn reads, and places. 49 gradients of 600 MB on 2 cores of an AMD EPYC, by turns, medians of six processes,
 # three of them while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27 (slow), parts of half
@@ -114,18 +116,18 @@ class Reader:
         """Begin to read, behind whatever this thread has asked jax for before; what will be found."""
         if openmp.pause:
             openmp.pause(openmp.SOFT)
-        after, (before, *others) = lanes.opened(np.zeros(1), self._device, _process.CORES)
+        after, (before, *others) = streams.opened(np.zeros(1), self._device, _process.CORES)
         try:
             for kind in self._kinds:
                 for order, share in zip(others, kind.shares(grads), strict=False):
-                    lanes.choose(order)
+                    streams.choose(order)
                     self._found.append(kind.piece.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
             return _total(self._found)
         except BaseException:  # raised again, when nothing is read any more
             self.end()
             raise
         finally:
-            lanes.choose(before)
+            streams.choose(before)
 
     def end(self) -> None:
         """Wait until all is read."""
@@ -151,7 +153,7 @@ class _Kind:
         self.copies: list[torch.Tensor] = []
         self._positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])
         self._starts: list[int] = []
-        cores = max(1, min(_process.CORES if lanes.SEVERAL else 1, int(sizes.sum()) // _LEAST))
+        cores = max(1, min(_process.CORES if streams.SEVERAL else 1, int(sizes.sum()) // _LEAST))
         whole, ragged = sizes // PART, np.flatnonzero(sizes % PART)
         turns = int(whole.sum()) // (_PLACES * cores)
         count = turns * _PLACES * cores

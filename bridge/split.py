@@ -25,10 +25,10 @@ from ._ir.classify import spreads
 from ._ir.fingerprint import kind_text, params_text
 from ._ir.jaxpr import apply, at_start, in_turn, inlined, part, slice_of, traced
 from ._ir.numerics import is_key
+from ._memory.address_space import Scattered
 from .at_once import over_rows
 from .loops import by_bits
 from .operands import fewer
-from .scattered import Scattered
 
 # Numbers that one loop may read each by itself: with many more values to read, XLA writes no more results from it.
 _APART = 8

@@ -16,14 +16,15 @@ import jax
 import numpy as np
 import torch
 
-from . import _process, lanes, openmp
+from . import _process, openmp
 from ._compat.torch import foreach_copy_
 from ._interop.dlpack import behind_torch, wait_for
+from ._memory.jax_buffers import Memory, leave_held, taken, write_back
+from ._memory.scalar_vectors import Cells
 from ._process import X64, calmed, refuse_fork, settings, undisturbed
-from .cells import Cells
+from ._xla import streams
 from .programs import Program
 from .reading import Reader
-from .storage import Memory, leave_held, taken, write_back
 
 __all__ = ["Launch", "Outcome", "elsewhere", "run"]
 
@@ -144,7 +145,7 @@ def run(
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
         numbers: Any = hyperparams if on_cpu else _on_device(hyperparams.tobytes(), device)
         if on_cpu and len(launches) > 1:
-            numbers, (flight.order, *side_by_side) = lanes.opened(hyperparams, device)
+            numbers, (flight.order, *side_by_side) = streams.opened(hyperparams, device)
         flight.reader, measure = reader, _NOTHING_MEASURED if reader is None else reader(grads, scaling)
         for wave in waves:
             for launch in wave:
@@ -173,7 +174,7 @@ def run(
                 split = len(launch.inplace)
                 read = launch.kept_operands(launch.kept) if launch.kept else []
                 if side_by_side:
-                    lanes.choose(side_by_side[len(flight.landing) % len(side_by_side)])
+                    streams.choose(side_by_side[len(flight.landing) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))
                 old = taken(memories)
                 own = old[:split], old[split:], scalars, read, gradients, launch.masks
@@ -266,7 +267,7 @@ class _Flight:
         finally:
             try:
                 if self.order is not None:
-                    lanes.choose(self.order)
+                    streams.choose(self.order)
                 for copies in self.copies:
                     copies.clear()
                 if self.reader is not None:
@@ -314,7 +315,7 @@ def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
     """Whether a result of a donated call lies elsewhere than the memory that it was computed in.
 
     So it is where something outside held a buffer (a numpy view of one of `jax.live_arrays()`, say) and XLA copied it.
-    Tensors over that memory must then look again: see `storage.renewed`.
+    Tensors over that memory must then look again: see `jax_buffers.renewed`.
     """
     if list(map(_pointer, arrays)) == list(map(_address, memories)):
         return False

@@ -2,7 +2,7 @@
 
 XLA's CPU compiler fuses what is cheap into every reader: the gradient that comes down a residual stream into the bias's
 sum, the product with the weight and that with the input, at each layer again from the loss on. A barrier ends that, but only in a
-program that is compiled with barriers (`flags.of_training`); in others XLA takes it out, and it costs nothing.
+program that is compiled with barriers (`compile_options.of_training`); in others XLA takes it out, and it costs nothing.
 """
 
 from __future__ import annotations

@@ -27,18 +27,18 @@ from . import openmp, programs, step
 from ._compat.torch import foreach_copy_
 from ._interop.dlpack import behind_torch
 from ._ir.queries import properties_of, reachable_inputs
+from ._memory.call_arguments import operands, results
+from ._memory.jax_buffers import Memory, leave_held, readable, taken
+from ._memory.scalar_vectors import Number
 from ._names import path_name
 from ._process import calm, default_promotion, default_settings, x64
-from .cells import Number
-from .dlpack import operands, results
-from .flags import of_training
-from .fusion import bytes_accessed, compiled
+from ._xla.compile import bytes_accessed, compiled
+from ._xla.compile_options import of_training
 from .half_sums import summed_in_float32
 from .jax_calls import callbacks_in_32_bits, in_32_bits
 from .problem import Spec, flatten, unflatten
 from .products import arranged
 from .readers import stored_for_products
-from .storage import Memory, leave_held, readable, taken
 from .stored import together
 from .traced import torch_dtype
 from .update import Plan, abstract, update

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import reading
+from ._memory.address_space import Scattered
 from ._names import Path
 from .analysis import in_parts
 from .at_once import signature as at_once
@@ -25,7 +26,6 @@ from .joint import Way
 from .leaf_update import ONES, Passes, joined, leaf_update, parted, passes_of, unless
 from .loops import LARGE
 from .problem import NO_EXTRA, Extra, Problem, Row, Same, Signature, Spec
-from .scattered import Scattered
 from .side_by_side import Slot
 from .split import Alike, for_each
 from .units import Columns, unit_update
@@ -175,7 +175,7 @@ def update(
     """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens: a result that nobody donates.
 
     The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have; `grads` as of `in_rows`.
-    `after`: zeros that are there when the program may begin. `fused`: as of `fusion.compiled`. `pieces`: it will be cut by `pieces.cut`.
+    `after`: zeros that are there when the program may begin. `fused`: as of `compile.compiled`. `pieces`: it will be cut by `pieces.cut`.
     """
     global _traces
     _traces += 1

@@ -17,20 +17,24 @@ import torch
 LONG = "repository/examples op_db pieces repository/benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
 LONG += " optim_db at_once contract/prepare_again contract/threads contract/damaged_checkpoints"
 LONG += " contract/tuple_hyperparams contract/views_keep_their_memory joint distributions tiles"
-LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer transforms optimizer"
+LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer"
+LONG += " bridge/_transforms/masking optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "as_torch autograd_function bad_input beginning bridge/process bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
-QUICK += " known_values lr_scale masks one_type openmp"
-QUICK += " packs_storage presets repository/project protocol report resize rules sight split state_scalars step storage"
+QUICK += " known_values lr_scale bridge/_transforms/selectors one_type openmp"
+QUICK += " packs_storage presets repository/project protocol report resize rules sight split"
+QUICK += " bridge/_memory/scalar_vectors step bridge/_memory/adoption"
 QUICK += " torch_losses_more torch_names"
 QUICK += " torch_order torch_scatter bridge/names bridge/_interop/trees bridge/_interop/dtypes repository/contract_imports"
 CHECKED = set(QUICK.split())
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and elementwise updates move the same bytes (test_step.py). Numbers are compared with those of others from the code that
 # users run in zoo, optim_db, optimizer, precision and more.
-HASTY = "masked masked_optax transforms sight state_scalars stored resize report presets protocol lr_scale"
-HASTY += " analysis at_once borrowed checked checkpoint closure doctor contract/edges ema engine held joint_packs loop operands"
-HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly stages storage tiles"
+HASTY = "masked masked_optax bridge/_transforms/masking sight bridge/_memory/scalar_vectors stored resize report presets protocol lr_scale"
+HASTY += " analysis at_once bridge/_memory/call_arguments checked checkpoint closure doctor contract/edges ema engine"
+HASTY += " held joint_packs loop operands"
+HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly"
+HASTY += " stages bridge/_memory/adoption tiles"
 # The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
 REAL = {
     f"test_{name}" for name in ["compilation_cache", "cost_baseline", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]
@@ -83,9 +87,10 @@ def hasty_code(monkeypatch):
     """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
     import hasty
 
-    from bridge import flags, train
+    from bridge import train
+    from bridge._xla import compile_options
 
-    asked = flags.of_training
+    asked = compile_options.of_training
     monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | hasty.EFFORT)
 
 
@@ -98,11 +103,12 @@ def _hasty_updates(request):
         return
     import hasty
 
-    from bridge import flags, pieces, programs, reading
+    from bridge import pieces, programs, reading
+    from bridge._xla import compile_options
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (programs, reading):
-            patch.setattr(module, "of_update", lambda device: flags.of_update(device) | hasty.options())
+            patch.setattr(module, "of_update", lambda device: compile_options.of_update(device) | hasty.options())
         for module, name in ((programs, "_programs"), (programs, "_recent"), (pieces, "_tiles")):
             patch.setattr(module, name, type(getattr(module, name))())
         yield

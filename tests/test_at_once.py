@@ -19,8 +19,10 @@ from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run,
 
 import bridge
 import torch_api
-from bridge import at_once, loops, scattered
+from bridge import at_once
 from bridge import programs as made
+from bridge._memory import address_space
+from bridge._xla import probes
 from torch_api import launch, packs
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
@@ -41,7 +43,7 @@ MAKE = {
 }
 adamw = MAKE["AdamW"]
 
-pytestmark = pytest.mark.skipif(not loops.several_results(), reason="XLA writes one result from each loop here")
+pytestmark = pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +232,7 @@ def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
 
 @pytest.mark.parametrize("shift", [1, 128 * 128])
 def test_the_oracle_sees_gradients_read_elsewhere(monkeypatch, shift):
-    monkeypatch.setattr(scattered.Places, "__call__", read_elsewhere(shift))
+    monkeypatch.setattr(address_space.Places, "__call__", read_elsewhere(shift))
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     space = [torch.randn(128 * 128 + 16)[: 128 * 128].view(128, 128) for _ in ours]
@@ -457,7 +459,7 @@ def test_an_error_can_be_shown_with_all_variables(monkeypatch):
         optimizer.step()
     shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
     assert "<all memory as float32>" in shown
-    everything = scattered.everything(np.dtype("float32"))
+    everything = address_space.everything(np.dtype("float32"))
     assert copy.deepcopy(everything) is everything
 
 
@@ -502,15 +504,15 @@ def test_a_vector_that_all_share_is_no_part_of_a_row():
 def test_where_xla_writes_one_result_from_each_loop_leaves_stay_by_themselves(flags):
     code = """
 import torch, torch_api
-from bridge import loops
+from bridge._xla import probes
 params = [torch.nn.Parameter(torch.zeros(256, 256)) for _ in range(64)]
 optimizer = torch_api.MaskedAdamW(params, lr=0.1)
 for p in params:
     p.grad = torch.ones_like(p)
 optimizer.step()
 scattered = {launch.program.scattered for launch in optimizer._launches.latest}
-assert scattered == {loops.several_results()}, scattered
-print(loops.several_results(), float(params[5][0, 0]) < -0.09)
+assert scattered == {probes.several_results()}, scattered
+print(probes.several_results(), float(params[5][0, 0]) < -0.09)
 """
     environment = {**os.environ, "MASKBRIDGE_XLA_FLAGS": flags, "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

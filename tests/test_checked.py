@@ -9,7 +9,8 @@ from packing import programs, states, take_few_for_many
 
 import bridge
 import torch_api
-from bridge import loops, reading
+from bridge import reading
+from bridge._xla import probes
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101), (7,), (3, 5)]
 
@@ -46,7 +47,7 @@ def decisive(optimizer):
     return {program.plan.decisive for program in programs(optimizer)}
 
 
-@pytest.mark.skipif(not loops.several_results(), reason="XLA writes one result from each loop here")
+@pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
 @pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
 def test_rows_are_read_where_they_lie_and_move_as_torchs(bound, monkeypatch):
     take_few_for_many(monkeypatch, 8)

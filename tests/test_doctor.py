@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import bridge
+from bridge._xla.multi_output_fusion import FUSION_FLAG
 from bridge.doctor import BOUNDS, diagnosed
 from bridge.facts import Facts, gather
-from bridge.fusion import FUSION_FLAG
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = {

@@ -13,8 +13,10 @@ import torch
 from oracles import random_params
 
 import torch_api
-from bridge import lanes, programs, step, storage, tiles
-from bridge.pieces import Piece
+from bridge import programs, step, tiles
+from bridge._memory import adoption, allocation
+from bridge._xla import streams
+from bridge._xla.compile import Piece
 from torch_api import launches
 
 
@@ -113,11 +115,11 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
 
         def enter(flight):
             found = real(flight)
-            flight.order = "none"  # `lanes.choose` takes numbers
+            flight.order = "none"  # `streams.choose` takes numbers
             return found
 
         monkeypatch.setattr(step._Flight, "__enter__", enter)
-        monkeypatch.setattr(lanes, "choose", broken)
+        monkeypatch.setattr(streams, "choose", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         optimizer.step()
     monkeypatch.undo()
@@ -285,7 +287,10 @@ def test_state_is_begun_while_programs_are_made_as_far_as_that_leaves_room_for_c
 
     monkeypatch.setattr(launches, "_COMPILING", held_back)
     monkeypatch.setattr(
-        storage, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), storage.filled)
+        allocation, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.filled)
+    )
+    monkeypatch.setattr(
+        adoption, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.filled)
     )
     monkeypatch.setattr(Piece, "compile", noted(lambda _: "program", Piece.compile))
     monkeypatch.setattr(programs, "_programs", {})

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import bridge
-from bridge import dlpack as dlpack_dlpack
 from bridge import functions, plain, pullback, residuals
 from bridge._interop import dlpack
+from bridge._memory import call_arguments
 
 OURS = str(Path(bridge.__file__).parent)
 
@@ -158,9 +158,9 @@ def test_without_private_names_the_public_calls_do_the_same(monkeypatch):
     expected = torch.autograd.grad(f(a, b).sum(), (a, b))
     monkeypatch.setattr(functions, "_record", functions._Recorded.apply)
     monkeypatch.setattr(dlpack, "_cpu_calls", lambda: None)
-    monkeypatch.setattr(dlpack_dlpack, "_cpu_calls", lambda: None)
+    monkeypatch.setattr(call_arguments, "_cpu_calls", lambda: None)
     monkeypatch.setattr(dlpack, "_exporter", lambda: torch.from_dlpack)
-    monkeypatch.setattr(dlpack_dlpack, "_exporter", lambda: torch.from_dlpack)
+    monkeypatch.setattr(call_arguments, "_exporter", lambda: torch.from_dlpack)
     torch.testing.assert_close(torch.autograd.grad(f(a, b).sum(), (a, b)), expected)
     monkeypatch.setattr(functions, "functorch_is_active", lambda: True)
     torch.testing.assert_close(torch.autograd.grad(f(a, b).sum(), (a, b)), expected)

@@ -14,7 +14,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import bridge
-from bridge import dlpack, pullback
+from bridge import pullback
+from bridge._memory import call_arguments
 
 LAYOUTS = {
     "contiguous": lambda: torch.randn(16, 8),
@@ -40,7 +41,7 @@ class Seen:
 
     def __init__(self, monkeypatch):
         self.into, self.out = [], []
-        run, results = pullback.Call._run, dlpack.results
+        run, results = pullback.Call._run, call_arguments.results
 
         def watched_run(call, flat, others):
             # This is what the compiled call does with an operand: it takes the memory as it is where it is aligned.
@@ -175,7 +176,7 @@ def test_a_call_that_does_not_wait_is_caught():
     compiled, stale = program._made["run"]._compiled, 0
     for _ in range(100):
         x.fill_(3)
-        (y,) = compiled(*dlpack.operands([x, w], [None, None]))
+        (y,) = compiled(*call_arguments.operands([x, w], [None, None]))
         x.fill_(-1)
         stale += not bool((bridge.to_torch(y) == 3).all())
     assert stale

@@ -12,15 +12,17 @@ import torch
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import _process, flags, fusion, loops, programs
+from bridge import _process, loops, programs
 from bridge._ir.queries import Properties
+from bridge._xla import compile as fusion
+from bridge._xla import compile_options, probes
 from torch_api import packs
 
 ROWS = (129, 131)  # of an odd length, and large
 SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last is as it is
 HALF = torch.bfloat16
 
-stays = pytest.mark.skipif(not loops.stay(), reason="no barrier stays, or each result has a loop of its own")
+stays = pytest.mark.skipif(not probes.stay(), reason="no barrier stays, or each result has a loop of its own")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +51,7 @@ def whole(text, size):
 def as_it_is(monkeypatch):
     """From here on everything is written as without this file's subject."""
     monkeypatch.setattr(programs, "_programs", {})
-    monkeypatch.setattr(loops, "stay", lambda: False)
+    monkeypatch.setattr(probes, "stay", lambda: False)
 
 
 # ---------------------------------------------------------------------- numbers, of odd lengths too
@@ -181,7 +183,7 @@ def test_float64_state_is_that_of_the_paper():
 def compiled(function, count, *arrays):
     """one_type_each(function, count) as a program that is given the first arrays away."""
     ordered = jax.jit(loops.one_type_each(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
-    return fusion.compiled(ordered.lower(*arrays), True, flags.of_barriers(Properties()))
+    return fusion.compiled(ordered.lower(*arrays), True, compile_options.of_barriers(Properties()))
 
 
 @FUSES
@@ -220,12 +222,12 @@ def test_the_loop_comes_last_that_replaces_what_others_read():
 
 def test_without_barriers_that_stay_nothing_is_written_otherwise(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=nothing")  # the user's own, which a program's would replace
-    loops.stay.cache_clear()
+    probes.stay.cache_clear()
     try:
-        assert not loops.stay()
+        assert not probes.stay()
     finally:
         monkeypatch.undo()
-        loops.stay.cache_clear()
+        probes.stay.cache_clear()
 
 
 @stays
@@ -235,9 +237,9 @@ def test_what_barriers_hold_is_told_from_what_moves():
         return jnp.sin(x), y
 
     given = jnp.ones((8, 128), jnp.bfloat16), jnp.ones(100, bool)
-    program = jax.jit(function).lower(*given).compile(compiler_options=flags.of_barriers(Properties()))
-    assert loops.held(program) == 8 * 128 * 2 + 100
-    assert loops.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
+    program = jax.jit(function).lower(*given).compile(compiler_options=compile_options.of_barriers(Properties()))
+    assert probes.held(program) == 8 * 128 * 2 + 100
+    assert probes.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
 
 
 @FUSES
@@ -248,8 +250,8 @@ def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
 
     def moved(keep):
         function = lambda xs: [jnp.sin(x) for x in keep([jnp.cos(x) * 2 for x in xs])]  # noqa: E731
-        program = jax.jit(function).lower(given).compile(compiler_options=flags.of_barriers(Properties()))
-        return fusion.bytes_accessed(program) - loops.held(program)
+        program = jax.jit(function).lower(given).compile(compiler_options=compile_options.of_barriers(Properties()))
+        return fusion.bytes_accessed(program) - probes.held(program)
 
     stored = moved(list) + 2 * count * (4 << 12)  # written and read
     assert moved(jax.lax.optimization_barrier) == pytest.approx(stored, rel=1e-3)

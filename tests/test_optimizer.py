@@ -12,7 +12,8 @@ from oracles import NumpyAdam, NumpySGD, clones, movement_error, random_grads, r
 
 import bridge
 import torch_api
-from bridge import rules, storage
+from bridge import rules
+from bridge._memory import jax_buffers
 
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam),
@@ -582,7 +583,7 @@ def test_no_other_copy_of_a_parameter_exists_while_it_is_optimized():
     import jax
 
     assert {a.unsafe_buffer_pointer() for a in jax.live_arrays() if a.size == 256 * 256} == {p.data_ptr()}
-    assert storage.memory_of(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()
+    assert jax_buffers.memory_of(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()
 
 
 # ---------------------------------------------------------------------- what is done to the groups by hand

@@ -14,7 +14,7 @@ from oracles import clones, random_grads, same
 from packing import near, no_packs, packed, parameters, run, slots, some, states
 
 import torch_api
-from bridge import storage
+from bridge._memory import jax_buffers
 
 # ---------------------------------------------------------------------- storages
 
@@ -138,7 +138,7 @@ def test_replaced_data_goes_back_into_its_row_when_nobody_holds_the_old():
         assert params[1].data_ptr() != address
         run(runs, 2)
         assert params[1].data_ptr() == address
-        assert storage.located(params[1].detach())[0] is memory
+        assert jax_buffers.located(params[1].detach())[0] is memory
     near(params, runs[1][1], start)
 
 
@@ -190,7 +190,7 @@ def test_rows_that_had_no_part_in_the_step_are_followed_too(second):
     run(moving, 1, some_only)
     held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers: XLA must copy instead of reusing them
     run(moving, 1, some_only)
-    assert {storage.located(p.detach())[0] for p in params} == {runs[0][0]._leaves[5].memory}
+    assert {jax_buffers.located(p.detach())[0] for p in params} == {runs[0][0]._leaves[5].memory}
     del held
     run(runs, 2)
     near(params, others, start)

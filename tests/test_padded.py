@@ -13,7 +13,8 @@ import torch
 from oracles import FUSES, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import _process, loops, programs, reading, scattered, update
+from bridge import _process, loops, programs, reading, update
+from bridge._memory import address_space, call_arguments
 from torch_api import launch, packs
 
 PRIME = 16411
@@ -21,7 +22,7 @@ SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
 ODD = 4  # of them are padded
 HALF = torch.bfloat16
 
-pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="no row is longer here")
+pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="no row is longer here")
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +145,7 @@ def test_the_numbers_are_those_without_it(masked, dtype, options, bound, monkeyp
             assert error <= max(bound, 1e-6 if x.itemsize > 2 else 1e-3) * y.to(wide).norm()
 
 
-class FullOfOthers(scattered.PaddedOperands):
+class FullOfOthers(call_arguments.PaddedOperands):
     """Rows with other numbers than zero behind the gradient."""
 
     def __init__(self, *args):

@@ -13,10 +13,11 @@ from jaxprs import operations
 from torch import nn
 
 import torch_api
-from bridge import fusion, leaf_update, products, train, update
+from bridge import leaf_update, products, train, update
 from bridge._ir import jaxpr as products_jaxpr
 from bridge._ir.queries import properties_of
 from bridge._process import x64
+from bridge._xla import multi_output_fusion
 
 # Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two
 # dimensions in another order, in a batch.
@@ -201,7 +202,7 @@ def test_no_donated_leaf_is_copied(monkeypatch):
     assert copies_of_donated() > 0
 
 
-@pytest.mark.skipif(not fusion.requested(), reason="no fusion to leave out")
+@pytest.mark.skipif(not multi_output_fusion.requested(), reason="no fusion to leave out")
 def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
     asked = []
     passes_of = leaf_update.passes_of

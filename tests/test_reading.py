@@ -8,10 +8,13 @@ from oracles import FUSES, clones, movement_error
 
 import bridge
 import torch_api
-from bridge import _process, lanes, pieces, reading, scattered
+from bridge import _process, reading
+from bridge._memory import address_space
 from bridge._process import x64
+from bridge._xla import compile as pieces
+from bridge._xla import streams
 
-pytestmark = pytest.mark.skipif(not scattered.SUPPORTED, reason="for Linux on x86-64")
+pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="for Linux on x86-64")
 SIZES = [reading.PART, reading.PART + 1, 100_000, 2_000_003, 3 * reading.PART, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}
@@ -151,7 +154,7 @@ def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
     monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(reading, "_LEAST", 1 << 19)
     train(half, 20, sgd(half).step)
-    if lanes.SEVERAL:
+    if streams.SEVERAL:
         assert max(map(movement_error, half, plain, start)) > 1e-2
 
 
@@ -185,7 +188,7 @@ def test_a_norm_costs_one_reading_of_the_gradients():
     program = reading.piece("float32", True, False, CPU)
     program.compile()
     # The compiler counts one turn of each loop: four parts, one rest, and the sums that stay in a cache.
-    assert bridge.fusion.bytes_accessed(program.compiled) < 3.5 * turn
+    assert bridge._xla.compile.bytes_accessed(program.compiled) < 3.5 * turn
 
 
 def test_what_is_read_stays_until_it_is_read_even_if_the_step_fails(monkeypatch):

@@ -15,9 +15,10 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge import flags, torch_layers, torch_losses, torch_windows
+from bridge import torch_layers, torch_losses, torch_windows
 from bridge._ir.queries import Properties, properties_of
 from bridge._process import x64
+from bridge._xla import compile_options
 
 POOLS = [
     case
@@ -195,31 +196,34 @@ class OnGPU:
 
 @pytest.fixture
 def _asked_afresh():
-    flags._known.cache_clear()
+    compile_options._known.cache_clear()
     yield
-    flags._known.cache_clear()
+    compile_options._known.cache_clear()
 
 
 @pytest.mark.usefixtures("_asked_afresh")
 def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
-    assert flags.of_training(OnGPU, Properties(has_large_product=True)) == {}
-    barriers = {flags._PASSES_OPTION: flags._BARRIERS_END}
-    monkeypatch.setattr(flags, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert flags.of_training(OnCPU, Properties(has_large_product=True)) == barriers  # as a jaxlib that does not know it
+    assert compile_options.of_training(OnGPU, Properties(has_large_product=True)) == {}
+    barriers = {compile_options._PASSES_OPTION: compile_options._BARRIERS_END}
+    monkeypatch.setattr(compile_options, "_NO_CONVOLUTIONS", "NONSENSE")
+    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == barriers  # as a jaxlib that does not know it
     monkeypatch.undo()
-    flags._known.cache_clear()
-    assert flags.of_training(OnCPU, Properties(has_grouped_convolution=True, has_large_product=True)) == barriers
-    known = flags.of_training(OnCPU, Properties(has_large_product=True))
-    assert known in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._NO_CONVOLUTIONS})
-    assert flags.of_training(OnCPU, Properties()) in (barriers, {**barriers, flags.LIBRARY_OPTION: flags._SUMS_ALONE})
-    assert flags.of_training(OnCPU, Properties(has_grouped_convolution=True)) == barriers
-    in_loops = flags.of_training(OnCPU, Properties(has_barrier_in_loop=True, has_large_product=True))
-    assert in_loops == {**known, flags._PASSES_OPTION: f"{flags._BARRIERS_END},{flags._LOOPS_AS_ONE}"}
-    assert flags._PASSES_OPTION not in flags.of_training(OnCPU, Properties(has_barrier_in_reduction=True))
-    monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
-    assert flags.of_training(OnCPU, Properties(has_large_product=True)) == barriers
-    monkeypatch.setenv("XLA_FLAGS", f"--{flags.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{flags._PASSES_OPTION}=dce")
-    assert flags.of_training(OnCPU, Properties(has_large_product=True)) == {}
+    compile_options._known.cache_clear()
+    assert compile_options.of_training(OnCPU, Properties(has_grouped_convolution=True, has_large_product=True)) == barriers
+    known = compile_options.of_training(OnCPU, Properties(has_large_product=True))
+    assert known in (barriers, {**barriers, compile_options.LIBRARY_OPTION: compile_options._NO_CONVOLUTIONS})
+    assert compile_options.of_training(OnCPU, Properties()) in (
+        barriers,
+        {**barriers, compile_options.LIBRARY_OPTION: compile_options._SUMS_ALONE},
+    )
+    assert compile_options.of_training(OnCPU, Properties(has_grouped_convolution=True)) == barriers
+    in_loops = compile_options.of_training(OnCPU, Properties(has_barrier_in_loop=True, has_large_product=True))
+    assert in_loops == {**known, compile_options._PASSES_OPTION: f"{compile_options._BARRIERS_END},{compile_options._LOOPS_AS_ONE}"}
+    assert compile_options._PASSES_OPTION not in compile_options.of_training(OnCPU, Properties(has_barrier_in_reduction=True))
+    monkeypatch.setenv("XLA_FLAGS", f"--{compile_options.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE")
+    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == barriers
+    monkeypatch.setenv("XLA_FLAGS", f"--{compile_options.LIBRARY_OPTION}=LIBRARY_FUSION_TYPE_REDUCE --{compile_options._PASSES_OPTION}=dce")
+    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == {}
 
 
 def test_gelu_and_picked_classes_have_the_derivatives_of_the_plain_expressions():

@@ -15,12 +15,13 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 
 import bridge
 import torch_api
-from bridge import flags, fusion, pieces, programs
-from bridge import loops as programs_loops
+from bridge import programs
+from bridge._xla import compile as pieces
+from bridge._xla import compile_options, multi_output_fusion, probes
 
 ROOT = Path(__file__).parents[1]
 CPU_INFO = Path("/proc/cpuinfo")
-fused_loops = pytest.mark.skipif(not fusion.requested(), reason="the environment asks for other CPU code")
+fused_loops = pytest.mark.skipif(not multi_output_fusion.requested(), reason="the environment asks for other CPU code")
 
 
 def stepped(optimizer, params, count=1):
@@ -252,7 +253,7 @@ for name, (environment, code) in {codes!r}.items():
 @pytest.fixture(scope="module")
 def requests():
     """XLA_FLAGS and the answer after the import in a process of each of `REQUESTS`."""
-    asked = "import bridge, json, os; print(json.dumps([os.environ.get('XLA_FLAGS', ''), bridge.fusion.requested()]))"
+    asked = "import bridge, json, os; print(json.dumps([os.environ.get('XLA_FLAGS', ''), bridge._xla.multi_output_fusion.requested()]))"
     codes = {name: (environment, f"{before}\n{asked}") for name, (before, environment, *_) in REQUESTS.items()}
     return {name: json.loads(printed) for name, printed in forked(codes).items()}
 
@@ -303,7 +304,7 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
     """LAMB stores an update of the leaf's size between its loops: in XLA's own order those of all leaves are there at once."""
     shapes = [(300, 300 + i) for i in range(8)]
     needed = {}
-    for name, options in (("ours", flags.of_update), ("XLA's", lambda device: {})):
+    for name, options in (("ours", compile_options.of_update), ("XLA's", lambda device: {})):
         monkeypatch.setattr(programs, "of_update", options)
         monkeypatch.setattr(programs, "_programs", {})
         params = random_params(shapes=shapes)
@@ -318,7 +319,7 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
-    order, piece, count, one = dict(flags._first_known(flags._ORDERS)), pieces.Piece, 18, 4 * 60_000
+    order, piece, count, one = dict(compile_options._first_known(compile_options._ORDERS)), pieces.Piece, 18, 4 * 60_000
 
     def compiled(optimizer_class, count, **arguments):
         """Whether all is asked for in the order of least memory, and the bytes that XLA stores in between."""
@@ -334,7 +335,7 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
 
     assert order
     for found in (compiled(torch_api.MaskedAdamW, count), compiled(torch_api.MaskedRAdam, count, max_grad_norm=1.0)):
-        assert found[0] is not programs_loops.several_results()  # where XLA stores an array of each loop, the order of least memory stays
+        assert found[0] is not probes.several_results()  # where XLA stores an array of each loop, the order of least memory stays
         assert found[1] < 4 * one
     assert compiled(torch_api.MaskedAdamW, count - 2)[0]
     in_order, needed = compiled(torch_api.MaskedLamb, count)
@@ -354,22 +355,22 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
 
 def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_not_set(monkeypatch):
     cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
-    (newer, least), (older, off), (width, bits) = *flags._ORDERS, flags._WIDTH
-    assert flags.of_update(gpu) == {}
+    (newer, least), (older, off), (width, bits) = *compile_options._ORDERS, compile_options._WIDTH
+    assert compile_options.of_update(gpu) == {}
     for known, expected in (
         ({newer, older, width}, {newer: least, width: bits}),
         ({older, width}, {older: off, width: bits}),
         ({newer}, {newer: least}),
         (set(), {}),
     ):
-        monkeypatch.setattr(flags, "_known", lambda option, value, known=known: option in known)
-        assert flags.of_update(cpu) == expected
-    monkeypatch.setattr(flags, "_known", lambda option, value: True)
+        monkeypatch.setattr(compile_options, "_known", lambda option, value, known=known: option in known)
+        assert compile_options.of_update(cpu) == expected
+    monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
     for option in (newer, older):
         monkeypatch.setenv("XLA_FLAGS", f"--{option}={least}")
-        assert flags.of_update(cpu) == {width: bits}
+        assert compile_options.of_update(cpu) == {width: bits}
     monkeypatch.setenv("XLA_FLAGS", f"--{width}=128")
-    assert flags.of_update(cpu) == {newer: least}
+    assert compile_options.of_update(cpu) == {newer: least}
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ import torch
 from jax.core import Tracer
 from jax.tree_util import DictKey
 
-from bridge import storage
 from bridge._interop.containers import own_attributes, with_values
 from bridge._interop.dlpack import to_jax
 from bridge._interop.tensor_storage import shortage
-from bridge.dlpack import host_view
+from bridge._memory import jax_buffers
+from bridge._memory.array_interface import host_view
 
 OWNER = "JaxTrainStep"
 _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
@@ -78,7 +78,7 @@ def _checked(x: Any, position: int) -> Any:
         raise ValueError(
             f"{OWNER}: item {position} of the batch was donated or deleted and has no memory. Keep the result, or pass a copy."
         )
-    return x.copy() if isinstance(x, jax.Array | np.ndarray) and storage.shares_memory(x) else x  # else as in _operand
+    return x.copy() if isinstance(x, jax.Array | np.ndarray) and jax_buffers.shares_memory(x) else x  # else as in _operand
 
 
 def _operand(x: torch.Tensor, device: torch.device, position: int) -> Any:
@@ -86,7 +86,7 @@ def _operand(x: torch.Tensor, device: torch.device, position: int) -> Any:
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, {_unfit(x, device)}")
     if why := shortage(x):
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, cannot be read: {why}. Nothing was updated.")
-    if storage.shares_memory(x):  # else the program would read what it writes
+    if jax_buffers.shares_memory(x):  # else the program would read what it writes
         x = x.clone()
     return to_jax(x, copy=None) if device.type != "cpu" else host_view(x)
 

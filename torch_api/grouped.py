@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from bridge import _names, masks
+from bridge import _names
+from bridge._transforms import selectors
 from bridge._warnings import stack_level
 from bridge.leafwise import Rule
 from bridge.transaction import Transaction
@@ -96,7 +97,7 @@ class GroupedOptimizer(Keeper, ABC):
             super().add_param_group(groups.without_duplicates(owner, param_group))
             group, number = self.param_groups[-1], len(self.param_groups) - 1
             leaves = self._new_leaves(group)
-            for leaf, decision in zip(leaves, masks.column(mask, self._described(leaves), "mask"), strict=True):
+            for leaf, decision in zip(leaves, selectors.column(mask, self._described(leaves), "mask"), strict=True):
                 if mask is not None:
                     leaf.decide(decision._replace(rule=f"group {number} {decision.rule}"))
                 elif group.get("trainable"):
@@ -174,10 +175,12 @@ class GroupedOptimizer(Keeper, ABC):
             start += len(group["params"])
         return names
 
-    def _described(self, leaves: list[Leaf], resolved: int = 0) -> masks.Leaves:
+    def _described(self, leaves: list[Leaf], resolved: int = 0) -> selectors.Leaves:
         named = all("param_names" in group for group in self.param_groups)
         nested = lambda: _names.nest((leaf.name, leaf.param) for leaf in leaves)  # noqa: E731
-        return masks.Leaves([leaf.name for leaf in leaves], [leaf.param for leaf in leaves], nested, named, resolved, by_argument_name=True)
+        return selectors.Leaves(
+            [leaf.name for leaf in leaves], [leaf.param for leaf in leaves], nested, named, resolved, by_argument_name=True
+        )
 
     def _resolve(self, known: list[Leaf], new: list[Leaf]) -> None:
         """Decide by the constructor's selectors about the `new` leaves, beside those that are `known`."""
@@ -227,7 +230,7 @@ class GroupedOptimizer(Keeper, ABC):
         """
         with self._transaction():
             self._leaves = self._followed()
-            picked = masks.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
+            picked = selectors.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
             chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
             if trainable:
                 check_leaves(type(self).__name__, [leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)

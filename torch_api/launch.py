@@ -8,14 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from bridge import programs, step, storage, update
+from bridge import programs, step, update
 from bridge._compat.torch import foreach_copy_
 from bridge._interop.tensor_storage import bytes_needed
+from bridge._memory import allocation, jax_buffers
+from bridge._memory.address_space import AllPlaces, Places
+from bridge._memory.call_arguments import Borrowed, Operands, PaddedOperands, operands
+from bridge._memory.scalar_vectors import Cells
 from bridge.at_once import READS
-from bridge.borrowed import Borrowed
-from bridge.cells import Cells
-from bridge.dlpack import Operands, operands
-from bridge.scattered import AllPlaces, PaddedOperands, Places
 
 from .packs import Pack
 from .plan import Leaf, Mirrors, Shown, mask_buffer
@@ -33,7 +33,7 @@ class Block:
         self.described: update.Leaf
 
     @property
-    def state(self) -> Sequence[storage.Memory]:
+    def state(self) -> Sequence[jax_buffers.Memory]:
         return self.pack.state if self.pack is not None else self.leaves[0].state or ()
 
     @property
@@ -125,7 +125,7 @@ class Launch(step.Launch):
                 rows = [leaf.slot or 0 for leaf in block.leaves]
                 live.append(np.zeros(len(block.rows), np.bool_))
                 at[-1][rows], live[-1][rows] = own, True
-        self.offsets, self.live = (storage.constant(np.concatenate(x), program.plan.device) for x in (at, live))
+        self.offsets, self.live = (allocation.constant(np.concatenate(x), program.plan.device) for x in (at, live))
         self._blocks, self.ready = (), True  # last: an interrupted call begins again
 
     @property
@@ -159,7 +159,7 @@ class Shared:
 
     __slots__ = ("memories", "shown")
 
-    def __init__(self, memories: tuple[storage.Memory, ...], shown: Shown) -> None:
+    def __init__(self, memories: tuple[jax_buffers.Memory, ...], shown: Shown) -> None:
         self.memories, self.shown = memories, shown
 
     def salvage(self) -> None:
@@ -170,6 +170,6 @@ class Shared:
 
     def follow(self) -> None:
         """Look at the new place of the memories after results came to lie elsewhere."""
-        self.memories = tuple(map(storage.renewed, self.memories))
+        self.memories = tuple(map(jax_buffers.renewed, self.memories))
         for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
             view.data = memory.tensor(view.device, like=view)

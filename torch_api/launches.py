@@ -14,12 +14,14 @@ import jax
 import numpy as np
 import torch
 
-from bridge import lanes, storage, tiles, update
 from bridge import programs as step
+from bridge import tiles, update
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
+from bridge._memory import allocation
 from bridge._process import uncollected
-from bridge.meanwhile import meanwhile
+from bridge._xla import streams
+from bridge._xla.compile import meanwhile
 from bridge.problem import Extra
 from bridge.programs import ON_ONE_CORE
 from bridge.reading import Reader, is_worth, takes
@@ -116,7 +118,7 @@ class Launches:
         early = self._begun_early(leaves, values)
         divided = [list(self._divided(self._blocks(part, values, addressed))) for part in on_device.values()]
         firsts = [part[0][0].leaves[0] for part in divided if len(part) > 1]
-        opening = [meanwhile(lanes.ready, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
+        opening = [meanwhile(streams.ready, len(hyperparams), device_of(leaf.param)) for leaf in firsts if leaf.device.type == "cpu"]
         before = self._cache.info.compilations
         with uncollected(), transaction.interruptible():
             found = self._programs([tile for part in divided for tile in part], divided, extra, scaled, checked)
@@ -132,7 +134,7 @@ class Launches:
         situation = Situation(described, self._max_grad_norm is not None, scaled, checked, extra)
         self._cache.note(situation, self._cache.info.compilations - before)
         if self._cache.info.compilations > before or not self.known:
-            storage.return_freed()
+            allocation.return_freed()
         wait(opening)
         with uncollected():
             given = [self.states.give([leaf for leaf, _ in part], values, early) for part in on_device.values()]
@@ -170,7 +172,7 @@ class Launches:
         if self.is_outdated:
             return None
         self._rows.looked_at.clear()
-        storage.return_freed()
+        allocation.return_freed()
         with uncollected():
             self.began = self.states.give(leaves, values)
         launch = Launch(blocks, program, [self.states.shared[unit] for unit in _units(blocks)], self._rows.offsets)

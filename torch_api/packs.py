@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import loops, scattered, storage
+from bridge import loops
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
+from bridge._memory import address_space, adoption, allocation, jax_buffers
+from bridge._memory.ownership import mappings_read_once
 from bridge._process import uncollected
-from bridge.ownership import mappings_read_once
+from bridge._xla import probes
 from bridge.problem import Field, buffer_shape
 
 from .plan import Leaf, Shown, has_state, is_like, is_wider, may_move
@@ -62,7 +64,7 @@ def _bytes(leaf: Leaf) -> int:
 def is_addressed(leaf: Leaf) -> bool:
     """Whether in a pack its gradient may be read where it lies."""
     return (
-        scattered.SUPPORTED
+        address_space.SUPPORTED
         and not leaf.apart
         and leaf.device.type == "cpu"
         and leaf.device.type not in SINGLY_ON
@@ -89,7 +91,7 @@ def is_sparse(rows: int, active: int, moved: int) -> bool:
 
 def is_padded(leaf: Leaf) -> bool:
     """Whether it is better updated in a row of its own that is longer. Its gradient is then copied to such a row."""
-    return scattered.SUPPORTED and leaf.device.type == "cpu" and loops.is_ragged(leaf.shape.numel())
+    return address_space.SUPPORTED and leaf.device.type == "cpu" and loops.is_ragged(leaf.shape.numel())
 
 
 @uncollected()
@@ -101,26 +103,26 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     else two updates would want to have the one buffer.
     """
     if writeback == "inplace":
-        storage.recall(leaf.local for leaf in leaves)
+        adoption.recall(leaf.local for leaf in leaves)
     key_by: dict[Leaf, Key | None] = {}
-    ahead = storage.Ahead(2 * max(map(_bytes, leaves), default=0))
+    ahead = adoption.Ahead(2 * max(map(_bytes, leaves), default=0))
     for leaf in sorted(leaves, key=_bytes, reverse=True):  # the largest mostly have no key, and are copied while others are looked at
         leaf.look()
         key_by[leaf] = key_of(leaf) if writeback == "inplace" else None
         if key_by[leaf] is None and writeback == "inplace" and leaf.layout is None and leaf.slot is None:
             ahead.begin(leaf.local)
-    keys: dict[storage.Memory, set[Key | None]] = {}
+    keys: dict[jax_buffers.Memory, set[Key | None]] = {}
     found = []
     for leaf in leaves:
-        key, (memory, row) = key_by[leaf], storage.located(leaf.local)
+        key, (memory, row) = key_by[leaf], jax_buffers.located(leaf.local)
         if row is not None and memory is not None:
             keys.setdefault(memory, set()).add(key)
         found.append((leaf, key, memory, row))
     wanted: dict[Key, list[Leaf]] = {}
     for leaf, key, memory, row in found:
         at_home = memory is not None and (row is None or (key is not None and len(keys[memory]) == 1))
-        goes_back = leaf.memory is not None and leaf.slot is not None and storage.fits(leaf.local, leaf.memory, leaf.slot)
-        if key is None or at_home or goes_back or storage.cannot_own(leaf.local):
+        goes_back = leaf.memory is not None and leaf.slot is not None and adoption.fits(leaf.local, leaf.memory, leaf.slot)
+        if key is None or at_home or goes_back or adoption.cannot_own(leaf.local):
             leaf.place(writeback, alone=row is not None and not at_home, ahead=ahead)
         else:
             wanted.setdefault(key, []).append(leaf)
@@ -128,7 +130,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
     for key, alike in wanted.items():
         gathered, size = is_gathered(alike[0]), _bytes(alike[0])
         many = len(alike) >= (FEWEST_ADDRESSED if size <= LONG else FEWEST_LONG)
-        addressed = key.addressed and many and loops.several_results()
+        addressed = key.addressed and many and probes.several_results()
         enough = addressed or (len(alike) >= (FEWEST if gathered else FEWEST_LARGE) and (gathered or alike[0].device.type in SINGLY_ON))
         several = -(-size * len(alike) // LARGEST) if addressed else 1
         # Neighbors in several packs: each is to have some with a gradient, since programs differ by how many packs they update.
@@ -137,7 +139,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
         groups = groups if enough else [[leaf.local] for leaf in alike if is_padded(leaf)]
         at_once = max(2, len(groups) // 8)
         for start in range(0, len(groups), at_once):
-            storage.pack(groups[start : start + at_once])
+            adoption.pack(groups[start : start + at_once])
         lie += [(leaf, not enough and not is_padded(leaf)) for leaf in alike]
     for leaf, alone in lie:
         if alone:
@@ -151,7 +153,7 @@ def copied_by_others(leaves: Iterable[Leaf]) -> list[str]:
     return [
         leaf.name
         for leaf in leaves
-        if leaf.why in (storage.FOREIGN, storage.SHARED) and leaf.memory is None and not leaf.local.untyped_storage().resizable()
+        if leaf.why in (adoption.FOREIGN, adoption.SHARED) and leaf.memory is None and not leaf.local.untyped_storage().resizable()
     ]
 
 
@@ -176,7 +178,7 @@ class Pack:
         hidden: Mapping[str, float],
         constants: Sequence[Any],
         members: Sequence[tuple[int, Mapping[str, Any]]],
-        taken: set[storage.Memory],
+        taken: set[jax_buffers.Memory],
         addressed: bool,
     ) -> None:
         assert leaf.memory is not None
@@ -205,7 +207,7 @@ class Pack:
         """Whether gradients may be gathered."""
         return self.memory.row_bytes <= GATHERED.get(self._device, 0)
 
-    def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[Any]) -> tuple[storage.Memory, ...]:
+    def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[Any]) -> tuple[jax_buffers.Memory, ...]:
         """New rows for each field, all begun with its constant."""
         count, width = self.memory.array.shape
         inner = [(width,) if field.shape is None else buffer_shape(field) for field in self._fields]
@@ -213,21 +215,25 @@ class Pack:
             ((count, *shape), jnp.dtype(dtype), 0 if constant is None else constant)
             for shape, dtype, constant in zip(inner, dtypes, constants, strict=True)
         ]
-        arrays = jax.block_until_ready(storage.filled(kinds, device_of(leaf.param)))
+        arrays = jax.block_until_ready(allocation.filled(kinds, device_of(leaf.param)))
         return tuple(
-            storage.register(array, self.memory.lengths if field.shape is None else [int(np.prod(shape))] * count)
+            jax_buffers.register(array, self.memory.lengths if field.shape is None else [int(np.prod(shape))] * count)
             for field, shape, array in zip(self._fields, inner, arrays, strict=True)
         )
 
     def _as_saved(
-        self, saved: Sequence[tuple[int, Mapping[str, Any]]], dtypes: Sequence[str], hidden: Mapping[str, float], taken: set[storage.Memory]
-    ) -> tuple[storage.Memory, ...] | None:
+        self,
+        saved: Sequence[tuple[int, Mapping[str, Any]]],
+        dtypes: Sequence[str],
+        hidden: Mapping[str, float],
+        taken: set[jax_buffers.Memory],
+    ) -> tuple[jax_buffers.Memory, ...] | None:
         """The rows that the saved state lies in, if all of it does, each tensor in the row of its leaf, and nobody looks into others."""
         memories = []
         for field, dtype in zip(self._fields, dtypes, strict=True):
             if field.name in hidden or not all(isinstance(state.get(field.name), torch.Tensor) for _, state in saved):
                 return None
-            found = {(storage.located(state[field.name]), row) for row, state in saved}
+            found = {(jax_buffers.located(state[field.name]), row) for row, state in saved}
             homes = {memory for (memory, at), row in found if at == row}
             memory = homes.pop() if len(homes) == 1 and all(at == row for (_, at), row in found) else None
             if memory is None or memory in taken or memory in memories or len(memory.rows) != len(self.memory.rows):

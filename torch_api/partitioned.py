@@ -10,8 +10,9 @@ from typing import Any
 import optax
 import torch
 
-from bridge import _names, masks
+from bridge import _names
 from bridge._names import near, near_and_all
+from bridge._transforms import selectors as masks
 from bridge.checks import Check
 
 from . import betas, groups

@@ -11,12 +11,14 @@ import jax
 import numpy as np
 import torch
 
-from bridge import masks, storage
 from bridge._interop.dlpack import to_torch, with_memory
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import first_short, shortage
+from bridge._memory import adoption, jax_buffers
+from bridge._memory.jax_buffers import lost_like
+from bridge._memory.overlaps import first_overlap
+from bridge._transforms import selectors
 from bridge.leafwise import Rule
-from bridge.overlaps import first_overlap
 from bridge.problem import Field, buffer_shape
 
 from . import shards
@@ -40,19 +42,21 @@ class Leaf:
         self.trained, self.rule = True, "mask=None"
         self.ignores_mask = False  # whether its group's own flags take the place of the constructor's mask
         self.elements: np.ndarray | None = None  # a boolean mask of the local tensor's shape
-        self.decay = masks.Decision(True, "decay_mask=None")
+        self.decay = selectors.Decision(True, "decay_mask=None")
         self.label: Any = None
         self.lr_scale = 1.0
         self.row = 0
         self.spec: Any = None  # how its transformation sees it
-        self.memory: storage.Memory | None = None
+        self.memory: jax_buffers.Memory | None = None
         self.slot: int | None = None  # its row, where the memory is a pack
         self.apart = False  # whether it stays by itself, since its pack was dissolved
         self.order: tuple[int, ...] | None = None
         self.address: int | None = None  # where the bytes were last seen; None before placement
         self.why = "from the first step on"
-        self.state: tuple[storage.Memory, ...] | None = None
-        self.scalars: dict[str, torch.Tensor] = {}  # of its state, where it is updated by itself: in no memory, but as of `bridge.cells`
+        self.state: tuple[jax_buffers.Memory, ...] | None = None
+        self.scalars: dict[
+            str, torch.Tensor
+        ] = {}  # of its state, where it is updated by itself: in no memory, but as of `bridge._memory.scalar_vectors`
         self.spare: dict[str, torch.Tensor] = {}  # tensors for these that nobody has seen yet
         self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
         self.shown: tuple[torch.Tensor, ...] = ()
@@ -62,7 +66,7 @@ class Leaf:
         self.mirrors: Mirrors = []
         self.look()
 
-    def decide(self, decision: masks.Decision) -> None:
+    def decide(self, decision: selectors.Decision) -> None:
         """Add a mask's decision; a leaf is trained where all agree, and the rule that froze it is the one to show."""
         if not self.trained:
             return
@@ -74,14 +78,14 @@ class Leaf:
         elif not value or self.rule == "mask=None":
             self.trained, self.rule = bool(value), rule
 
-    def place(self, writeback: str, alone: bool = False, ahead: storage.Ahead | None = None) -> None:
+    def place(self, writeback: str, alone: bool = False, ahead: adoption.Ahead | None = None) -> None:
         """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed.
 
         `ahead`: where its copy may have been begun.
         """
         self.look()
         back = None if self.memory is None or self.slot is None else (self.memory, self.slot)
-        placement = storage.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back, ahead=ahead)
+        placement = adoption.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back, ahead=ahead)
         self.memory, self.order, why, self.slot = placement
         self.why = why if self.layout is None else shards.WHY_COPY
         self.address = None if shortage(self.local) else self.local.data_ptr()  # None: the next step places it anew, or raises
@@ -125,11 +129,11 @@ class Leaf:
     def follow(self) -> None:
         """Look at the new place of parameter and state after results came to lie elsewhere; tensors in a pack follow it by themselves."""
         if self.memory is not None:
-            memory = storage.renewed(self.memory)
+            memory = jax_buffers.renewed(self.memory)
             if self.slot is None:
                 self.param.data = memory.tensor(self.device, like=self.param)
             self.address = self.param.data_ptr()
-        self.state = None if self.state is None else tuple(map(storage.renewed, self.state))
+        self.state = None if self.state is None else tuple(map(jax_buffers.renewed, self.state))
         for memory, view in self._looking() if self.slot is None else ():
             view.data = memory.tensor(self.device, like=view)
         self.seen = [view.data_ptr() for view in self.views]
@@ -149,7 +153,7 @@ class Leaf:
                 lost = True
         return lost
 
-    def _looking(self) -> Iterator[tuple[storage.Memory, torch.Tensor]]:
+    def _looking(self) -> Iterator[tuple[jax_buffers.Memory, torch.Tensor]]:
         """The memories of its own state, each with the tensor that looks there; of what is hidden there is none."""
         views = [view for name, view in zip(self.fields, self.views, strict=True) if name not in self.scalars]
         return zip(self.state or (), views, strict=False)  # shared state comes last
@@ -170,11 +174,6 @@ class Leaf:
     @property
     def buffer_shape(self) -> tuple[int]:
         return (self.shape.numel(),)
-
-
-def lost_like(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds whose values are lost: NaN, and 0 where there is none."""
-    return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() or tensor.is_complex() else torch.zeros_like(tensor)
 
 
 def check_leaves(
@@ -417,7 +416,9 @@ def may_move(leaf: Leaf, name: str, given: Any) -> bool:
     """
     known = leaf.scalars.get(name)
     return isinstance(given, torch.Tensor) and (
-        storage.located(given)[0] is not None or (known is not None and _place(given) == _place(known)) or not storage.cannot_own(given)
+        jax_buffers.located(given)[0] is not None
+        or (known is not None and _place(given) == _place(known))
+        or not adoption.cannot_own(given)
     )
 
 
@@ -427,9 +428,9 @@ def allocate(
     hidden: Mapping[str, float],
     fresh: Mapping[str, Any] | None,
     saved: Mapping[str, Any],
-    taken: set[storage.Memory],
+    taken: set[jax_buffers.Memory],
     begin: Callable[[Leaf, Field], torch.Tensor],
-) -> tuple[tuple[storage.Memory, ...], Shown]:
+) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
     """Memories for fields of state, begun from `fresh` buffers by name or from saved tensors, and what shows each.
 
     `taken` are the memories that others have: nothing may be donated twice. `begin` has what `fresh` has not: the fields
@@ -443,18 +444,18 @@ def allocate(
         like = leaf.local.detach() if field.shape is None else None
         given, moves = None, False
         if fresh is not None and field.name in fresh:
-            memory = storage.register(fresh[field.name])
+            memory = jax_buffers.register(fresh[field.name])
         elif field.name in hidden:
-            memory = storage.own(torch.full((), hidden[field.name], device=leaf.device))
+            memory = adoption.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
             given = saved.get(field.name)  # else it may be the parameter itself, which another optimizer may have put into jax's memory
             moves = may_move(leaf, field.name, given)
             tensor = torch.as_tensor(begin(leaf, field) if given is None else given, device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
-            memory = storage.memory_of(tensor) if given is not None and (like is None or tensor.stride() == leaf.strides) else None
+            memory = jax_buffers.memory_of(tensor) if given is not None and (like is None or tensor.stride() == leaf.strides) else None
             given = None if memory in taken else given  # it is that of another parameter
             if memory is None or memory in taken:
-                memory = storage.own(tensor, like=like)
+                memory = adoption.own(tensor, like=like)
         taken.add(memory)
         memories.append(memory)
         if field.name not in hidden:
@@ -511,5 +512,5 @@ def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarr
 def param_array(leaf: Leaf) -> Any:
     """The parameter's buffer as jax has it, or a copy."""
     if leaf.memory is not None and leaf.slot is None:
-        return storage.readable(leaf.memory)
-    return storage.own(leaf.local, like=leaf.local).array
+        return jax_buffers.readable(leaf.memory)
+    return adoption.own(leaf.local, like=leaf.local).array

@@ -17,12 +17,12 @@ import torch
 from bridge import analysis, leaf_update
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
+from bridge._memory.adoption import pack_width
 from bridge._names import Path, tree_paths
 from bridge._process import uncollected
 from bridge.leafwise import Rule
 from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Problem, Row, Spec, layout
-from bridge.storage import pack_width
 
 from . import packs
 from .groups import check_parameter_fits, check_types, fixed, group_reader

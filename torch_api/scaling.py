@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bridge._interop.tensor_storage import shortage
-from bridge.dlpack import operands
+from bridge._memory.call_arguments import operands
 
 
 def check(**given: Any) -> None:

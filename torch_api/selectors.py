@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from bridge import masks
+from bridge._transforms import selectors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DECAY_FUNCTIONS: set[Any] = set()
@@ -61,12 +61,12 @@ class Selectors:
 
     def __init__(self, owner: str, specs: Mapping[str, Any]) -> None:
         refuse_decay_mask(owner, specs.get("mask"))
-        self._owner, self._specs = owner, {name: masks.snapshot(spec) for name, spec in specs.items()}
+        self._owner, self._specs = owner, {name: selectors.snapshot(spec) for name, spec in specs.items()}
 
     def __getitem__(self, name: str) -> Any:
         return self._specs[name]
 
-    def column(self, name: Any, leaves: masks.Leaves, resolve: Callable[..., Any] = masks.column) -> Any:
+    def column(self, name: Any, leaves: selectors.Leaves, resolve: Callable[..., Any] = selectors.column) -> Any:
         """What `resolve(spec, leaves, name)` gives for one of the selectors: by default a decision for each leaf that has none yet."""
         spec = self._specs[name]
         if isinstance(spec, _Lost):
@@ -84,7 +84,7 @@ class Selectors:
 
     def refuse_nameless(self, name: str, group: int) -> None:
         """Raise where a selector decides by names, for a parameter without one in an optimizer whose other parameters have names."""
-        given = [key for key, spec in self._specs.items() if key != "labels" and masks.reads_names(spec)]
+        given = [key for key, spec in self._specs.items() if key != "labels" and selectors.reads_names(spec)]
         if given:
             raise ValueError(
                 f"{self._owner}: {name!r}, put into param group {group} by hand, has no name, and {given[0]} of the constructor decides by "

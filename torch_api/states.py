@@ -14,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import storage
 from bridge._interop.dlpack import device_of, to_torch
+from bridge._memory import allocation, jax_buffers
+from bridge._memory.jax_buffers import lost_like
+from bridge._memory.scalar_vectors import reserve
 from bridge.beginning import begin_buffers, constants
-from bridge.cells import reserve
 from bridge.leafwise import Rule
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, buffer_shape, layout, looks_across
 
 from .launch import Shared
 from .packs import Pack
-from .plan import Leaf, Shown, allocate, has_state, lost_like, mask_buffer, param_array, scalars
+from .plan import Leaf, Shown, allocate, has_state, mask_buffer, param_array, scalars
 from .rows import Rows
 
 _address = torch.Tensor.data_ptr
@@ -56,7 +57,7 @@ class States:
         self._reserved = False
         self._cells: dict[int, Leaf] = {}  # whose scalars lie at an address, while state is given
         self.shared: dict[int, Shared] = {}
-        self.packs: dict[storage.Memory, Pack] = {}
+        self.packs: dict[jax_buffers.Memory, Pack] = {}
 
     def begin_eager(self, hyperparams: Callable[[], np.ndarray]) -> None:
         """Give state to the leaves that have it from construction on.
@@ -87,7 +88,9 @@ class States:
         lost = [leaf for leaf in self.active if leaf.salvage()]
         for memory in packed:
             for tensor in memory.tensors():  # rows of others too
-                if storage.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(memory.row_bytes * len(memory.rows)):
+                if jax_buffers.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(
+                    memory.row_bytes * len(memory.rows)
+                ):
                     tensor.data = lost_like(tensor)
         return lost
 
@@ -137,7 +140,7 @@ class States:
             self.packs[leaf.memory] = Pack(leaf, fields, hidden, begun, members, self._taken(), addressed)
         return self.packs[leaf.memory]
 
-    def _taken(self) -> set[storage.Memory]:
+    def _taken(self) -> set[jax_buffers.Memory]:
         """The memories of parameters and state that are in use."""
         taken = {memory for leaf in self.active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
         taken |= {memory for shared in self.shared.values() for memory in shared.memories}
@@ -167,7 +170,7 @@ class States:
             arrays = [(i, (buffer_shape(f, leaf.spec), jnp.dtype(f.dtype), value)) for i, (f, value) in enumerate(own) if f.shape != ()]
             places.setdefault(device_of(leaf.param), []).extend((column, i, kind) for i, kind in arrays)
         for device, on_device in places.items():
-            for (column, i, _), array in zip(on_device, storage.filled([kind for *_, kind in on_device], device), strict=True):
+            for (column, i, _), array in zip(on_device, allocation.filled([kind for *_, kind in on_device], device), strict=True):
                 column[i] = array
         return begun
 
@@ -211,7 +214,9 @@ class States:
             for (leaf, name), tensor in zip(places, reserve(len(places), dtype, device), strict=True):
                 leaf.spare[name] = tensor
 
-    def _give_leaf_state(self, leaf: Leaf, values: Sequence[float], taken: set[storage.Memory], fresh: Sequence[Any] | None = None) -> None:
+    def _give_leaf_state(
+        self, leaf: Leaf, values: Sequence[float], taken: set[jax_buffers.Memory], fresh: Sequence[Any] | None = None
+    ) -> None:
         fields, hidden, saved = self.fields(leaf), self.rules[leaf.group].hidden, self.shown.get(leaf.param, {})
         begins = fresh is None and not has_state(fields, saved)
         if leaf.slot is not None:
@@ -243,8 +248,8 @@ class States:
         hidden: Mapping[str, float],
         fresh: Sequence[Any] | None,
         saved: Mapping[str, Any],
-        taken: set[storage.Memory],
-    ) -> tuple[tuple[storage.Memory, ...], Shown]:
+        taken: set[jax_buffers.Memory],
+    ) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
         """As `allocate`, for a leaf that is updated by itself: its scalars are in no memory."""
         numbers, arrays = ([field for field in fields if (field.shape == ()) is scalar] for scalar in (True, False))
         begun = None if fresh is None else {f.name: x for f, x in zip(fields, fresh, strict=False) if f.position is not None}
@@ -262,7 +267,7 @@ class States:
             return list(known)
         return _as_tensors(_begun_buffers(problem, values, [leaf]).own[0], fields)
 
-    def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[storage.Memory]) -> None:
+    def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[jax_buffers.Memory]) -> None:
         """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
         leaves = self._in_order(unit, leaves)
         new = [leaf for leaf in leaves if leaf.state is None and not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
@@ -275,7 +280,7 @@ class States:
             for position, leaf in enumerate(new):
                 self._give_leaf_state(leaf, values, taken, fresh.own[position])
 
-    def _share(self, unit: int, leaves: list[Leaf], fresh: Sequence[Any], taken: set[storage.Memory]) -> None:
+    def _share(self, unit: int, leaves: list[Leaf], fresh: Sequence[Any], taken: set[jax_buffers.Memory]) -> None:
         """Give a unit its shared state: what was edited by hand or saved last, or else `fresh`; every parameter's state then shows it."""
         fields = layout(self._problem(leaves)).shared
         names = {field.name for field in fields}

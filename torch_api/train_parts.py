@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import torch
 
-from bridge import storage, train
+from bridge import train
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import shortage
-from bridge.dlpack import Views
+from bridge._memory import adoption, jax_buffers
+from bridge._memory.call_arguments import Views
 from bridge.plain import is_dense
 from bridge.problem import Spec
 from bridge.torch_calls import autocasts
@@ -39,7 +40,7 @@ class Parts:
 
     def __init__(self, watch: Watch, changed: Sequence[str], live: Sequence[Leaf]) -> None:
         self._watch, self._live = watch, {id(leaf.param): leaf for leaf in live}
-        self.memories: list[storage.Memory] = []
+        self.memories: list[jax_buffers.Memory] = []
         self.in_place: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
         self.copied_order: list[Any] = []
@@ -53,7 +54,7 @@ class Parts:
                 self._found[name] = self._changed(watch.buffers[name])
 
     def _changed(self, buffer: torch.Tensor) -> train.Given:
-        memory, order, _, _ = storage.place(buffer, alone=True)
+        memory, order, _, _ = adoption.place(buffer, alone=True)
         spec = _spec(buffer, order)
         if memory is not None:
             self.memories.append(memory)
@@ -72,7 +73,7 @@ class Parts:
         for name, tensor in (*self._watch.params.items(), *self._watch.buffers.items()):
             if name in self._found:
                 continue
-            memory, row = storage.located(tensor)
+            memory, row = jax_buffers.located(tensor)
             if id(tensor) in in_torch:
                 leaf = self._live[id(tensor)]
                 self._found[name] = train.Given("kept", in_torch[id(tensor)], None, _spec(tensor, leaf.order))
@@ -82,7 +83,7 @@ class Parts:
                 self._found[name] = train.Given("read", self._reading(tensor, memory), row, _spec(tensor, _order(tensor)))
         return self._found, tuple(self._signatures)
 
-    def _reading(self, tensor: torch.Tensor, memory: storage.Memory | None) -> int:
+    def _reading(self, tensor: torch.Tensor, memory: jax_buffers.Memory | None) -> int:
         if memory in self._places:  # other rows of a pack
             return self._places[memory]
         position, order = len(self.read), _order(tensor)
@@ -105,16 +106,16 @@ def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
     """
     if not _is_dense(tensor):
         return None
-    storage.align(tensor)
+    adoption.align(tensor)
     try:
-        return storage.lend(tensor, order)
+        return adoption.lend(tensor, order)
     except ValueError:  # not aligned
         return None
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether it lies on the CPU as its elements are, in some order of dimensions, and in no memory that a program changes."""
-    return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0 and not storage.shares_memory(tensor)
+    return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0 and not jax_buffers.shares_memory(tensor)
 
 
 def _flat(tensor: torch.Tensor) -> list[Any]:

@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import torch
 
-from bridge import _process, storage, train
+from bridge import _process, train
 from bridge._compat.torch import OPT_CALLED
 from bridge._interop.dlpack import device_of, to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
+from bridge._memory import adoption, allocation, jax_buffers
+from bridge._memory.call_arguments import Views, operands
+from bridge._memory.jax_buffers import lost_like
 from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
 from bridge._warnings import CompilationWarning, stack_level
-from bridge.dlpack import Views, operands
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.transaction import Transaction
 from bridge.update import Plan
@@ -29,7 +31,7 @@ from .batch import OWNER, Batch
 from .cache import CacheInfo
 from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
-from .plan import Leaf, lost_like
+from .plan import Leaf
 from .traced_loss import traced_loss
 from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast, refuse_keywords
 from .watch import Watch
@@ -49,14 +51,14 @@ class Ready(NamedTuple):
 
     program: train.Program
     launch: Launch
-    buffers: list[storage.Memory]
+    buffers: list[jax_buffers.Memory]
     in_place: list[torch.Tensor]
     copied: list[torch.Tensor]
     copied_order: list[Any]
     read: list[Any]
     imported: list[jax.Array]
     looked_at: list[tuple[int, torch.Tensor, Any, Views | None]]
-    sums: list[storage.Memory]
+    sums: list[jax_buffers.Memory]
     names: list[str]
 
 
@@ -105,7 +107,7 @@ class JaxTrainStep:
         self._launches: Any = None  # those of the optimizer that all that is ready was made for
         self._forwards: dict[Any, Any] = {}
         self._programs: dict[Any, train.Program] = {}
-        self._sums: dict[str, storage.Memory] = {}
+        self._sums: dict[str, jax_buffers.Memory] = {}
         self._pending, self._summed = 0, frozenset()
         # Which call updates is settled before its hooks run: with several calls to an update those of other threads wait for their turn.
         self._turn: AbstractContextManager[Any] = threading.RLock() if accumulate > 1 else nullcontext()
@@ -213,10 +215,10 @@ class JaxTrainStep:
         launch = ready.launch
         held = []  # until the call has ended, so that nobody moves what is read
         for position, tensor, order, view in ready.looked_at:
-            if view is not None and storage.align(tensor):
+            if view is not None and adoption.align(tensor):
                 self._watch.look()
             held.append(tensor.untyped_storage())
-            tensor = tensor.clone() if view is None and storage.shares_memory(tensor) else tensor  # a part of what the program writes
+            tensor = tensor.clone() if view is None and jax_buffers.shares_memory(tensor) else tensor  # a part of what the program writes
             (ready.read[position],) = operands([tensor], [order]) if view is None else view([tensor.data_ptr()])
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
@@ -244,9 +246,9 @@ class JaxTrainStep:
         if outcome.moved:
             self.optimizer._launches.follow([ready.launch])
             for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
-                buffer.data = storage.renewed(memory).tensor(buffer.device, like=buffer)
+                buffer.data = jax_buffers.renewed(memory).tensor(buffer.device, like=buffer)
             for memory in ready.sums:
-                storage.renewed(memory)
+                jax_buffers.renewed(memory)
             self._look()
 
     def _refuse_not_finite(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
@@ -406,13 +408,13 @@ class JaxTrainStep:
         pairs = zip(self.optimizer._leaves, self.optimizer.arrangement.skeleton, strict=True)
         return {".".join(path): self._names[id(leaf.param)] for leaf, path in pairs if id(leaf.param) in self._names}
 
-    def _sum(self, name: str) -> storage.Memory:
+    def _sum(self, name: str) -> jax_buffers.Memory:
         """The sum of a parameter's gradients: in its dtype, in float32 for half types."""
         p = self._watch.params[name]
         dtype = np.dtype(np.float32) if p.dtype in (torch.float16, torch.bfloat16) else numpy_dtype(p.dtype)
         known = self._sums.get(name)
         if known is None or known.array.shape != (p.numel(),) or known.array.dtype != dtype:
-            self._sums[name] = storage.register(storage.full((p.numel(),), dtype, 0, device_of(p)))
+            self._sums[name] = jax_buffers.register(allocation.full((p.numel(),), dtype, 0, device_of(p)))
         return self._sums[name]
 
     def _warn(self) -> None:

@@ -18,10 +18,10 @@ from jax.extend.core import Literal
 from bridge._ir.jaxpr import inlined, numbers_of
 from bridge._names import near_and_all
 from bridge._process import default_promotion
+from bridge._transforms.lookahead import unpaired
 from bridge.leafwise import Rule
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
-from bridge.transforms import unpaired
 
 from . import betas
 from .groups import as_tuple, is_number, is_sequence

@@ -43,7 +43,10 @@ OUT_OF_REACH = {
     ("bridge/_compat/torch2jax.py", "module_function and JaxTrainStep trace torch code"): "tests/contract/test_without_torch2jax.py",
     ("bridge/_compat/torch2jax.py", "torch2jax {} has no {}, by which"): "needs another torch2jax: tests/bridge/_compat/test_compat.py",
     ("bridge/torch_recurrent.py", "lengths decide shapes"): "said again by torch_calls, with the function's name",
-    ("bridge/_compat/jax.py", "a program has called what it was only loaded with"): "no program calls it: tests/test_inline.py",
+    (
+        "bridge/_compat/jax.py",
+        "a program has called what it was only loaded with",
+    ): "no program calls it: tests/bridge/_xla/test_inline_execution.py",
 }
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import bridge
 import torch_api
-from bridge import _process, fusion, programs, reading, train
+from bridge import _process, programs, reading, train
+from bridge._xla import multi_output_fusion
 from torch_api import launches
 
 CORES = 2
@@ -31,7 +32,7 @@ def not_comparable() -> str | None:
     """Return why the counts of this process differ from those of others; None if they do not."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"costs are counted on Linux x86_64, this is {sys.platform} {platform.machine()}"
-    if not fusion.requested():
+    if not multi_output_fusion.requested():
         return "the environment turns off loops with several results"
     return None
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from bridge import flags
+from bridge._xla import compile_options
 
 EFFORT = {"xla_backend_optimization_level": 0}  # LLVM optimizes nothing
 _EMITTERS = "xla_cpu_use_fusion_emitters"  # XLA's loops from MLIR, which take longer to compile
@@ -12,4 +12,4 @@ def options():
     """On a CPU a quarter to a third of the time of compiling: XLA decides before machine code is made which loops it writes."""
     if jax.default_backend() != "cpu":
         return {}
-    return EFFORT | ({_EMITTERS: False} if flags._known(_EMITTERS, False) else {})
+    return EFFORT | ({_EMITTERS: False} if compile_options._known(_EMITTERS, False) else {})

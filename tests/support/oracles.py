@@ -11,7 +11,7 @@ import pytest
 import torch
 from hasty import options
 
-from bridge.fusion import requested
+from bridge._xla.multi_output_fusion import requested
 
 
 class NumpyAdam:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
-from bridge import scattered
+from bridge._memory import address_space
 from torch_api import launches, packs
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
@@ -119,8 +119,8 @@ ODD = {
 
 
 def read_elsewhere(shift):
-    """`scattered.Places.__call__` whose gradients are each the next row's, or begin so many elements later."""
-    call = scattered.Places.__call__
+    """`address_space.Places.__call__` whose gradients are each the next row's, or begin so many elements later."""
+    call = address_space.Places.__call__
 
     def wrong(self, tensors):
         memory, order = call(self, tensors)

@@ -16,11 +16,12 @@ import torch
 import torch2jax as package
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from bridge import lanes, ownership, storage
 from bridge._compat import jax as of_jax
 from bridge._compat import lookup, python, torch2jax
 from bridge._compat import torch as of_torch
 from bridge._interop import dlpack
+from bridge._memory import adoption, ownership
+from bridge._xla import streams
 from bridge.torch_calls import functions_named
 
 ROOT = Path(__file__).parents[3]
@@ -102,11 +103,11 @@ def test_who_holds_memory_is_never_taken_for_fewer_than_do(names):
 
 
 def test_where_torch_does_not_tell_who_holds_memory_none_is_taken(monkeypatch):
-    assert storage.cannot_own(torch.ones(4)) == ""
-    monkeypatch.setattr(storage, "storage_holders", BARE_TORCH.storage_holders)
-    assert storage.cannot_own(torch.ones(4)) == storage.SHARED
-    monkeypatch.setattr(storage, "is_view", BARE_TORCH.is_view)
-    assert storage.cannot_own(torch.ones(4)) == "a view of another tensor"
+    assert adoption.cannot_own(torch.ones(4)) == ""
+    monkeypatch.setattr(adoption, "storage_holders", BARE_TORCH.storage_holders)
+    assert adoption.cannot_own(torch.ones(4)) == adoption.SHARED
+    monkeypatch.setattr(adoption, "is_view", BARE_TORCH.is_view)
+    assert adoption.cannot_own(torch.ones(4)) == "a view of another tensor"
 
 
 @on_torch
@@ -310,7 +311,7 @@ def test_numpy_sees_an_array_on_the_cpu(names):
 @on_jax
 def test_streams_are_used_only_where_they_can_be_read_and_set(names):
     assert BARE_JAX.streams is None
-    assert lanes._calls is of_jax.streams
+    assert streams._calls is of_jax.streams
     if names.streams is not None:
         read, choose = names.streams
         before = read()

@@ -11,8 +11,8 @@ from packing import ODD
 
 import bridge
 from bridge import _process
-from bridge import dlpack as dlpack_dlpack
 from bridge._interop import dlpack
+from bridge._memory import call_arguments
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -166,7 +166,7 @@ def test_trees_keep_their_containers_and_other_leaves():
 def test_operands_are_the_tensors_own_bytes():
     tensors = [torch.randn(8, 16), torch.randn(64).bfloat16(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
     orders = [dlpack.dense_order(t) for t in tensors]
-    views = dlpack_dlpack.operands(tensors, orders)
+    views = call_arguments.operands(tensors, orders)
     for view, tensor, order in zip(views, tensors, orders, strict=True):
         assert view.ctypes.data == tensor.data_ptr()
         assert view.shape == (tensor.numel(),)
@@ -187,16 +187,16 @@ def test_the_x64_scope_is_local_to_the_thread():
 def test_operands_of_known_kinds_are_those_that_are_found_by_looking(odd):
     plain, other = torch.randn(7, 5), odd(torch.randn(6, 6))
     for tensors in ([plain], [plain, other], [plain.bfloat16()]):
-        found = dlpack_dlpack.Operands([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
-        looked_at = dlpack_dlpack.operands(tensors, [None] * len(tensors))
+        found = call_arguments.Operands([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
+        looked_at = call_arguments.operands(tensors, [None] * len(tensors))
         assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(found, looked_at, strict=True))
-    (flat,) = dlpack_dlpack.Operands([(7, 5)], [torch.float32], [None])([plain])
+    (flat,) = call_arguments.Operands([(7, 5)], [torch.float32], [None])([plain])
     assert flat.ctypes.data == plain.data_ptr()
 
 
 def test_operands_that_do_not_ask_whether_a_tensor_is_negated_are_seen(monkeypatch):
     negated = torch._neg_view(torch.ones(3))
-    take = dlpack_dlpack.Operands([(3,)], [torch.float32], [None])
+    take = call_arguments.Operands([(3,)], [torch.float32], [None])
     assert take([negated])[0].tolist() == [-1, -1, -1]
     monkeypatch.setattr(torch.Tensor, "is_neg", lambda _: False)
     assert take([negated])[0].tolist() == [1, 1, 1]  # the broken sibling

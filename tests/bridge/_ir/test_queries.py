@@ -19,9 +19,10 @@ from jax import lax
 from jaxprs import operations
 
 import torch_api
-from bridge import flags, pieces
 from bridge._ir import queries
 from bridge._ir.queries import properties_of
+from bridge._xla import compile as pieces
+from bridge._xla import compile_options
 
 barrier = lax.optimization_barrier
 scanned = lambda step: lambda x: lax.scan(lambda c, y: (step(c, y), c), x[0], x)[1]  # noqa: E731
@@ -145,7 +146,7 @@ def test_operations_of_a_function_that_is_called_twice_are_counted_once():
 def test_a_loop_with_a_barrier_in_it_compiles_and_gives_what_jax_gives(name):
     """Several of these end the process of jaxlib 0.10.2 without the option: see the subprocess below."""
     x, f = jnp.asarray([0.5, 0.4, 0.3, 0.2]), (IN_LOOPS | IN_REDUCTIONS)[name]
-    options = flags.of_training(jax.devices("cpu")[0], properties_of(jax.make_jaxpr(f)(x)))
+    options = compile_options.of_training(jax.devices("cpu")[0], properties_of(jax.make_jaxpr(f)(x)))
     ours = jax.jit(f).lower(x).compile(compiler_options=options)(x)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jax.jit(f)(x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -13,12 +13,13 @@ import torch
 
 import bridge
 import torch_api
-from bridge import lanes, step, tiles
+from bridge import step, tiles
 from bridge._process import x64
+from bridge._xla import streams
 from torch_api import packs
 
 COUNT = 40  # equal leaves too large for a pack
-needs_calls = pytest.mark.skipif(lanes._calls is None, reason="this jaxlib has one order only")
+needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has one order only")
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,8 @@ def steps(params, optimizer, count=5):
 @pytest.fixture
 def one_order(monkeypatch):
     def without():
-        monkeypatch.setattr(lanes, "_calls", None)
-        monkeypatch.setattr(lanes, "choose", lanes._stay)
+        monkeypatch.setattr(streams, "_calls", None)
+        monkeypatch.setattr(streams, "choose", streams._stay)
 
     return without
 
@@ -63,23 +64,23 @@ def test_each_program_takes_the_next_lane_and_the_thread_gets_its_order_back(mon
     monkeypatch.setattr(packs, "ADDRESSED", 0)  # else all of these are one program
     params, optimizer = built()
     steps(params, optimizer, 1)
-    own, chosen, choose = lanes._calls[0](), [], lanes.choose
-    monkeypatch.setattr(lanes, "choose", lambda order: (chosen.append(order), choose(order)))
+    own, chosen, choose = streams._calls[0](), [], streams.choose
+    monkeypatch.setattr(streams, "choose", lambda order: (chosen.append(order), choose(order)))
     steps(params, optimizer, 1)
     launches = len(optimizer._launches.latest)
-    assert launches > lanes.LANES
+    assert launches > streams.LANES
     assert len(chosen) == launches + 1
-    several = chosen[: lanes.LANES]
-    assert chosen[:-1] == [several[i % lanes.LANES] for i in range(launches)]
-    assert len({own, *several}) == 1 + lanes.LANES
-    assert chosen[-1] == own == lanes._calls[0]()
+    several = chosen[: streams.LANES]
+    assert chosen[:-1] == [several[i % streams.LANES] for i in range(launches)]
+    assert len({own, *several}) == 1 + streams.LANES
+    assert chosen[-1] == own == streams._calls[0]()
 
 
 @needs_calls
 def test_a_step_that_fails_gives_the_order_back(monkeypatch):
     params, optimizer = built()
     steps(params, optimizer, 1)
-    own = lanes._calls[0]()
+    own = streams._calls[0]()
 
     def broken(*_):
         raise RuntimeError("lost the device")
@@ -87,13 +88,13 @@ def test_a_step_that_fails_gives_the_order_back(monkeypatch):
     monkeypatch.setattr(step, "elsewhere", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         steps(params, optimizer, 1)
-    assert lanes._calls[0]() == own
+    assert streams._calls[0]() == own
 
 
 def test_a_step_of_one_program_stays_in_the_order(monkeypatch):
     params = [torch.nn.Parameter(torch.randn(200, 200)) for _ in range(3)]
     optimizer = torch_api.MaskedAdamW(params, lr=1e-2)
-    monkeypatch.setattr(lanes, "choose", lambda _: pytest.fail("asked for another order"))
+    monkeypatch.setattr(streams, "choose", lambda _: pytest.fail("asked for another order"))
     steps(params, optimizer)
 
 
@@ -114,37 +115,37 @@ def test_what_was_asked_for_before_a_step_reads_the_parameters_before_it():
 def test_what_the_others_wait_for_is_compiled_once_for_each_length():
     device, numbers = jax.devices("cpu")[0], np.array([0.0, 0.1, np.inf, np.nan, 1e308])
     with x64():
-        found = [lanes.opened(numbers + n, device)[0] for n in range(2)]
-        compiled = lanes._ordered(5, device)
+        found = [streams.opened(numbers + n, device)[0] for n in range(2)]
+        compiled = streams._ordered(5, device)
         assert all(np.array_equal(x, numbers + n, equal_nan=True) for n, x in enumerate(found))
-        assert compiled is lanes._ordered(5, device)
-        assert compiled is not lanes._ordered(6, device)
+        assert compiled is streams._ordered(5, device)
+        assert compiled is not streams._ordered(6, device)
 
 
 @needs_calls
 @pytest.mark.parametrize("off", [False, True])
 def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, monkeypatch):
-    lanes._ordered.cache_clear()
+    streams._ordered.cache_clear()
     monkeypatch.setattr(packs, "ADDRESSED", 0)
     params, optimizer = built()
     found, run = [], step.run
-    monkeypatch.setattr(step, "run", lambda *given: (found.append(lanes._ordered.cache_info().misses), run(*given))[1])
+    monkeypatch.setattr(step, "run", lambda *given: (found.append(streams._ordered.cache_info().misses), run(*given))[1])
     with jax.disable_jit(off):
         steps(params, optimizer, 2)
     assert found == [1, 1]
-    assert lanes._ordered.cache_info().misses == 1
+    assert streams._ordered.cache_info().misses == 1
 
 
 def test_what_was_asked_for_on_their_device_comes_first_whatever_the_default_device_is():
     code = """
         import jax, numpy as np
-        from bridge import lanes
+        from bridge._xla import streams
         from bridge._process import x64
         one, other = jax.devices("cpu")
         for default in (None, one, other):
             with jax.default_device(default), x64():
                 for device in (one, other):
-                    numbers, _ = lanes.opened(np.ones(32), device)
+                    numbers, _ = streams.opened(np.ones(32), device)
                     assert not isinstance(numbers, jax.Array) or numbers.devices() == {device}, (default, device, numbers.devices())
     """
     flags = "--xla_force_host_platform_device_count=2"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torch_api
-from bridge import storage
+from bridge._memory import adoption, allocation, jax_buffers
 from bridge.step import elsewhere
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -41,7 +41,7 @@ def own(tensor):
 def test_a_placed_parameter_keeps_values_strides_and_identity_and_lies_in_jax_memory(layout, dtype):
     param = own(layout().to(dtype))
     before, strides = param.detach().clone(), param.stride()
-    placement = storage.place(param)
+    placement = adoption.place(param)
     assert placement.memory is not None
     assert param.data_ptr() == placement.memory.array.unsafe_buffer_pointer()
     assert param.stride() == strides
@@ -53,9 +53,9 @@ def test_a_placed_parameter_keeps_values_strides_and_identity_and_lies_in_jax_me
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_donated_call_writes_where_the_parameter_looks(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
-    memory = storage.place(param).memory
+    memory = adoption.place(param).memory
     with jax.enable_x64(True):
-        result = jax.jit(lambda x: x + x, donate_argnums=0)(*storage.taken([memory])).block_until_ready()
+        result = jax.jit(lambda x: x + x, donate_argnums=0)(*jax_buffers.taken([memory])).block_until_ready()
     address = param.data_ptr()
     memory.array = result
     assert not elsewhere([memory], [result])
@@ -65,9 +65,9 @@ def test_a_donated_call_writes_where_the_parameter_looks(dtype):
 
 def test_placing_twice_moves_once():
     param = own(torch.randn(8))
-    first = storage.place(param).memory
-    assert storage.place(param).memory is first
-    assert storage.place(param, "copy").memory is None
+    first = adoption.place(param).memory
+    assert adoption.place(param).memory is first
+    assert adoption.place(param, "copy").memory is None
 
 
 def test_results_are_followed_when_something_outside_held_a_buffer():
@@ -96,7 +96,7 @@ def test_a_parameter_outlives_optimizer_and_memory_object():
     optimizer = torch_api.MaskedAdamW([param], lr=0.0, weight_decay=0.0)
     param.grad = torch.ones_like(param)
     optimizer.step()
-    memory = weakref.ref(storage.memory_of(param.detach()))
+    memory = weakref.ref(jax_buffers.memory_of(param.detach()))
     del optimizer
     gc.collect()
     assert memory() is not None
@@ -126,7 +126,7 @@ def test_deleting_parameter_and_optimizer_frees_the_buffers():
     param.grad = torch.ones_like(param)
     optimizer.step()
     state = optimizer.state[param]
-    memories = [weakref.ref(storage.memory_of(t)) for t in (param.detach(), state["exp_avg"], state["exp_avg_sq"])]
+    memories = [weakref.ref(jax_buffers.memory_of(t)) for t in (param.detach(), state["exp_avg"], state["exp_avg_sq"])]
     memories.append(weakref.ref(state.pop("step")))
     del state
     del optimizer, param
@@ -428,40 +428,40 @@ def test_a_forked_child_is_told_so_instead_of_hanging():
 @pytest.mark.parametrize(("shape", "value"), [((), 0), ((7,), 1), ((300, 1000), 0), ((300, 1000), 1), ((0, 3), 0)])
 def test_a_buffer_of_one_value_is_jaxs_own_and_is_donated_in_place(dtype, shape, value):
     device = jax.devices("cpu")[0]
-    array = storage.full(shape, jnp.dtype(dtype), value, device)
+    array = allocation.full(shape, jnp.dtype(dtype), value, device)
     assert (array.shape, array.dtype) == (shape, jnp.dtype(dtype))
     np.testing.assert_array_equal(np.asarray(array), np.full(shape, value, jnp.dtype(dtype)))
     before = array.unsafe_buffer_pointer()
     (after,) = jax.jit(lambda x: (~x if dtype == "bool" else x + 1,), donate_argnums=0)(array)
     assert array.is_deleted()
     assert after.unsafe_buffer_pointer() == before or not after.size
-    assert not np.any(np.asarray(storage._zero_pages))  # what the zeros were copied from is as it was
+    assert not np.any(np.asarray(allocation._zero_pages))  # what the zeros were copied from is as it was
 
 
 def test_zeros_of_any_shape_need_no_program():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     for n in (300_001, 300_002):
-        storage.full((n,), jnp.float32, 0, jax.devices("cpu")[0])
+        allocation.full((n,), jnp.float32, 0, jax.devices("cpu")[0])
     assert not any("backend_compile" in event for event in compiled)
-    storage.full((300_003,), jnp.float32, 2, jax.devices("cpu")[0])
+    allocation.full((300_003,), jnp.float32, 2, jax.devices("cpu")[0])
     assert any("backend_compile" in event for event in compiled)
 
 
 def test_buffers_asked_for_together_are_apart():
     kinds = [(1000, 0.0), (500_000, 0.0), (2_000_000, 0.0), (500_000, 0.0), (500_000, -0.0), (10, 2.0), (10, 2.0), (500_001, 2.0)]
-    arrays = storage.filled([((n,), jnp.float32, value) for n, value in kinds], jax.devices("cpu")[0])
+    arrays = allocation.filled([((n,), jnp.float32, value) for n, value in kinds], jax.devices("cpu")[0])
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(kinds)
     for x, (n, value) in zip(jax.block_until_ready(arrays), kinds, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.full(n, value))
         np.testing.assert_array_equal(np.signbit(np.asarray(x)), np.signbit(value))
-    assert storage.filled([], jax.devices("cpu")[0]) == []
+    assert allocation.filled([], jax.devices("cpu")[0]) == []
 
 
 def counted_copies(monkeypatch, most=None):
     """The bytes of copies that were there whenever one was begun, the parameters of which one was, and those of which it was taken."""
     there, seen, copied, taken = {}, [], [], []
-    copy, take, made = storage._copy, storage.Ahead.take, storage.Ahead.__init__
+    copy, take, made = adoption._copy, adoption.Ahead.take, adoption.Ahead.__init__
 
     def copying(tensor, like):
         array = copy(tensor, like)
@@ -477,10 +477,10 @@ def counted_copies(monkeypatch, most=None):
             taken.append(tensor)
         return array
 
-    monkeypatch.setattr(storage, "_copy", copying)
-    monkeypatch.setattr(storage.Ahead, "take", taking)
+    monkeypatch.setattr(adoption, "_copy", copying)
+    monkeypatch.setattr(adoption.Ahead, "take", taking)
     if most is not None:
-        monkeypatch.setattr(storage.Ahead, "__init__", lambda self, _: made(self, most))
+        monkeypatch.setattr(adoption.Ahead, "__init__", lambda self, _: made(self, most))
     return seen, copied, taken
 
 
@@ -492,7 +492,7 @@ def test_parameters_are_copied_ahead_of_each_other_within_twice_the_largest(most
     before = [p.detach().clone() for p in params]
     torch_api.MaskedSGD(params, lr=1.0)
     assert all(torch.equal(p.detach(), x) for p, x in zip(params, before, strict=True))
-    assert len({storage.memory_of(p) for p in params} - {None}) == len(params)
+    assert len({jax_buffers.memory_of(p) for p in params} - {None}) == len(params)
     assert len(copied) == len({id(p) for p in copied}) == len(params)
     assert len(taken) == len(params)
     within = max(seen) <= 2 * 4 * 700 * 300
@@ -530,12 +530,12 @@ def test_what_shares_its_storage_or_has_its_place_is_not_copied_ahead(monkeypatc
 def test_a_parameter_that_goes_back_to_its_row_is_not_copied_ahead(monkeypatch):
     params = [own(torch.randn(20)) for _ in range(40)]
     optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=0.5)
-    memory, row = storage.located(params[3])
+    memory, row = jax_buffers.located(params[3])
     assert row is not None
     params[3].data = torch.ones(20)
     _, copied, _ = counted_copies(monkeypatch)
     params[3].grad = torch.ones(20)
     optimizer.step()
-    assert storage.located(params[3]) == (memory, row)
+    assert jax_buffers.located(params[3]) == (memory, row)
     assert not copied
     assert torch.equal(params[3].detach(), torch.zeros(20))

@@ -14,7 +14,7 @@ from torch import nn
 
 import bridge
 from bridge._names import nest, unnest
-from bridge.masks import Leaves, column
+from bridge._transforms.selectors import Leaves, column
 from torch_api import MaskedAdamW
 
 ENCODER = {"encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "encoder.1.bias"}

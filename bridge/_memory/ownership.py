@@ -15,7 +15,7 @@ from operator import itemgetter
 
 import torch
 
-from ._compat.torch import lazy_clone
+from bridge._compat.torch import lazy_clone
 
 # Whether an array over a tensor holds the storage by a tensor of its own, so that it counts as one that shares the storage.
 _ARRAYS_COUNT = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from bridge.meanwhile import meanwhile
+from bridge._xla.compile import meanwhile
 
 
 def test_a_call_runs_in_another_thread_and_gives_what_it_gives():

@@ -12,10 +12,10 @@ import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 
 import torch_api
-from bridge import _process, flags, loops, programs
-from bridge import inline as inlining
+from bridge import _process, programs
 from bridge._compat import jax as compat
 from bridge._ir.queries import properties_of
+from bridge._xla import compile_options, inline_execution, probes
 from torch_api import launches as launch_sets
 from torch_api import packs
 
@@ -23,7 +23,7 @@ CPU = jax.devices("cpu")[0]
 
 
 def inline(compiled):
-    return inlining.inline(inlining.serialized(compiled), CPU)
+    return inline_execution.inline(inline_execution.serialized(compiled), CPU)
 
 
 def takes_functions():
@@ -111,27 +111,27 @@ def test_what_it_is_loaded_with_is_never_called(monkeypatch):
 
 
 def test_where_it_cannot_be_had_there_is_none(monkeypatch):
-    kept = inlining.serialized(made(lambda x: x + 1, 1.0))
+    kept = inline_execution.serialized(made(lambda x: x + 1, 1.0))
     assert kept is not None
-    assert inlining.inline(None, CPU) is None
-    assert inlining.inline(kept, type("Device", (), {"platform": "cuda"})) is None
+    assert inline_execution.inline(None, CPU) is None
+    assert inline_execution.inline(kept, type("Device", (), {"platform": "cuda"})) is None
 
     def takes_none(self, *args, **kwargs):
         raise TypeError("deserialize_executable(): incompatible function arguments")
 
     monkeypatch.setattr(compat.CallingClient, "deserialize_executable", takes_none)
-    assert inlining.inline(kept, CPU) is None
+    assert inline_execution.inline(kept, CPU) is None
 
     def cannot(compiled):
         raise RuntimeError("UNIMPLEMENTED: LessThan is not serializable")
 
-    monkeypatch.setattr(inlining, "serialize", cannot)
-    assert inlining.serialized(made(lambda x: x + 1, 1.0)) is None
+    monkeypatch.setattr(inline_execution, "serialize", cannot)
+    assert inline_execution.serialized(made(lambda x: x + 1, 1.0)) is None
 
 
 def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
     found = []
-    for call in (inlining.inline, lambda kept, device: None):
+    for call in (inline_execution.inline, lambda kept, device: None):
         monkeypatch.setattr(programs, "inline", call)
         monkeypatch.setattr(programs, "_programs", {})
         torch.manual_seed(0)
@@ -289,17 +289,20 @@ def test_work_counts_what_operations_give_and_knows_no_bound_of_loops():
 
 def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setattr(flags, "_known", lambda option, value: True)
-    assert flags.on_one_core({"a": 1}) == {"a": 1, flags._PASSES_OPTION: flags._LOOPS_DIVIDED}
-    assert flags.on_one_core({flags._PASSES_OPTION: "x"})[flags._PASSES_OPTION] == f"x,{flags._LOOPS_DIVIDED}"
-    monkeypatch.setattr(flags, "_known", lambda option, value: False)
-    assert flags.on_one_core({"a": 1}) == {"a": 1}
-    monkeypatch.setattr(flags, "_known", lambda option, value: True)
-    monkeypatch.setenv("XLA_FLAGS", f"--{flags._PASSES_OPTION}=mine")
-    assert flags.on_one_core({"a": 1}) == {"a": 1}
+    monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
+    assert compile_options.on_one_core({"a": 1}) == {"a": 1, compile_options._PASSES_OPTION: compile_options._LOOPS_DIVIDED}
+    assert (
+        compile_options.on_one_core({compile_options._PASSES_OPTION: "x"})[compile_options._PASSES_OPTION]
+        == f"x,{compile_options._LOOPS_DIVIDED}"
+    )
+    monkeypatch.setattr(compile_options, "_known", lambda option, value: False)
+    assert compile_options.on_one_core({"a": 1}) == {"a": 1}
+    monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
+    monkeypatch.setenv("XLA_FLAGS", f"--{compile_options._PASSES_OPTION}=mine")
+    assert compile_options.on_one_core({"a": 1}) == {"a": 1}
 
 
-@pytest.mark.skipif(not loops.several_results(), reason="XLA writes one result from each loop here")
+@pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
 def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypatch):
     monkeypatch.setattr(packs, "GATHERED_PACK", 1)
     counts = []
@@ -309,7 +312,7 @@ def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypat
     assert counts == [1, 2]
 
 
-@pytest.mark.skipif(not loops.several_results(), reason="XLA writes one result from each loop here")
+@pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
 @pytest.mark.parametrize(
     ("shape", "count", "far"),
     [((200, 192), 39, False), ((200, 192), 40, True), ((300, 256), 63, False), ((300, 256), 64, True), ((96, 96), 64, False)],

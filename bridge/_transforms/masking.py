@@ -1,8 +1,4 @@
-"""optax-shaped masks: optax's own names where it has them, and what it lacks on top of `optax.partition`.
-
-`select`, `freeze` and `partition` take the whole selector language. A spec is resolved once, on the host, when `init` sees
-the parameters, and the answer is kept in the state as part of its tree structure: `update` asks no spec again.
-"""
+"""optax transformations under masks and labels, with selectors in the place of trees of bools."""
 
 from __future__ import annotations
 
@@ -32,10 +28,10 @@ from optax import (
 )
 from optax.schedules import StatefulSchedule
 
-from ._interop.flax_serialization import known_to_flax
-from ._names import near, path_name
-from .masks import required_arguments
-from .tree import resolve_labels, resolve_mask
+from bridge._interop.flax_serialization import known_to_flax
+from bridge._names import near, path_name
+
+from .selectors import required_arguments, resolve_labels, resolve_mask
 
 __all__ = [
     "EmptyState",
@@ -45,11 +41,9 @@ __all__ = [
     "MaskedState",
     "PartitionState",
     "ResolvedState",
-    "SlowState",
     "StatefulSchedule",
     "freeze",
     "identity",
-    "lookahead",
     "masked",
     "partition",
     "select",
@@ -146,41 +140,6 @@ def freeze(*, frozen: Any) -> GradientTransformationExtraArgs:
         return jax.tree.map(lambda value: _verdict(np.logical_not(value)), _mask(frozen, params))
 
     return _resolved({"trained": identity(), "frozen": set_to_zero()}, resolve)
-
-
-class SlowState(NamedTuple):
-    """optax's own state, and the slow parameters that it leaves to the caller."""
-
-    inner_state: Any
-    slow: Any
-
-
-def lookahead(
-    fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: Any, reset_state: bool = False
-) -> GradientTransformation:
-    """`optax.lookahead` over plain parameters, the fast ones: the slow ones are kept in the state as `slow`.
-
-    optax's own works on `LookaheadParams(fast, slow)`, which no torch parameter is. Arguments and numbers are optax's.
-
-    Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/lookahead.py; Zhang et al., arXiv:1907.08610.
-    """
-    return unpaired(optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state))
-
-
-def unpaired(paired: Any) -> GradientTransformation:
-    """An `optax.lookahead` transformation as one over plain parameters."""
-
-    def init(params: Any) -> SlowState:
-        return SlowState(paired.init(optax.LookaheadParams.init_synced(params)), params)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SlowState]:
-        if params is None:
-            raise ValueError("lookahead reads the parameters: call update(grads, state, params) with params, not None.")
-        moves: Any
-        moves, inner = paired.update(updates, state.inner_state, optax.LookaheadParams(params, state.slow))
-        return moves.fast, SlowState(inner, optax.apply_updates(state.slow, moves.slow))
-
-    return GradientTransformation(init, update)
 
 
 def partition(

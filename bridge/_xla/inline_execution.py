@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from ._compat.jax import CallingClient
+from bridge._compat.jax import CallingClient
 
 # What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.8).
 _CANNOT = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError

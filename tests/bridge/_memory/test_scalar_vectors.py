@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import torch_api
-from bridge import storage, update
+from bridge import update
+from bridge._memory import jax_buffers
 from bridge._process import x64
 
 SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for a pack
@@ -44,8 +45,8 @@ def test_a_scalar_of_state_is_no_array_of_jax():
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     assert small() == before
     for state in optimizer.state.values():
-        assert storage.located(state["step"]) == (None, None)
-        assert not storage.shares_memory(state["step"])
+        assert jax_buffers.located(state["step"]) == (None, None)
+        assert not jax_buffers.shares_memory(state["step"])
         assert state["step"].shape == ()
         assert state["step"].untyped_storage().nbytes() == 4
         assert state["step"] == 3

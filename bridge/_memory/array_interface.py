@@ -1,17 +1,53 @@
-"""Tensors over memory that something else owns, through the array interfaces of numpy and of CUDA.
-
-Never through DLPack: the export of a jax array pins its buffer, and XLA then copies instead of reusing it.
-"""
+"""Memory as numpy sees it: arrays over tensors, and tensors over jax arrays, without DLPack."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
-from ._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
+from bridge._interop.dlpack import with_memory
+from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
+
+
+class _Bytes:
+    """The memory of a contiguous tensor on the CPU as numpy takes it: an array over it holds the tensor.
+
+    `Tensor.numpy()` would forbid to resize the storage from then on, and libraries free gradients and batches in that way.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, bits: str) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": bits, "version": 3}
+
+
+def host_view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor on the CPU as an array over the same memory, which it keeps alive; of a copy where the tensor is not contiguous.
+
+    Raises:
+      ValueError: the elements cannot be read; see `with_memory`.
+    """
+    tensor = with_memory(tensor)
+    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dtype, bits = numpy_dtype(tensor.dtype), _bits(tensor.dtype)
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), dtype)
+    view = np.asarray(_Bytes(tensor, bits))
+    return view.view(dtype) if view.dtype != dtype else view
+
+
+@functools.cache
+def _bits(dtype: torch.dtype) -> str:
+    """How numpy's array interface calls a type, or for a type that only ml_dtypes has, its bits."""
+    return numpy_dtype(EXTENSION_DTYPES[dtype][0] if dtype in EXTENSION_DTYPES else dtype).str
+
 
 # The array interfaces know no bfloat16 or float8: their bits travel as integers of the same width.
 _BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._interop.tensor_storage import shortage
+from bridge._interop.tensor_storage import shortage
 
 
 def first_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:

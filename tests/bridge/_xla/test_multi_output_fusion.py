@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bridge import fusion
 from bridge._compat import jax as fusion_jax
+from bridge._xla import compile as fusion_compile
+from bridge._xla import multi_output_fusion
 from bridge.facts import _fuses
 
 # Gradients of many ways of indexing: what jaxlib 0.10.2 stumbles over when it looks for several results of one loop.
@@ -83,8 +84,8 @@ def loops(program):
 
 @FUSES
 def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatch):
-    monkeypatch.delenv(fusion.SWITCH, raising=False)
-    asks = "XLA_FLAGS" in os.environ and fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
+    monkeypatch.delenv(multi_output_fusion.SWITCH, raising=False)
+    asks = "XLA_FLAGS" in os.environ and multi_output_fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
     inside, beside = [], []
     asked = fusion_jax._with_entry
 
@@ -94,13 +95,13 @@ def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatc
         return asked(*options)
 
     monkeypatch.setattr(fusion_jax, "_with_entry", meanwhile)
-    inside.append(loops(fusion.compiled(lowered(), fused=True)))
+    inside.append(loops(fusion_compile.compiled(lowered(), fused=True)))
     assert inside == [1]
     assert beside == [1 if asks else 2]
     assert loops(lowered().compile()) == beside[0]
-    assert loops(fusion.compiled(lowered(), fused=False)) == 2
-    monkeypatch.setenv(fusion.SWITCH, "0")
-    assert loops(fusion.compiled(lowered(), fused=True)) == beside[0]
+    assert loops(fusion_compile.compiled(lowered(), fused=False)) == 2
+    monkeypatch.setenv(multi_output_fusion.SWITCH, "0")
+    assert loops(fusion_compile.compiled(lowered(), fused=True)) == beside[0]
 
 
 @FUSES
@@ -110,7 +111,7 @@ def test_a_failed_compilation_leaves_nothing_behind():
             raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        fusion.compiled(Fails(), fused=True)
+        fusion_compile.compiled(Fails(), fused=True)
     assert fusion_jax._asked.option is None
 
 
@@ -118,9 +119,9 @@ def test_a_failed_compilation_leaves_nothing_behind():
 def test_the_hook_is_in_place_once_and_gives_what_jax_gave():
     from jax._src import compiler
 
-    fusion.compiled(lowered(), fused=True)
+    fusion_compile.compiled(lowered(), fused=True)
     hook = compiler.get_compile_options
-    fusion.compiled(lowered(), fused=True)
+    fusion_compile.compiled(lowered(), fused=True)
     assert compiler.get_compile_options is hook
     plain = hook(num_replicas=1, num_partitions=1)
     assert plain.SerializeAsString() == hook.__wrapped__(num_replicas=1, num_partitions=1).SerializeAsString()
@@ -162,7 +163,7 @@ def test_without_a_private_name_of_jax_no_program_asks(monkeypatch, missing):
 
 @FUSES
 def test_the_doctor_reads_it_from_a_program_of_ours(monkeypatch):
-    monkeypatch.delenv(fusion.SWITCH, raising=False)
+    monkeypatch.delenv(multi_output_fusion.SWITCH, raising=False)
     assert _fuses()
-    monkeypatch.setenv(fusion.SWITCH, "0")
-    assert _fuses() == (fusion.FUSION_FLAG in os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setenv(multi_output_fusion.SWITCH, "0")
+    assert _fuses() == (multi_output_fusion.FUSION_FLAG in os.environ.get("XLA_FLAGS", ""))

@@ -1,8 +1,4 @@
-"""Gradients that lie anywhere in memory, as the rows of one array.
-
-An array is an argument of its own, which costs a call some microseconds: with a thousand equal parameters more than their
-arithmetic. So a program is given one array that stands for all memory of the process, and where in it each gradient begins.
-"""
+"""All memory of the process as one array, from which a program reads gradients where they lie."""
 
 from __future__ import annotations
 
@@ -10,16 +6,15 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from ._interop.dlpack import ALIGNMENT
-from ._interop.dtypes import numpy_dtype
-from .dlpack import Operands
+from bridge._interop.dlpack import ALIGNMENT
+from bridge._interop.dtypes import numpy_dtype
 
 # The addresses that a process can have where pages have four levels; the first ones are nobody's.
 _END = 1 << 47
@@ -59,33 +54,6 @@ def everything(dtype: Any) -> np.ndarray[Any, Any]:
     size = (_END - BASE) // dtype.itemsize
     space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE)
     return _Everything((size,), dtype, space)
-
-
-class PaddedOperands(Operands):
-    """As `Operands`, those at some positions copied to rows of more elements, `longer`, with zeros behind the elements of the tensor."""
-
-    def __init__(
-        self,
-        shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[torch.dtype],
-        order: Sequence[tuple[int, ...] | None],
-        longer: Mapping[int, int],
-    ) -> None:
-        with torch.inference_mode(False):  # else no later step could write to them
-            self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), order[at]) for at, length in longer.items()}
-        super().__init__(
-            [(longer[at],) if at in longer else shape for at, shape in enumerate(shapes)],
-            dtypes,
-            [None if at in longer else dims for at, dims in enumerate(order)],
-        )
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        given = list(tensors)
-        for at, (row, dims) in self._rows.items():
-            tensor = given[at].detach()
-            row[: tensor.numel()].copy_((tensor if dims is None else tensor.permute(dims)).reshape(-1))
-            given[at] = row
-        return super().__call__(given)
 
 
 class Places:

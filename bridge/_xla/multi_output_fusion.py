@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ._compat.jax import by_program, client_started, extra_option
+from bridge._compat.jax import by_program, client_started
 
 FUSION_FLAG = "xla_cpu_use_multi_output_fusion"
 SWITCH = "MASKBRIDGE_XLA_FLAGS"
@@ -32,23 +32,6 @@ def request() -> None:
 def requested() -> bool:
     """Whether programs of ours are compiled with it, as far as the environment tells."""
     return bool(without_it()) or (os.environ.get(SWITCH) != "0" and by_program())
-
-
-def compiled(lowered: Any, fused: bool, options: dict[str, Any] | None = None) -> Any:
-    """`lowered.compile(compiler_options=options)`, with several results from one loop or, if not `fused`, surely without.
-
-    A program with code that is not ours has it not, even where the process asks: jaxlib 0.10.2 ends the process where it looks
-    for several results of one loop in some gradients of indexing (symbolic_map.cc:196, "Check failed").
-    """
-    if not fused:
-        return lowered.compile(compiler_options=without_it() | (options or {}) or None)
-    with extra_option(None if os.environ.get(SWITCH) == "0" else FUSION_FLAG):
-        return lowered.compile(compiler_options=options or None)
-
-
-def bytes_accessed(compiled: Any) -> float:
-    """Bytes that one call of a compiled program moves, by the compiler's count."""
-    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # absent where nothing is computed
 
 
 def without_it() -> dict[str, Any]:

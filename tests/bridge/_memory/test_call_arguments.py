@@ -11,18 +11,18 @@ import torch
 from oracles import movement_error, run_pair
 
 import torch_api
-from bridge import borrowed
 from bridge._compat.torch import storage_holders
 from bridge._interop import dlpack, dtypes
 from bridge._ir import jaxpr, queries
-from bridge.borrowed import Borrowed
-from bridge.windows import Window
+from bridge._memory import call_arguments
+from bridge._memory.array_interface import Window
+from bridge._memory.call_arguments import Borrowed
 
 
 @pytest.fixture
 def imports(monkeypatch):
     seen = []
-    monkeypatch.setattr(borrowed, "to_jax", lambda x, real=dlpack.to_jax: seen.append(x.data_ptr()) or real(x))
+    monkeypatch.setattr(call_arguments, "to_jax", lambda x, real=dlpack.to_jax: seen.append(x.data_ptr()) or real(x))
     return seen
 
 
@@ -51,10 +51,10 @@ def test_it_keeps_nothing_alive():
 
 
 def test_only_some_addresses_are_remembered(imports):
-    arguments, tensors = Borrowed([None]), [torch.zeros(16) for _ in range(borrowed._PLACES + 3)]
+    arguments, tensors = Borrowed([None]), [torch.zeros(16) for _ in range(call_arguments._PLACES + 3)]
     for tensor in tensors:
         arguments([tensor])
-    assert len(arguments._known[0]) <= borrowed._PLACES
+    assert len(arguments._known[0]) <= call_arguments._PLACES
     assert len(imports) == len(tensors)
 
 

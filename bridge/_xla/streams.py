@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._compat.jax import streams
-from ._process import calm
+from bridge._compat.jax import streams
+from bridge._process import calm
 
 LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
 

@@ -14,9 +14,9 @@ from oracles import NumpyAdam, NumpySGD
 
 import bridge
 import torch_api
-from bridge import transforms
 from bridge._process import x64
-from bridge.transforms import MaskedNode, freeze, masked, partition, select
+from bridge._transforms import masking
+from bridge._transforms.masking import MaskedNode, freeze, masked, partition, select
 
 STEPS = 25
 SHAPES = {"body": {"weight": (4, 3), "bias": (3,)}, "head": {"weight": (3, 2), "bias": (2,)}}
@@ -120,7 +120,7 @@ def test_masked_transforms_where_true_and_passes_the_raw_gradient_where_false(ma
     theirs = oracle(start, grads, head | raw)
     ours, state = run(masked(adam(), mask), start, grads)
     assert off(ours, theirs, start) < 1e-12
-    assert isinstance(state, transforms.MaskedState)
+    assert isinstance(state, masking.MaskedState)
     inverted, _ = run(masked(adam(), jax.tree.map(lambda m: not m, HEAD)), start, grads)
     assert off(inverted, theirs, start) > 0.1
 
@@ -159,7 +159,7 @@ def test_nested_masks_are_the_conjunction():
 def add_tags():
     """Adds the extra arg `tags`, which must have the structure of the updates that arrive here."""
     update = lambda updates, state, params=None, *, tags, **_: (jax.tree.map(lambda u, t: u + t, updates, tags), state)  # noqa: E731
-    return transforms.GradientTransformationExtraArgs(optax.identity().init, update)
+    return masking.GradientTransformationExtraArgs(optax.identity().init, update)
 
 
 WITH_TAGS = {
@@ -386,7 +386,7 @@ def test_a_mask_of_elements_trains_these_only(kind):
     assert off(run(select(decayed, "head.*"), start, grads)[0], theirs, start) > 0.1
     assert size(state) == 2 * size(start["head"]) + 4 + rows.nbytes
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))  # no gradient of a frozen element got in
-    halved = transforms.tree_map_params(select(decayed, mask), lambda v: v / 2, state)
+    halved = masking.tree_map_params(select(decayed, mask), lambda v: v / 2, state)
     jax.tree.map(np.testing.assert_array_equal, halved.labels, state.labels)
 
     ours, _ = run(optax.chain(decayed, freeze(frozen=[("head.weight", kind(~rows)), ("body.*", True)])), start, grads)
@@ -502,7 +502,7 @@ def test_partition_takes_labels_from_any_selector(labels):
     theirs = oracle(start, grads, adams(["body.weight", "body.bias"]) | {f"head.{n}": NumpySGD(0.1, 0.9) for n in ("weight", "bias")})
     ours, state = run(tx, start, grads)
     assert off(ours, theirs, start) < 1e-12
-    assert isinstance(state.inner_state, transforms.PartitionState)
+    assert isinstance(state.inner_state, masking.PartitionState)
     swapped, _ = run(partition({"fast": adam(), "slow": optax.sgd(0.1, 0.9)}, labels), start, grads)
     assert off(swapped, theirs, start) > 0.1
     theirs = optax.partition(
@@ -556,14 +556,14 @@ def test_tree_map_params_reaches_the_state_of_the_selected_leaves(tx):
     state = tx.init(params)
     specs = jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path), params)
     hidden = lambda x: isinstance(x, MaskedNode)  # noqa: E731
-    named = transforms.tree_map_params(
+    named = masking.tree_map_params(
         tx, lambda v, spec: v if hidden(v) else spec, state, specs, transform_non_params=lambda _: None, is_leaf=hidden
     )
     assert sorted(jax.tree.leaves(named)) == sorted(["head.bias", "head.weight"] * 2)  # mu and nu
-    doubled = transforms.tree_map_params(tx, lambda v: v + 1.0, state)
+    doubled = masking.tree_map_params(tx, lambda v: v + 1.0, state)
     assert jax.tree.structure(doubled) == jax.tree.structure(state)
     assert sum(float(x.sum()) for x in jax.tree.leaves(doubled)) == 2 * sum(x.size for x in jax.tree.leaves(params["head"]))
-    same = transforms.tree_map_params(tx, lambda v: v, state)
+    same = masking.tree_map_params(tx, lambda v: v, state)
     ours, expected = run(tx, params, grads, same)[0], run(tx, params, grads)[0]
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
     assert (flat(ours)["head.weight"] != flat(params)["head.weight"]).all()
@@ -581,11 +581,11 @@ def test_parameters_without_a_leaf_have_no_labels():
 
 
 def test_what_optax_has_is_optax_own():
-    for name in set(transforms.__all__) - {"ResolvedState", "SlowState", "freeze", "lookahead", "masked", "partition", "select"}:
-        assert getattr(transforms, name) is getattr(optax.schedules if name == "StatefulSchedule" else optax, name), name
+    for name in set(masking.__all__) - {"ResolvedState", "SlowState", "freeze", "lookahead", "masked", "partition", "select"}:
+        assert getattr(masking, name) is getattr(optax.schedules if name == "StatefulSchedule" else optax, name), name
     for tx in (masked(adam(), HEAD), select(adam(), HEAD), freeze(frozen=HEAD), partition({"a": adam()}, "a")):
-        assert isinstance(tx, transforms.GradientTransformationExtraArgs)
-        assert transforms.with_extra_args_support(tx) is tx
+        assert isinstance(tx, masking.GradientTransformationExtraArgs)
+        assert masking.with_extra_args_support(tx) is tx
 
 
 def bytes_accessed(tx, params):
@@ -599,7 +599,7 @@ def bytes_accessed(tx, params):
 
 
 ZERO = {
-    "partition": partition({"a": adam(), "z": transforms.set_to_zero()}, {"small": "a", "big": "z"}),
+    "partition": partition({"a": adam(), "z": masking.set_to_zero()}, {"small": "a", "big": "z"}),
     "select": select(adam(), "small"),
 }
 
@@ -617,14 +617,14 @@ def test_set_to_zero_costs_no_byte_in_the_compiled_program(tx):
 
 def test_stateless_transformations_have_no_state_and_compose_with_masks():
     start, grads = draw()
-    by_tree = transforms.stateless(lambda updates, params: jax.tree.map(lambda u, p: -0.1 * (u + 0.2 * p), updates, params))
-    by_leaf = transforms.stateless_with_tree_map(lambda u, p: -0.1 * (u + 0.2 * p))
+    by_tree = masking.stateless(lambda updates, params: jax.tree.map(lambda u, p: -0.1 * (u + 0.2 * p), updates, params))
+    by_leaf = masking.stateless_with_tree_map(lambda u, p: -0.1 * (u + 0.2 * p))
     theirs = oracle(start, grads, {name: NumpySGD(0.1, weight_decay=0.2) for name in ("head.weight", "head.bias")})
-    for tx in (by_tree, by_leaf, optax.chain(transforms.identity(), by_leaf)):
+    for tx in (by_tree, by_leaf, optax.chain(masking.identity(), by_leaf)):
         ours, state = run(select(tx, "head.*"), start, grads)
         assert off(ours, theirs, start) < 1e-12
         assert jax.tree.leaves(state) == []
-    assert off(run(select(transforms.stateless_with_tree_map(lambda u, p: -0.1 * u), "head.*"), start, grads)[0], theirs, start) > 0.01
+    assert off(run(select(masking.stateless_with_tree_map(lambda u, p: -0.1 * u), "head.*"), start, grads)[0], theirs, start) > 0.01
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: masked(tx, HEAD), lambda tx: select(tx, "head.*"), lambda tx: partition({"a": tx}, "a")])
@@ -651,7 +651,7 @@ class HalveOnPlateau:
 @pytest.mark.parametrize("inject", [optax.inject_hyperparams, optax.inject_stateful_hyperparams], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("wrap", [lambda tx: select(tx, "head.*"), lambda tx: optax.chain(tx, freeze(frozen="body.*"))])
 def test_a_stateful_schedule_reads_extra_args_through_the_masks(inject, wrap):
-    assert isinstance(HalveOnPlateau(), transforms.StatefulSchedule)
+    assert isinstance(HalveOnPlateau(), masking.StatefulSchedule)
     start, grads = draw()
     values = np.cos(np.arange(STEPS)) - 0.1 * np.arange(STEPS)
     with warnings.catch_warnings():

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import torch
 
-from ._compat.torch import foreach_copy_
-from ._interop.dlpack import ALIGNMENT, ALIGNMENT_GPU
-from ._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
-from .borrowed import alias
-from .dlpack import operands
-from .windows import Window
+from bridge._compat.torch import foreach_copy_
+from bridge._interop.dlpack import ALIGNMENT, ALIGNMENT_GPU
+from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
+
+from .array_interface import Window
+from .call_arguments import alias, operands
 
 
 def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

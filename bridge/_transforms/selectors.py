@@ -1,8 +1,4 @@
-"""The selector language: one spec in, one value per named leaf out, with the rule that decided.
-
-A mask says True = optimized and False = frozen, everywhere in this project. optax's own `masked` reads False as
-"pass the gradient through" and `freeze` reads True as "frozen"; neither polarity is used here.
-"""
+"""Selectors: which parameters a mask, a label or a scale means."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from ._interop.tensor_storage import shortage
-from ._names import near, path_name, without_wrappers
+from bridge._interop.tensor_storage import shortage
+from bridge._names import near, nest, path_name, without_wrappers
 
 Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
@@ -416,3 +412,34 @@ def _is_node(value: Any) -> bool:
 
 def _show(pattern: str | re.Pattern[str]) -> str:
     return repr(pattern) if isinstance(pattern, str) else f"re {pattern.pattern!r}"
+
+
+def resolve_mask(spec: Any, params: Any) -> Any:
+    """Resolve a mask spec to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
+
+    Args:
+      spec: any form of the README's "Selectors".
+      params: a pytree of arrays or tensors, whose key paths joined by dots are the names; or an `nn.Module`.
+
+    Returns:
+      A pytree of the structure of `params`; for a module a dict by parameter name.
+
+    Raises:
+      ValueError, TypeError: as `bridge._transforms.selectors.column`.
+    """
+    return _resolve_tree(spec, params, "mask")
+
+
+def resolve_labels(spec: Any, params: Any) -> Any:
+    """Resolve a label spec to a pytree of labels; as `resolve_mask`, but a leaf that no rule names is a ValueError."""
+    return _resolve_tree(spec, params, "labels")
+
+
+def _resolve_tree(spec: Any, params: Any, kind: Kind) -> Any:
+    if isinstance(params, torch.nn.Module):
+        named = dict(params.named_parameters())
+        leaves = Leaves(list(named), list(named.values()), lambda: nest(named.items()))
+        return {name: d.value for name, d in zip(named, column(spec, leaves, kind), strict=True)}
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    leaves = Leaves([path_name(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], lambda: params)
+    return treedef.unflatten([d.value for d in column(spec, leaves, kind)])

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._ir.queries import Properties
+from bridge._ir.queries import Properties
 
 # XLA's names for the order in which its CPU compiler puts what a program does; one that knows the first does nothing for the second.
 _ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("xla_cpu_enable_concurrency_optimized_scheduler", False)

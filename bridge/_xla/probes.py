@@ -1,0 +1,63 @@
+"""Small programs that ask the compiler what it does with barriers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge._interop.dlpack import cpu
+from bridge._ir.queries import Properties
+from bridge._process import default_promotion, default_settings
+
+from .compile import compiled
+from .compile_options import of_barriers
+
+
+@functools.cache
+def stay() -> bool:
+    """Whether barriers stay where they are asked to, and several results come from one loop; asked once, of a small program."""
+    options = of_barriers(Properties())
+    if not options:
+        return False
+
+    def two(x: Any) -> Any:
+        (kept,) = jax.lax.optimization_barrier([x * 2])
+        return jnp.sin(kept) + x, jnp.cos(x) * kept
+
+    with default_settings(), default_promotion(), jax.default_device(cpu()):
+        text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1 << 10,), np.float32)), fused=True, options=options).as_text() or ""
+    return " opt-barrier(" in text and text.count(" fusion(") == 2  # one before it, one behind
+
+
+@functools.cache
+def several_results() -> bool:
+    """Return whether XLA's CPU compiler writes several results from one loop, which then reads once what they share."""
+    both = jax.jit(lambda x, y: (x * y, x + y), donate_argnums=(0, 1))
+    arrays = [jax.ShapeDtypeStruct((1 << 10,), np.float32)] * 2
+    with default_settings(), default_promotion(), jax.default_device(cpu()):
+        text = compiled(both.lower(*arrays), fused=True).as_text() or ""
+    return text.count(" fusion(") == 1
+
+
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
+
+
+def held(compiled: Any) -> float:
+    """Bytes of what the barriers of a compiled program hold, as the compiler counts them, though nothing moves there.
+
+    It counts the operands and the result of each; a result of several arrays is a tuple of addresses.
+    """
+    total = 0.0
+    for line in (compiled.as_text() or "").splitlines():
+        before, barrier, _ = line.partition(" opt-barrier(")
+        result = before.partition(" = ")[2]
+        arrays = _ARRAY.findall(result) if barrier else []
+        size = sum(math.prod(map(int, filter(None, shape.split(",")))) * int(bits or 8) / 8 for _, bits, shape in arrays)  # pred has none
+        total += size if result.startswith("(") else 2 * size
+    return total
