@@ -22,7 +22,7 @@ LONG += " bridge/_transforms/masking optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "as_torch autograd_function bad_input beginning bridge/process bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
 QUICK += " known_values lr_scale bridge/_transforms/selectors one_type openmp"
-QUICK += " packs_storage presets repository/project protocol report resize rules sight split"
+QUICK += " packs_storage presets repository/project protocol report resize bridge/rules/elementwise sight split"
 QUICK += " bridge/_memory/scalar_vectors step bridge/_memory/adoption"
 QUICK += " torch_losses_more torch_names"
 QUICK += " torch_order torch_scatter bridge/names bridge/_interop/trees bridge/_interop/dtypes repository/contract_imports"

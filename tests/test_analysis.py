@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import torch_api
-from bridge import matrix_rules, rules
+from bridge import rules
 from bridge._process import x64
 from bridge.analysis import in_parts, views
 from bridge.problem import NO_EXTRA, Row, Spec
 from bridge.scalars import Scalar
+from torch_api._rules import torch_rules
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -211,7 +212,7 @@ def by_size():
 IN_PARTS = {
     **{name: (getattr(rules, name), True) for name in ("ADAM", "SGD", "RMSPROP", "ADAGRAD", "ADADELTA", "ADAMAX", "NADAM", "RADAM")},
     **{name: (getattr(rules, name), True) for name in ("RPROP", "ASGD")},
-    "torch's adafactor": (matrix_rules.ADAFACTOR, False),
+    "torch's adafactor": (torch_rules.ADAFACTOR, False),
     "lion": (optax.lion(1e-3), True),
     "adamw": (optax.adamw(1e-3), True),
     "lamb": (optax.lamb(1e-3), False),

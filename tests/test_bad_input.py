@@ -7,7 +7,8 @@ import torch
 from oracles import random_grads, random_params, set_grads
 
 import torch_api
-from bridge import leafwise, rules
+from bridge import rules
+from torch_api._rules import optimizer_spec
 
 
 def model():
@@ -90,7 +91,7 @@ CONSTRUCTION = {
         "tx is 'adam'; expected an optax transformation",
     ),
     "decay_mask without decay": (
-        lambda: torch_api.OptaxOptimizer([P], leafwise.Rule(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
+        lambda: torch_api.OptaxOptimizer([P], optimizer_spec.Rule(lambda lr=0.1: rules.sgd(lr)), decay_mask=True),
         ValueError,
         "decay_mask is given, but this rule has no weight_decay",
     ),

@@ -12,7 +12,7 @@ from oracles import FUSES, clones, movement_error, random_params, run_pair, set_
 
 import bridge
 import torch_api
-from bridge import matrix_rules, rules
+from torch_api._rules import torch_rules
 
 NAMES = ["RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Muon", "Adafactor", "Adam", "AdamW", "SGD"]
 
@@ -159,7 +159,7 @@ def test_muon_trains_matrices_only_and_says_what_to_do_with_the_rest():
     assert len(optimizer.param_groups) == 1
     advance(optimizer, [matrix, bias])
     mixed = torch_api.PartitionedOptimizer(
-        named, {"muon": (matrix_rules.MUON, {"lr": 0.01}), "adamw": (rules.ADAM, {"lr": 0.01})}, {"weight": "muon", "bias": "adamw"}
+        named, {"muon": (torch_rules.MUON, {"lr": 0.01}), "adamw": (torch_rules.ADAM, {"lr": 0.01})}, {"weight": "muon", "bias": "adamw"}
     )
     advance(mixed, [matrix, bias])
     assert {key for p in (matrix, bias) for key in mixed.state[p]} == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}

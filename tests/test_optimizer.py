@@ -12,8 +12,8 @@ from oracles import NumpyAdam, NumpySGD, clones, movement_error, random_grads, r
 
 import bridge
 import torch_api
-from bridge import rules
 from bridge._memory import jax_buffers
+from torch_api._rules import torch_rules
 
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam),
@@ -570,7 +570,7 @@ def test_grad_scaler_skips_a_step_with_infinite_gradients():
 def test_the_rule_itself_can_be_handed_to_the_engine():
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
-    a = torch_api.OptaxOptimizer(ours, rules.ADAM, lr=0.01, amsgrad=True)
+    a = torch_api.OptaxOptimizer(ours, torch_rules.ADAM, lr=0.01, amsgrad=True)
     run_pair(a, ours, torch.optim.Adam(theirs, lr=0.01, amsgrad=True), theirs, 20)
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 

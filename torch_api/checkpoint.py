@@ -15,7 +15,7 @@ from bridge.precision import BESIDE
 from bridge.problem import Field
 
 from . import saved_groups, wrapper_state
-from .betas import take_betas
+from ._rules.betas import take_betas
 from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, make_plain, make_tuples, put_back_lr_scale
 from .plan import Leaf, has_state
 from .shards import laid

@@ -13,13 +13,15 @@ import torch
 from bridge import _names
 from bridge._transforms import selectors
 from bridge._warnings import stack_level
-from bridge.leafwise import Rule
 from bridge.transaction import Transaction
 
-from . import betas, groups, options
+from . import groups, options
+from ._rules import betas
+from ._rules.decay_masks import refuse_decay_mask
+from ._rules.optimizer_spec import Rule
 from .held import Keeper
 from .plan import Leaf, check_leaves, followed
-from .selectors import Selectors, refuse_decay_mask
+from .selectors import Selectors
 
 _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
 from bridge._names import near_and_all
-from bridge.checks import Check
-from bridge.leafwise import Rule
 from bridge.problem import Row
+
+from ._rules.optimizer_spec import Rule
+from ._rules.validators import Check, _is_one_number, _is_scalar_array, _length, as_tuple, is_number, is_sequence
 
 # A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not. None where
 # the lr_scale has no effect on the update.
@@ -186,38 +185,6 @@ def _check_type(owner: str, key: str, value: Any, default: Any, static: bool = F
         raise TypeError(f"{owner}: {key!r} is {value!r}; expected a number.")
 
 
-def is_number(value: Any) -> bool:
-    """Whether it may stand for a number: also in a tensor, which torch takes for an lr."""
-    return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
-
-
-def _is_scalar_array(value: Any) -> bool:
-    """Whether it is what a schedule of optax gives, or a NumPy array of that kind."""
-    return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
-
-
-def _is_one_number(value: Any) -> bool:
-    return is_number(value) and (not isinstance(value, torch.Tensor) or value.numel() == 1)
-
-
-def is_sequence(value: Any) -> bool:
-    """Whether the value may stand for a tuple of numbers: a list, the list type of a configuration library, an array of one dimension."""
-    if isinstance(value, torch.Tensor | np.ndarray | jax.Array):
-        return value.ndim == 1
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def as_tuple(value: Any) -> Any:
-    """A sequence of numbers as a tuple that a checkpoint can carry; a list stays a list, and what is no sequence stays as it is.
-
-    The elements of a tensor are views of it, so they follow when it is written to.
-    """
-    if not is_sequence(value):
-        return value
-    elements = value.unbind() if isinstance(value, torch.Tensor) else value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
-    return (list if isinstance(value, list) else tuple)(x.item() if isinstance(x, np.generic) else x for x in elements)
-
-
 def make_plain(group: dict[str, Any], rule: Rule) -> None:
     """Turn each number of the group that is an array of jax or NumPy into Python's, which any checkpoint can carry."""
     for key in rule.hyperparams.keys() | {"lr"}:
@@ -260,10 +227,6 @@ def _scaled_row(rule: Rule, traceable: frozenset[str], group: Mapping[str, Any])
 def fixed(value: Any) -> Any:
     """The value of a static hyperparameter so that it can be hashed and compared."""
     return tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in as_tuple(value)) if is_sequence(value) else value
-
-
-def _length(value: Any) -> int:
-    return len(value) if is_sequence(value) else 0
 
 
 def take_lr_scale(group: dict[str, Any], default_lr: Any, is_given: bool) -> str | None:

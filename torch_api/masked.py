@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from bridge import matrix_rules, rules
+from bridge import matrix_rules
 
+from ._rules import torch_rules
 from .optimizer import OptaxOptimizer
 
 
@@ -36,7 +37,7 @@ class MaskedAdam(OptaxOptimizer):
     ) -> None:
         torch_options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": maximize}
-        super().__init__(params, rules.ADAM, **equation, **torch_options, decoupled_weight_decay=decoupled_weight_decay, **engine)
+        super().__init__(params, torch_rules.ADAM, **equation, **torch_options, decoupled_weight_decay=decoupled_weight_decay, **engine)
 
 
 class MaskedAdamW(MaskedAdam):
@@ -95,7 +96,7 @@ class MaskedSGD(OptaxOptimizer):
     ) -> None:
         torch_options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
         equation = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, rules.SGD, **equation, maximize=maximize, **torch_options, **engine)
+        super().__init__(params, torch_rules.SGD, **equation, maximize=maximize, **torch_options, **engine)
 
 
 class MaskedRMSprop(OptaxOptimizer):
@@ -122,7 +123,7 @@ class MaskedRMSprop(OptaxOptimizer):
         equation = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "centered": centered}
         switches = {"maximize": maximize}
         options = {"capturable": capturable, "foreach": foreach, "differentiable": differentiable}
-        super().__init__(params, rules.RMSPROP, **equation, **switches, **options, **engine)
+        super().__init__(params, torch_rules.RMSPROP, **equation, **switches, **options, **engine)
 
 
 class MaskedAdagrad(OptaxOptimizer):
@@ -152,7 +153,7 @@ class MaskedAdagrad(OptaxOptimizer):
         equation = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "initial_accumulator_value": initial_accumulator_value}
         switches = {"eps": eps, "maximize": maximize}
         options = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
-        super().__init__(params, rules.ADAGRAD, **equation, **switches, **options, **engine)
+        super().__init__(params, torch_rules.ADAGRAD, **equation, **switches, **options, **engine)
 
     def share_memory(self) -> None:
         """Move the state into shared memory, for processes that are given this optimizer; each step then copies it from and to there."""
@@ -184,7 +185,7 @@ class MaskedAdadelta(OptaxOptimizer):
     ) -> None:
         equation = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
-        super().__init__(params, rules.ADADELTA, **equation, **options, **engine)
+        super().__init__(params, torch_rules.ADADELTA, **equation, **options, **engine)
 
 
 class MaskedAdamax(OptaxOptimizer):
@@ -209,7 +210,7 @@ class MaskedAdamax(OptaxOptimizer):
     ) -> None:
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "differentiable": differentiable, "capturable": capturable}
-        super().__init__(params, rules.ADAMAX, **equation, **options, **engine)
+        super().__init__(params, torch_rules.ADAMAX, **equation, **options, **engine)
 
 
 class MaskedNAdam(OptaxOptimizer):
@@ -237,7 +238,7 @@ class MaskedNAdam(OptaxOptimizer):
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
         switches = {"decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
-        super().__init__(params, rules.NADAM, **equation, **switches, **options, **engine)
+        super().__init__(params, torch_rules.NADAM, **equation, **switches, **options, **engine)
 
 
 class MaskedRAdam(OptaxOptimizer):
@@ -264,7 +265,7 @@ class MaskedRAdam(OptaxOptimizer):
         equation = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
         switches = {"maximize": maximize}
         options = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable}
-        super().__init__(params, rules.RADAM, **equation, **switches, **options, **engine)
+        super().__init__(params, torch_rules.RADAM, **equation, **switches, **options, **engine)
 
 
 class MaskedRprop(OptaxOptimizer):
@@ -290,7 +291,7 @@ class MaskedRprop(OptaxOptimizer):
     ) -> None:
         equation = {"lr": lr, "etas": etas, "step_sizes": step_sizes, "maximize": maximize}
         options = {"capturable": capturable, "foreach": foreach, "differentiable": differentiable}
-        super().__init__(params, rules.RPROP, **equation, **options, **engine)
+        super().__init__(params, torch_rules.RPROP, **equation, **options, **engine)
 
 
 class MaskedASGD(OptaxOptimizer):
@@ -315,7 +316,7 @@ class MaskedASGD(OptaxOptimizer):
     ) -> None:
         equation = {"lr": lr, "lambd": lambd, "alpha": alpha, "t0": t0, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach, "differentiable": differentiable, "capturable": capturable}
-        super().__init__(params, rules.ASGD, **equation, **options, **engine)
+        super().__init__(params, torch_rules.ASGD, **equation, **options, **engine)
 
 
 class MaskedMuon(OptaxOptimizer):
@@ -342,7 +343,7 @@ class MaskedMuon(OptaxOptimizer):
     ) -> None:
         equation = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         switches = {"eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, matrix_rules.MUON, **equation, **switches, **engine)
+        super().__init__(params, torch_rules.MUON, **equation, **switches, **engine)
 
 
 class MaskedAdafactor(OptaxOptimizer):
@@ -368,4 +369,4 @@ class MaskedAdafactor(OptaxOptimizer):
     ) -> None:
         equation = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay, "maximize": maximize}
         options = {"foreach": foreach}
-        super().__init__(params, matrix_rules.ADAFACTOR, **equation, **options, **engine)
+        super().__init__(params, torch_rules.ADAFACTOR, **equation, **options, **engine)

@@ -17,8 +17,8 @@ import torch
 
 from bridge.precision import MASTER
 
+from ._rules.betas import spread
 from .averages import EVALUATION, write
-from .betas import spread
 from .optimizer import OptaxOptimizer
 
 _MODE = "train_mode"  # in a group, False between `eval` and `train`: the key of the schedulefree package

@@ -22,12 +22,14 @@ from bridge._interop.dtypes import numpy_dtype
 from bridge._names import tree_paths
 from bridge._process import not_traced
 from bridge._warnings import stack_level
-from bridge.leafwise import Rule
 from bridge.precision import AVERAGE
 from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge.transaction import Transaction
 
-from . import betas, checkpoint, groups, listeners, options, packs, report, scaling
+from . import checkpoint, groups, listeners, options, packs, report, scaling
+from ._rules import betas, validators
+from ._rules.from_optax import as_rule, gives_lr, last_factor, multiplies
+from ._rules.optimizer_spec import Rule
 from .arguments import Arguments, Closure
 from .averages import Exchange
 from .cache import Cache, CacheInfo, few_names
@@ -42,7 +44,6 @@ from .scaling import Scaling
 from .selectors import Selectors
 from .sight import Sight
 from .states import States
-from .transformation import as_rule, gives_lr, last_factor, multiplies
 
 _ALL = "all"  # the key of the only rule
 _FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
@@ -548,7 +549,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     elif name == "weight_decay":
                         values.append(float(value) * get(group, "wd_scale", 1.0) if decays else 0.0)
                     elif length:
-                        if len(value) != length or (type(value) is not tuple and not groups.is_sequence(value)):
+                        if len(value) != length or (type(value) is not tuple and not validators.is_sequence(value)):
                             raise ValueError(name)
                         values.extend(map(float, value))
                     else:

@@ -14,7 +14,8 @@ from bridge import precision
 from bridge._interop.dtypes import numpy_dtype
 from bridge.problem import Field
 
-from .groups import check_keywords, is_number
+from ._rules.validators import is_number
+from .groups import check_keywords
 from .plan import Leaf
 
 

@@ -13,13 +13,15 @@ import torch
 from bridge import _names
 from bridge._names import near, near_and_all
 from bridge._transforms import selectors as masks
-from bridge.checks import Check
 
-from . import betas, groups
+from . import groups
+from ._rules import betas
+from ._rules.decay_masks import refuse_decay_mask
+from ._rules.from_optax import as_rule, gives_lr
+from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
 from .plan import Leaf
-from .selectors import Selectors, refuse_decay_mask
-from .transformation import as_rule, gives_lr
+from .selectors import Selectors
 
 _NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
 

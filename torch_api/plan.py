@@ -18,10 +18,10 @@ from bridge._memory import adoption, jax_buffers
 from bridge._memory.jax_buffers import lost_like
 from bridge._memory.overlaps import first_overlap
 from bridge._transforms import selectors
-from bridge.leafwise import Rule
 from bridge.problem import Field, buffer_shape
 
 from . import shards
+from ._rules.optimizer_spec import Rule
 from .groups import check_parameter, check_parameter_fits
 
 # Tensors that the user has put into the state and that stay where they are, each with the view that is updated in its place.

@@ -20,7 +20,7 @@ from torch import nn
 
 from bridge._compat.torch import CONVOLUTIONS, NORMS
 
-from .selectors import for_decay, known_decay_mask
+from ._rules.decay_masks import for_decay, known_decay_mask
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NORMS)
 _NORM_CLASS = re.compile(r"norm(act)?(\dd)?(fp\d+|gated)?$", re.IGNORECASE)

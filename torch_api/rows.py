@@ -20,11 +20,11 @@ from bridge._interop.dtypes import numpy_dtype
 from bridge._memory.adoption import pack_width
 from bridge._names import Path, tree_paths
 from bridge._process import uncollected
-from bridge.leafwise import Rule
 from bridge.precision import NOTHING, Kept
 from bridge.problem import Extra, Field, Problem, Row, Spec, layout
 
 from . import packs
+from ._rules.optimizer_spec import Rule
 from .groups import check_parameter_fits, check_types, fixed, group_reader
 from .plan import Leaf
 from .shards import described

@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 import optax
 import torch
 
-from bridge import matrix_rules, rules
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import Path, tree_paths
-from bridge.leafwise import Rule
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, Row, Spec, layout
 
 from . import shards, wrapper_state
+from ._rules import torch_rules
+from ._rules.optimizer_spec import Rule
 from .groups import group_reader, names
 from .optimizer import OptaxOptimizer
 
 FROZEN = "frozen"  # the label of what is not trained
 _RULES: dict[str, Rule] = {
-    "Adam": rules.ADAM, "AdamW": rules.ADAM, "SGD": rules.SGD, "RMSprop": rules.RMSPROP, "Adagrad": rules.ADAGRAD,
-    "Adadelta": rules.ADADELTA, "Adamax": rules.ADAMAX, "NAdam": rules.NADAM, "RAdam": rules.RADAM, "Rprop": rules.RPROP,
-    "ASGD": rules.ASGD, "Muon": matrix_rules.MUON, "Adafactor": matrix_rules.ADAFACTOR,
+    "Adam": torch_rules.ADAM, "AdamW": torch_rules.ADAM, "SGD": torch_rules.SGD, "RMSprop": torch_rules.RMSPROP, "Adagrad": torch_rules.ADAGRAD,
+    "Adadelta": torch_rules.ADADELTA, "Adamax": torch_rules.ADAMAX, "NAdam": torch_rules.NADAM, "RAdam": torch_rules.RADAM, "Rprop": torch_rules.RPROP,
+    "ASGD": torch_rules.ASGD, "Muon": torch_rules.MUON, "Adafactor": torch_rules.ADAFACTOR,
 }  # fmt: skip
 
 

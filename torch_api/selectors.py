@@ -4,45 +4,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import deque
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from bridge._transforms import selectors
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_DECAY_FUNCTIONS: set[Any] = set()
-# The last results of no_decay, known by identity: a plain dict takes no mark, and jax takes no subclass for a dict.
-_DECAY_MASKS: deque[dict[str, bool]] = deque(maxlen=64)
-
-
-def known_decay_mask(mask: dict[str, bool]) -> dict[str, bool]:
-    """Return the dict, which is made for `decay_mask`; as `mask` it is refused from now on."""
-    _DECAY_MASKS.append(mask)
-    return mask
-
-
-def for_decay(function: _Function) -> _Function:
-    """Mark a selector function that is made for `decay_mask`, so that it is refused as `mask`."""
-    _DECAY_FUNCTIONS.add(function)
-    return function
-
-
-def refuse_decay_mask(owner: str, mask: Any) -> None:
-    """Raise for a `mask` that was made for `decay_mask`: it says which parameters decay, and would freeze all others."""
-    function = getattr(mask, "func", mask)  # of a functools.partial
-    if isinstance(mask, Mapping):
-        given = "a result of no_decay" if any(mask is each for each in _DECAY_MASKS) else None
-    else:
-        given = function.__name__ if callable(function) and _is_hashable(function) and function in _DECAY_FUNCTIONS else None
-    if given is not None:
-        raise ValueError(
-            f"{owner}: mask is {given}, which says which parameters decay; as mask it would freeze all others. "
-            "Expected decay_mask=... for it. (optax's argument `mask` of adamw and others is decay_mask here; mask says what is trained.)"
-        )
+from ._rules.decay_masks import refuse_decay_mask
 
 
 class _Lost(NamedTuple):
@@ -138,11 +108,3 @@ def _pickles(spec: Any) -> bool:
 
 def _description(spec: Any) -> str:
     return f"{spec.__qualname__!r}" if hasattr(spec, "__qualname__") else f"a {type(spec).__name__}"
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

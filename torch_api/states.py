@@ -19,10 +19,10 @@ from bridge._memory import allocation, jax_buffers
 from bridge._memory.jax_buffers import lost_like
 from bridge._memory.scalar_vectors import reserve
 from bridge.beginning import begin_buffers, constants
-from bridge.leafwise import Rule
 from bridge.precision import BESIDE
 from bridge.problem import Field, Problem, buffer_shape, layout, looks_across
 
+from ._rules.optimizer_spec import Rule
 from .launch import Shared
 from .packs import Pack
 from .plan import Leaf, Shown, allocate, has_state, mask_buffer, param_array, scalars

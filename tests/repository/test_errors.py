@@ -38,7 +38,7 @@ OUT_OF_REACH = {
     ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
     ("bridge/transaction.py", "error"): "what a signal handler raised: tests/contract/test_signals.py",
     ("torch_api/optimizer.py", "ValueError(name)"): "caught below, where check_group says what is wrong",
-    ("torch_api/betas.py", "KeyError(key)"): "what a dict raises for a key that it has not",
+    ("torch_api/_rules/betas.py", "KeyError(key)"): "what a dict raises for a key that it has not",
     ("torch_api/selectors.py", "pickle.PicklingError("): "caught below: the pickle of the optimizer then has a note instead",
     ("bridge/_compat/torch2jax.py", "module_function and JaxTrainStep trace torch code"): "tests/contract/test_without_torch2jax.py",
     ("bridge/_compat/torch2jax.py", "torch2jax {} has no {}, by which"): "needs another torch2jax: tests/bridge/_compat/test_compat.py",

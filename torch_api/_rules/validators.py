@@ -1,13 +1,15 @@
-"""Conditions on param groups and parameters: what torch refuses, as data beside each rule.
-
-Conditions are functions with a name, because optimizers are pickled with their rules.
-"""
+"""Conditions on hyperparams and parameters, in torch's words."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
 
 
 class Check(NamedTuple):
@@ -125,3 +127,39 @@ def eps_not_negative(index: int, group: Any) -> bool:
     """A number of at least 0; the first may be None."""
     eps = group["eps"][index]
     return index == 0 if eps is None else bool(eps >= 0)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it may stand for a number: also in a tensor, which torch takes for an lr."""
+    return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
+
+
+def _is_scalar_array(value: Any) -> bool:
+    """Whether it is what a schedule of optax gives, or a NumPy array of that kind."""
+    return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
+
+
+def _is_one_number(value: Any) -> bool:
+    return is_number(value) and (not isinstance(value, torch.Tensor) or value.numel() == 1)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether the value may stand for a tuple of numbers: a list, the list type of a configuration library, an array of one dimension."""
+    if isinstance(value, torch.Tensor | np.ndarray | jax.Array):
+        return value.ndim == 1
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def as_tuple(value: Any) -> Any:
+    """A sequence of numbers as a tuple that a checkpoint can carry; a list stays a list, and what is no sequence stays as it is.
+
+    The elements of a tensor are views of it, so they follow when it is written to.
+    """
+    if not is_sequence(value):
+        return value
+    elements = value.unbind() if isinstance(value, torch.Tensor) else value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
+    return (list if isinstance(value, list) else tuple)(x.item() if isinstance(x, np.generic) else x for x in elements)
+
+
+def _length(value: Any) -> int:
+    return len(value) if is_sequence(value) else 0

@@ -19,12 +19,12 @@ from bridge._ir.jaxpr import inlined, numbers_of
 from bridge._names import near_and_all
 from bridge._process import default_promotion
 from bridge._transforms.lookahead import unpaired
-from bridge.leafwise import Rule
 from bridge.optim import OptimizerDef
 from bridge.problem import Same
 
 from . import betas
-from .groups import as_tuple, is_number, is_sequence
+from .optimizer_spec import Rule
+from .validators import as_tuple, is_number, is_sequence
 
 _FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even where an integer is given
 
@@ -58,7 +58,7 @@ def as_rule(owner: str, tx: Any, hyperparams: Mapping[str, Any]) -> tuple[Rule, 
 
     Args:
       owner: class name for errors.
-      tx: a `bridge.leafwise.Rule`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a
+      tx: a `torch_api._rules.optimizer_spec.Rule`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a
         function that makes one from keyword arguments.
       hyperparams: keyword arguments for a factory; `lr` stands for `learning_rate`. Numbers, bools and tuples of numbers
         go into the groups; all else (schedules, masks, dtypes, keys) stays fixed.

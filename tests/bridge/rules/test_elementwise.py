@@ -10,8 +10,9 @@ import pytest
 import torch
 from oracles import NumpyAdam, NumpySGD, movement_error
 
-from bridge import leafwise, rules
+from bridge import rules
 from bridge._process import x64
+from bridge.rules import per_leaf
 
 STEPS = 25
 
@@ -178,7 +179,7 @@ def test_lerp_gives_the_bits_of_both_its_formulas(dtype, weight):
     with x64(), jax.numpy_dtype_promotion("standard"):
         ours, plain, other = (
             np.asarray(jax.jit(f)(*map(jnp.asarray, pairs.T), dtype(weight)))
-            for f in (leafwise.lerp, both_sides, lambda start, end, weight: start * (1 - weight) + end * weight)
+            for f in (per_leaf.lerp, both_sides, lambda start, end, weight: start * (1 - weight) + end * weight)
         )
     assert same_bits(ours, plain)
     torchs = torch.lerp(*map(torch.tensor, pairs.T), weight).numpy()

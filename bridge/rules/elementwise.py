@@ -17,19 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .checks import (
-    Check,
-    betas_fit_foreach,
-    betas_of_one_kind,
-    etas_lie_around_one,
-    fused_is_alone,
-    lr_fits_foreach,
-    nesterov_has_momentum,
-    not_negative,
-    proper_betas,
-    rho_is_a_share,
-)
-from .leafwise import Rule, Scalar, bias_correction, caster, count, decayed, lerp, per_leaf, shrunk, wide
+from .per_leaf import Scalar, bias_correction, caster, count, decayed, lerp, per_leaf, shrunk, wide
 
 
 def adam(
@@ -367,71 +355,3 @@ def asgd(
         }
 
     return per_leaf(begin, leaf)
-
-
-# ------------------------------------------------------------------ what their hyperparams mean to torch
-
-
-_TENSOR = "as a Tensor is not supported for capturable=False and foreach=True"
-_LR = "Invalid learning rate: {lr}"
-_EPS = "Invalid epsilon value: {eps}"
-_DECAY = "Invalid weight_decay value: {weight_decay}"
-_ADAM_LIKE = (*not_negative(lr=_LR, eps=_EPS), *proper_betas(), *not_negative(weight_decay=_DECAY))
-
-ADAM = Rule(
-    adam,
-    checks=(
-        Check(lr_fits_foreach, f"lr {_TENSOR}"),
-        *_ADAM_LIKE,
-        Check(betas_of_one_kind, "betas must be either both floats or both Tensors"),
-        Check(betas_fit_foreach, f"betas[0] {_TENSOR}"),
-        *fused_is_alone(),
-    ),
-)
-SGD = Rule(
-    sgd,
-    structural=frozenset({"momentum", "dampening"}),
-    hidden={"seen": 1.0},
-    checks=(
-        *not_negative(lr=_LR, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY),
-        Check(nesterov_has_momentum, "Nesterov momentum requires a momentum and zero dampening"),
-        *fused_is_alone(),
-    ),
-)
-RMSPROP = Rule(
-    rmsprop,
-    structural=frozenset({"momentum"}),
-    checks=not_negative(
-        lr=_LR, eps=_EPS, momentum="Invalid momentum value: {momentum}", weight_decay=_DECAY, alpha="Invalid alpha value: {alpha}"
-    ),
-)
-ADAGRAD = Rule(
-    adagrad,
-    eager=True,
-    checks=(
-        *not_negative(
-            lr=_LR,
-            lr_decay="Invalid lr_decay value: {lr_decay}",
-            weight_decay=_DECAY,
-            initial_accumulator_value="Invalid initial_accumulator_value value: {initial_accumulator_value}",
-            eps=_EPS,
-        ),
-        *fused_is_alone(),
-    ),
-)
-ADADELTA = Rule(
-    adadelta,
-    checks=(
-        *not_negative(lr=_LR),
-        Check(rho_is_a_share, "Invalid rho value: {rho}"),
-        *not_negative(eps=_EPS, weight_decay=_DECAY),
-    ),
-)
-ADAMAX = Rule(adamax, checks=_ADAM_LIKE)
-NADAM = Rule(nadam, checks=(*_ADAM_LIKE, *not_negative(momentum_decay="Invalid momentum_decay value: {momentum_decay}")))
-RADAM = Rule(radam, checks=_ADAM_LIKE)
-RPROP = Rule(
-    rprop,
-    checks=(*not_negative(lr=_LR), Check(etas_lie_around_one, "Invalid eta values: {etas[0]}, {etas[1]}")),
-)
-ASGD = Rule(asgd, checks=not_negative(lr=_LR, weight_decay=_DECAY))

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Self
 
-from .groups import is_sequence
+from .validators import is_sequence
 
 BETAS = "betas"
 _FAMILIES = ("b1", "b2", "b3"), ("beta1", "beta2", "beta3"), ("beta",)

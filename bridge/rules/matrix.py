@@ -1,0 +1,167 @@
+"""torch.optim's update equations that look across the elements of a leaf: Muon and Adafactor."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .per_leaf import Scalar, caster, count, lerp, per_leaf, shrunk, wide
+
+# The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as can be.
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_SHORT = 8  # terms up to which a mean is written out
+
+
+def newton_schulz(
+    matrix: jax.Array, coefficients: tuple[Scalar, Scalar, Scalar], steps: int, eps: Scalar, dtype: Any = jnp.bfloat16
+) -> jax.Array:
+    """An (m, n) matrix with its singular values brought near 1, by x <- a x + (b x x' + c (x x')^2) x.
+
+    As in torch, every stored value is rounded to `dtype`, and products accumulate in float32 (float64 of float64) and
+    round once. The result comes in the matrix's own type.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/.
+    """
+    info = jnp.finfo(dtype)
+    sums = jnp.float64 if info.bits == 64 else jnp.float32
+    rows, columns = sorted(matrix.shape)
+
+    def rounded(x: jax.Array) -> jax.Array:
+        # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision); before any cast, to round once.
+        return x if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+    def product(x: jax.Array, y: jax.Array, along: int) -> jax.Array:
+        dims = (((1,), (along,)), ((), ()))
+        return jax.lax.dot_general(x, y, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
+
+    def wide_side_last(x: jax.Array) -> jax.Array:
+        # A copy: left to itself XLA carries the transposition through all products, which are half as fast then.
+        return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(rows, columns)
+
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = rounded(matrix.astype(sums))
+    x = wide_side_last(x) if tall else x
+    norm = jnp.maximum(rounded(jnp.sqrt(jnp.sum(x * x))), rounded(caster(x)(eps)))
+    a, b, c = map(caster(x), coefficients)
+    x = rounded(x / norm).astype(dtype)
+    for _ in range(steps):
+        gram = rounded(product(x, x, 1)).astype(dtype)
+        polynomial = rounded(b * gram.astype(sums) + c * product(gram, gram, 0)).astype(dtype)
+        x = rounded(a * x.astype(sums) + product(polynomial, x, 0)).astype(dtype)
+    return (jax.lax.optimization_barrier(x.reshape(-1)).reshape(rows, columns).T if tall else x).astype(matrix.dtype)
+
+
+def muon(
+    lr: Scalar = 1e-3,
+    weight_decay: Scalar = 0.1,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[Scalar, Scalar, Scalar] = NS_COEFFICIENTS,
+    eps: Scalar = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+) -> optax.GradientTransformation:
+    """torch.optim.Muon, for leaves that are matrices: momentum, orthogonalized in bfloat16, and decoupled decay.
+
+    The momentum is an average (the gradient enters with 1 - momentum), as in torch; in optax.contrib.muon it is a sum.
+    `lr` is that of a matrix with no more rows than columns: "original" (or None) multiplies it by
+    sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows, columns)).
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
+    https://kellerjordan.github.io/posts/muon/; match_rms_adamw: Liu et al., arXiv:2502.16982.
+    """
+    direction = functools.partial(newton_schulz, coefficients=ns_coefficients, steps=ns_steps, eps=eps)
+    return muon_with(direction, lr, weight_decay, momentum, nesterov, adjust_lr_fn)
+
+
+def muon_with(
+    direction: Callable[[jax.Array], jax.Array],
+    lr: Scalar,
+    weight_decay: Scalar,
+    momentum: Scalar,
+    nesterov: bool,
+    adjust_lr_fn: str | None,
+) -> optax.GradientTransformation:
+    """`muon` with another function from the momentum to the direction, such as `newton_schulz` in float64."""
+
+    def ratio(rows: int, columns: int) -> float:
+        return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
+
+    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Any:
+        buffer = lerp(momentum_buffer, g, 1 - wide(momentum))
+        update = direction(lerp(g, buffer, momentum) if nesterov else buffer)
+        rows, columns = p.shape
+        update = -caster(p)(wide(lr) * ratio(rows, columns)) * update
+        return shrunk(p, 1 - wide(lr) * wide(weight_decay), update), {"momentum_buffer": buffer}
+
+    return per_leaf(lambda p: {"momentum_buffer": jnp.zeros_like(p)}, leaf)
+
+
+def adafactor(
+    lr: Scalar = 1e-2,
+    beta2_decay: Scalar = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
+    *,
+    maximize: bool = False,
+    dtype: str | None = None,
+) -> optax.GradientTransformation:
+    """torch.optim.Adafactor, per leaf: the squares of a leaf of two or more dimensions are kept as row and column means.
+
+    The last two dimensions are factored; a vector keeps all its squares. lr is relative to the leaf's own size (its root
+    mean square, at least eps[1]) and at most 1 / sqrt(step). eps[0] None is the machine epsilon of `dtype`, the type
+    that the leaf is kept in (None: the one that it has here). optax.adafactor differs: other schedules, and momentum.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_adafactor.py; Shazeer and Stern,
+    arXiv:1804.04235.
+    """
+
+    def begin(p: jax.Array) -> dict[str, Any]:
+        if p.ndim < 2:
+            return {"step": count(), "variance": jnp.zeros_like(p)}
+        rows, columns = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
+        return {"step": count(), "row_var": jnp.zeros(rows, p.dtype), "col_var": jnp.zeros(columns, p.dtype)}
+
+    def leaf(g: jax.Array, p: jax.Array, step: Any, row_var: Any = None, col_var: Any = None, variance: Any = None) -> Any:
+        cast, step = caster(g), step + 1
+        g = -g if maximize else g
+        eps1 = float(jnp.finfo(dtype or p.dtype).eps) if eps[0] is None else eps[0]
+        share = wide(step) ** wide(beta2_decay)
+        rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * _at_least(wide(eps[1]), wide(_root_mean_square(p)))
+        if variance is None:
+            row_var = lerp(row_var, _mean(g * g, -1), share)
+            col_var = lerp(col_var, _mean(g * g, -2), share)
+            estimate = row_var * col_var / jnp.maximum(_mean(row_var, -2), cast(eps1))
+        else:
+            estimate = variance = lerp(variance, g * g, share)
+        update = g * jax.lax.rsqrt(jnp.maximum(estimate, cast(eps1 * eps1)))
+        clipped = rate / _at_least(wide(1.0), wide(_root_mean_square(update)) / wide(d))
+        update = shrunk(p, 1 - wide(lr) * wide(weight_decay), -cast(clipped) * update)
+        return update, {"step": step, "row_var": row_var, "col_var": col_var, "variance": variance}
+
+    return per_leaf(begin, leaf)
+
+
+def _at_least(bound: jax.Array, x: jax.Array) -> jax.Array:
+    """The larger one, and the bound for NaN, as Python's max in torch: one element that is none leaves the others be."""
+    return jnp.where(x > bound, x, bound)
+
+
+def _mean(x: jax.Array, axis: int) -> jax.Array:
+    length = x.shape[axis]
+    if not 0 < length <= _SHORT:
+        return jnp.sum(x, axis, keepdims=True) / max(length, 1)
+    # Of a convolution's three: XLA's sum on the CPU takes a call for each, five times as long as all the rest of the update.
+    return functools.reduce(jnp.add, (jax.lax.slice_in_dim(x, i, i + 1, axis=axis % x.ndim) for i in range(length))) / length
+
+
+def _root_mean_square(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x.reshape(-1))) / max(x.size, 1))
