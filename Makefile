@@ -44,7 +44,7 @@ test-bench: $(VENV)/.installed
 
 # The table of all transformations and that of bad inputs, from running them.
 docs: $(VENV)/.installed
-	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/repository/test_errors.py tests/test_op_db.py::test_the_page_has_each_operator
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/repository/test_errors.py tests/bridge/_tracing/ops/test_op_db.py::test_the_page_has_each_operator
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed

@@ -25,11 +25,11 @@ from ._interop.tensor_storage import first_short, shortage
 from ._names import path_name
 from ._process import not_traced
 from ._process import x64 as scope
+from ._tracing.context import TRACE
+from ._tracing.tensor import Traced, as_array, as_traced
 from ._warnings import CompilationWarning, stack_level
 from .plain import is_dense, plain
 from .pullback import Call, Place, Program, Recording
-from .trace import TRACE
-from .traced import Traced, as_array, as_traced
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _config: Any = jax.config

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ._ir.jaxpr import instead, is_plain, replaced, throughout
-from .stored import together
+from ._tracing.materialize import together
 
 _HALF = jnp.dtype("bfloat16")
 

@@ -32,15 +32,15 @@ from ._memory.jax_buffers import Memory, leave_held, readable, taken
 from ._memory.scalar_vectors import Number
 from ._names import path_name
 from ._process import calm, default_promotion, default_settings, x64
+from ._tracing.jax_calls import callbacks_in_32_bits, in_32_bits
+from ._tracing.materialize import together
+from ._tracing.promotion import torch_dtype
 from ._xla.compile import bytes_accessed, compiled
 from ._xla.compile_options import of_training
 from .half_sums import summed_in_float32
-from .jax_calls import callbacks_in_32_bits, in_32_bits
 from .problem import Spec, flatten, unflatten
 from .products import arranged
 from .readers import stored_for_products
-from .stored import together
-from .traced import torch_dtype
 from .update import Plan, abstract, update
 
 _NOTHING_MEASURED = np.zeros(2)

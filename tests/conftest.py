@@ -14,23 +14,27 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "repository/examples op_db pieces repository/benchmarks joint_packs packs loops precision zoo distributed step recurrent train_step"
+LONG = "repository/examples bridge/_tracing/ops/op_db pieces repository/benchmarks joint_packs packs loops precision"
+LONG += " zoo distributed step bridge/_tracing/ops/recurrent train_step"
 LONG += " optim_db at_once contract/prepare_again contract/threads contract/damaged_checkpoints"
-LONG += " contract/tuple_hyperparams contract/views_keep_their_memory joint distributions tiles"
+LONG += " contract/tuple_hyperparams contract/views_keep_their_memory joint bridge/_tracing/distributions tiles"
 LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer"
 LONG += " bridge/_transforms/masking optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
-QUICK = "as_torch autograd_function bad_input beginning bridge/process bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
-QUICK += " known_values lr_scale bridge/_transforms/selectors one_type openmp"
-QUICK += " packs_storage presets repository/project protocol report resize bridge/rules/elementwise sight split"
+QUICK = "bridge/_tracing/as_torch bridge/_tracing/autograd_function bad_input beginning bridge/process"
+QUICK += " bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
+QUICK += " bridge/_tracing/known_values lr_scale bridge/_transforms/selectors bridge/_tracing/promotion openmp"
+QUICK += " packs_storage presets repository/project protocol report bridge/_tracing/ops/resize bridge/rules/elementwise sight split"
 QUICK += " bridge/_memory/scalar_vectors step bridge/_memory/adoption"
-QUICK += " torch_losses_more torch_names"
-QUICK += " torch_order torch_scatter bridge/names bridge/_interop/trees bridge/_interop/dtypes repository/contract_imports"
+QUICK += " bridge/_tracing/ops/margins bridge/_tracing/op_registry"
+QUICK += " bridge/_tracing/ops/order bridge/_tracing/ops/scatter bridge/names bridge/_interop/trees"
+QUICK += " bridge/_interop/dtypes repository/contract_imports"
 CHECKED = set(QUICK.split())
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
 # time was LLVM's, and elementwise updates move the same bytes (test_step.py). Numbers are compared with those of others from the code that
 # users run in zoo, optim_db, optimizer, precision and more.
-HASTY = "masked masked_optax bridge/_transforms/masking sight bridge/_memory/scalar_vectors stored resize report presets protocol lr_scale"
+HASTY = "masked masked_optax bridge/_transforms/masking sight bridge/_memory/scalar_vectors bridge/_tracing/materialize"
+HASTY += " bridge/_tracing/ops/resize report presets protocol lr_scale"
 HASTY += " analysis at_once bridge/_memory/call_arguments checked checkpoint closure doctor contract/edges ema engine"
 HASTY += " held joint_packs loop operands"
 HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly"

@@ -1,6 +1,8 @@
 """The torch side of maskbridge: torch.optim.Optimizer classes whose update runs in JAX, in place."""
 
-from .cache import CacheInfo, CompilationWarning
+from bridge._warnings import CompilationWarning
+
+from .cache import CacheInfo
 from .masked import (
     MaskedAdadelta,
     MaskedAdafactor,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from bridge._compat.python import code_of
-from bridge.patches import while_tracing
-from bridge.trace import TRACE
+from bridge._tracing.context import TRACE
+from bridge._tracing.patches import while_tracing
 
 
 class _Done(threading.local):

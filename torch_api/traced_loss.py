@@ -16,8 +16,8 @@ from bridge._compat.torch import version
 from bridge._interop.containers import holds
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import nest, unnest
+from bridge._tracing.module_function import traced_call
 from bridge._warnings import stack_level
-from bridge.modules import traced_call
 from bridge.problem import Spec
 
 from .batch import OWNER, Batch

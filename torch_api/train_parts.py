@@ -17,9 +17,9 @@ from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import shortage
 from bridge._memory import adoption, jax_buffers
 from bridge._memory.call_arguments import Views
+from bridge._tracing.op_registry import autocasts
 from bridge.plain import is_dense
 from bridge.problem import Spec
-from bridge.torch_calls import autocasts
 
 from .batch import OWNER
 from .launch import Block

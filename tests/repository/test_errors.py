@@ -29,7 +29,10 @@ OUT_OF_REACH = {
     ("bridge/_interop/dlpack.py", "jax sees {}, but a tensor is on {}:{}."): "needs a GPU that torch sees and jax does not",
     ("bridge/_interop/dlpack.py", "jax has no CPU device, but"): "needs a process without jax's CPU: tests/contract/test_flags_of_jax.py",
     ("bridge/_interop/dlpack.py", "{} is sharded over {} devices"): "needs several devices",
-    ("bridge/optim.py", "ReplicatedOptimizer: the gradients do not vary over {}."): "needs several devices: tests/test_optim.py",
+    (
+        "bridge/_flax_optim/optimizer.py",
+        "ReplicatedOptimizer: the gradients do not vary over {}.",
+    ): "needs several devices: tests/bridge/_flax_optim/test_optimizer.py",
     ("torch_api/plan.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/test_distributed.py",
     ("torch_api/rows.py", "{}: {}, but this transformation does not treat"): "needs several processes: tests/test_distributed.py",
     ("torch_api/running.py", "{}: {}, and a process holds a part"): "needs a process group: tests/test_optax_state.py",
@@ -42,7 +45,7 @@ OUT_OF_REACH = {
     ("torch_api/selectors.py", "pickle.PicklingError("): "caught below: the pickle of the optimizer then has a note instead",
     ("bridge/_compat/torch2jax.py", "module_function and JaxTrainStep trace torch code"): "tests/contract/test_without_torch2jax.py",
     ("bridge/_compat/torch2jax.py", "torch2jax {} has no {}, by which"): "needs another torch2jax: tests/bridge/_compat/test_compat.py",
-    ("bridge/torch_recurrent.py", "lengths decide shapes"): "said again by torch_calls, with the function's name",
+    ("bridge/_tracing/ops/recurrent.py", "lengths decide shapes"): "said again by torch_calls, with the function's name",
     (
         "bridge/_compat/jax.py",
         "a program has called what it was only loaded with",

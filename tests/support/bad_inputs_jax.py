@@ -98,7 +98,7 @@ class HalfDefined(Empty):
         return ()
 
 
-class NoTransformation(bridge.optim_defs.OptaxDef):
+class NoTransformation(bridge._flax_optim.definitions.OptaxDef):
     """Defines no transformation."""
 
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bridge
 from bridge._process import x64
-from bridge.torch_calls import op
+from bridge._tracing.op_registry import op
 
 X = jnp.ones((2, 3))
 KEPT = []

@@ -1,4 +1,5 @@
-"""What of torch's database of operators is not as in torch, each with its reason. tests/test_op_db.py checks both directions."""
+"""What of torch's database of operators is not as in torch, each with its reason. tests/bridge/_tracing/ops/test_op_db.py checks both
+directions."""
 
 # Whose rarer arguments are refused, and which.
 IN_PART = {

@@ -1,4 +1,5 @@
-"""Torch operations as data: a name, a function of tensors, the shapes of its inputs. tests/test_torch_ops.py runs them.
+"""Torch operations as data: a name, a function of tensors, the shapes of its inputs. tests/bridge/_tracing/ops/test_elementwise.py runs
+them.
 
 A shape stands for normal numbers; "pos" for positive ones, "int:n" for indices below n, "bool" for flags, "p" for probabilities.
 """

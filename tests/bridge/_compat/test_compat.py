@@ -21,8 +21,8 @@ from bridge._compat import lookup, python, torch2jax
 from bridge._compat import torch as of_torch
 from bridge._interop import dlpack
 from bridge._memory import adoption, ownership
+from bridge._tracing.op_registry import functions_named
 from bridge._xla import streams
-from bridge.torch_calls import functions_named
 
 ROOT = Path(__file__).parents[3]
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2"

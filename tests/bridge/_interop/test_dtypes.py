@@ -12,9 +12,9 @@ from torch import nn
 
 import bridge
 import torch_api
-from bridge import modules
 from bridge._interop.dtypes import is_wide, keeps, narrow
 from bridge._process import x64
+from bridge._tracing import module_function
 
 
 def carried(x):
@@ -39,7 +39,7 @@ def test_it_computes_as_outside_of_the_step(function, written, monkeypatch):
     expected = bridge.jax_function(function)(model(x)).item()
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
     np.testing.assert_allclose(torch_api.JaxTrainStep(model, WRITTEN[written](function), optimizer)(x).item(), expected, rtol=1e-5)
-    monkeypatch.setattr(modules, "scope", lambda on: x64())
+    monkeypatch.setattr(module_function, "scope", lambda on: x64())
     with pytest.raises((TypeError, ValueError), match="float64"):  # the code meets its own float64 numbers
         torch_api.JaxTrainStep(model, WRITTEN["as it stands"](function), optimizer)(x)
 

@@ -1,0 +1,450 @@
+"""flax.optim's ready definitions: thin shells over optax's transformations.
+
+Hyper params, defaults and the fields of the state have flax's names, so that a `state_dict` saved by flax 0.3 restores.
+The step that bias corrections and schedules see is `OptimizerState.step`, one for all parameters, as in flax. A hyper param may
+be a schedule, a function of that step. The learning rate is called `learning_rate` or `lr`.
+
+Source: https://github.com/google/flax/tree/v0.3.6/flax/optim
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bridge._names import path_name
+
+from .fields import check_gradients, field_values, in_type, one_learning_rate, opposite, wide_type
+from .optimizer import OptimizerDef, OptimizerState
+
+
+def _static(default: Any) -> Any:
+    """A field that decides structure: part of the pytree's type, never traced."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+class HyperParams:
+    replace = dataclasses.replace
+
+
+class OptaxDef(OptimizerDef):
+    """An `OptimizerDef` whose update of one parameter is an optax transformation's.
+
+    A subclass gives `transformation(hp)`, hp its hyper params, and as `state_type` a NamedTuple; `names` maps its fields to the names
+    that optax has for them, `absent` to what a field is that optax has not. optax's counts are not stored: they are the `step`.
+    """
+
+    state_type: ClassVar[Any]
+    names: ClassVar[dict[str, str]] = {}
+    absent: ClassVar[dict[str, Any]] = {}
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        raise NotImplementedError(f"{type(self).__name__} does not define transformation(hp).")
+
+    def init_param_state(self, param: Any) -> Any:
+        tx = self._transformation(self.hyper_params.replace(learning_rate=0.0), 0)  # it may be given at each call only
+        return self._named(tx.init(jnp.asarray(param)), self.absent)
+
+    def apply_param_gradient(self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any) -> tuple[Any, Any]:
+        param, grad = jnp.asarray(param), jnp.asarray(grad)
+        # optax adds counts and floats of other types; under strict promotion that is an error.
+        with jax.numpy_dtype_promotion("standard"):
+            tx = self._transformation(hyper_params, step)
+            old = self._filled(jax.eval_shape(tx.init, param), state, step)
+            updates, new = tx.update(grad, old, param)
+            return optax.apply_updates(param, updates), self._named(new, state._asdict())
+
+    def _transformation(self, hyper_params: Any, step: Any) -> optax.GradientTransformation:
+        if hyper_params.learning_rate is None:
+            name = type(self).__name__
+            raise ValueError(f"{name} was given no learning rate. Pass learning_rate= to {name}(...) or to apply_gradient(...).")
+        now = {name: value(step) for name, value in field_values(hyper_params).items() if callable(value)}
+        return self.transformation(dataclasses.replace(hyper_params, **now))
+
+    def _filled(self, structure: Any, state: Any, step: Any) -> Any:
+        """optax's state, from ours and the step."""
+        ours = {theirs: name for name, theirs in self.names.items()}
+
+        def value(path: Any, like: Any) -> Any:
+            name = path_name(path[-1:])
+            if name == "count":
+                return step
+            held = getattr(state, ours[name])
+            if getattr(held, "shape", None) != like.shape:
+                missing = f"{type(self).__name__}: the state has no {ours[name]!r} of shape {like.shape}"
+                raise ValueError(f"{missing}. What decides its structure must be the same at create and at apply_gradient.")
+            return held
+
+        return jax.tree_util.tree_map_with_path(value, structure)
+
+    def _named(self, state: Any, absent: dict[str, Any]) -> Any:
+        """Our state, from optax's; what optax has not keeps its value."""
+        found = {path_name(path[-1:]): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        return self.state_type(**{name: found.get(theirs, absent.get(name)) for name, theirs in self.names.items()})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientDescentHyperParams(HyperParams):
+    learning_rate: Any
+
+
+class GradientDescent(OptaxDef):
+    """p - learning_rate * g: `optax.sgd`. No difference from flax."""
+
+    state_type = optax.EmptyState
+
+    def __init__(self, learning_rate: Any = None, *, lr: Any = None) -> None:
+        super().__init__(GradientDescentHyperParams(one_learning_rate("GradientDescent", learning_rate, lr)))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        return optax.sgd(hp.learning_rate)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MomentumHyperParams(HyperParams):
+    learning_rate: Any
+    beta: Any = 0.9
+    weight_decay: Any = 0.0
+    nesterov: bool = _static(False)
+
+
+class MomentumParamState(NamedTuple):
+    momentum: Any
+
+
+class Momentum(OptaxDef):
+    """m = beta * m + g + weight_decay * p; p - learning_rate * m: `optax.sgd` after `add_decayed_weights`. No difference from flax.
+
+    With `nesterov` the gradient (with its decay) + beta * m takes the place of m. The decay is an L2 penalty, as torch.optim.SGD's.
+    """
+
+    state_type, names = MomentumParamState, {"momentum": "trace"}
+
+    def __init__(
+        self, learning_rate: Any = None, beta: Any = 0.9, weight_decay: Any = 0.0, nesterov: bool = False, *, lr: Any = None
+    ) -> None:
+        super().__init__(MomentumHyperParams(one_learning_rate("Momentum", learning_rate, lr), beta, weight_decay, nesterov))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        descent = optax.sgd(hp.learning_rate, momentum=hp.beta, nesterov=hp.nesterov)
+        return optax.chain(optax.add_decayed_weights(hp.weight_decay), descent)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdamHyperParams(HyperParams):
+    learning_rate: Any
+    beta1: Any = 0.9
+    beta2: Any = 0.999
+    eps: Any = 1e-8
+    weight_decay: Any = 0.0
+
+
+class AdamParamState(NamedTuple):
+    grad_ema: Any
+    grad_sq_ema: Any
+
+
+class Adam(OptaxDef):
+    """Kingma and Ba, arXiv:1412.6980: `optax.adamw`. No difference from flax.
+
+    `weight_decay` is decoupled: learning_rate * weight_decay * p is subtracted, as by torch.optim.AdamW and unlike torch.optim.Adam.
+    """
+
+    state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
+
+    def __init__(
+        self, learning_rate: Any = None, beta1: Any = 0.9, beta2: Any = 0.999, eps: Any = 1e-8, weight_decay: Any = 0.0, *, lr: Any = None
+    ) -> None:
+        super().__init__(AdamHyperParams(one_learning_rate("Adam", learning_rate, lr), beta1, beta2, eps, weight_decay))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        return optax.adamw(hp.learning_rate, hp.beta1, hp.beta2, hp.eps, weight_decay=hp.weight_decay)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdagradHyperParams(HyperParams):
+    learning_rate: Any
+    eps: Any = 1e-8
+
+
+class AdagradParamState(NamedTuple):
+    G: Any
+
+
+class Adagrad(OptaxDef):
+    """G = G + g**2; p - learning_rate * g / sqrt(G + eps**2): `optax.adagrad` from an accumulator of 0.
+
+    Differs from flax, whose denominator is sqrt(G) + eps, by less than eps there: optax has its term under the root.
+    """
+
+    state_type, names = AdagradParamState, {"G": "sum_of_squares"}
+
+    def __init__(self, learning_rate: Any = None, eps: Any = 1e-8, *, lr: Any = None) -> None:
+        super().__init__(AdagradHyperParams(one_learning_rate("Adagrad", learning_rate, lr), eps))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        return optax.adagrad(hp.learning_rate, initial_accumulator_value=0.0, eps=hp.eps**2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RMSPropHyperParams(HyperParams):
+    learning_rate: Any
+    beta2: Any = 0.9
+    eps: Any = 1e-8
+    centered: bool = _static(False)
+
+
+class RMSPropParamState(NamedTuple):
+    v: Any
+    mg: Any  # None unless centered
+
+
+class RMSProp(OptaxDef):
+    """v = beta2 * v + (1 - beta2) * g**2; p - learning_rate * g / (sqrt(v) + eps): `optax.rmsprop`. No difference from flax.
+
+    With `centered` the square of the gradient's own average is taken from v under the root.
+    """
+
+    state_type, names = RMSPropParamState, {"v": "nu", "mg": "mu"}
+
+    def __init__(self, learning_rate: Any = None, beta2: Any = 0.9, eps: Any = 1e-8, centered: bool = False, *, lr: Any = None) -> None:
+        super().__init__(RMSPropHyperParams(one_learning_rate("RMSProp", learning_rate, lr), beta2, eps, centered))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        return optax.rmsprop(hp.learning_rate, hp.beta2, hp.eps, eps_in_sqrt=False, centered=hp.centered)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LAMBHyperParams(HyperParams):
+    learning_rate: Any
+    beta1: Any = 0.9
+    beta2: Any = 0.999
+    weight_decay: Any = 0.0
+    eps: Any = 1e-6
+
+
+class LAMB(OptaxDef):
+    """You et al., arXiv:1904.00962: `optax.lamb`.
+
+    Differs from flax for a parameter of norm 0, which flax never moves: optax takes the trust ratio 1 there.
+    """
+
+    state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
+
+    def __init__(
+        self, learning_rate: Any = None, beta1: Any = 0.9, beta2: Any = 0.999, weight_decay: Any = 0.0, eps: Any = 1e-6, *, lr: Any = None
+    ) -> None:
+        super().__init__(LAMBHyperParams(one_learning_rate("LAMB", learning_rate, lr), beta1, beta2, weight_decay, eps))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        return optax.lamb(hp.learning_rate, hp.beta1, hp.beta2, hp.eps, weight_decay=hp.weight_decay)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LARSHyperParams(HyperParams):
+    learning_rate: Any
+    beta: Any = 0.9
+    weight_decay: Any = 0.0
+    trust_coefficient: Any = 0.001
+    eps: Any = 0.0
+    nesterov: bool = _static(False)
+
+
+class LARS(OptaxDef):
+    """You et al., arXiv:1708.03888: `optax.lars`.
+
+    Differs from flax with weight decay: the trust ratio is over |g + weight_decay * p|, where flax had |g| + weight_decay * |p|.
+    """
+
+    state_type, names = MomentumParamState, {"momentum": "trace"}
+
+    def __init__(
+        self, learning_rate: Any = None, beta: Any = 0.9, weight_decay: Any = 0.0, trust_coefficient: Any = 0.001, eps: Any = 0.0,
+        nesterov: bool = False, *, lr: Any = None,
+    ) -> None:  # fmt: skip
+        learning_rate = one_learning_rate("LARS", learning_rate, lr)
+        super().__init__(LARSHyperParams(learning_rate, beta, weight_decay, trust_coefficient, eps, nesterov))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        momentum = {"momentum": hp.beta, "nesterov": hp.nesterov}
+        return optax.lars(hp.learning_rate, hp.weight_decay, trust_coefficient=hp.trust_coefficient, eps=hp.eps, **momentum)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdafactorHyperParams(HyperParams):
+    learning_rate: Any
+    factored: bool = _static(True)
+    multiply_by_parameter_scale: bool = _static(True)
+    beta1: Any = None
+    decay_rate: Any = 0.8
+    step_offset: int = _static(0)
+    clipping_threshold: Any = 1.0
+    weight_decay_rate: Any = None
+    min_dim_size_to_factor: int = _static(128)
+    epsilon1: Any = 1e-30
+    epsilon2: Any = 1e-3
+
+
+class AdafactorParamState(NamedTuple):  # what is not in use has shape (1,)
+    v_row: Any
+    v_col: Any
+    v: Any
+    m: Any
+
+
+class Adafactor(OptaxDef):
+    """Shazeer and Stern, arXiv:1804.04235: the parts of `optax.adafactor`, which has no argument for `epsilon2`.
+
+    `beta1`, `clipping_threshold` and `weight_decay_rate` are None or a number. weight_decay_rate * p is subtracted at each step,
+    without the learning rate. No difference from flax but that float64 parameters have float64 state.
+    """
+
+    state_type, names = AdafactorParamState, {"v_row": "v_row", "v_col": "v_col", "v": "v", "m": "ema"}
+    absent: ClassVar[dict[str, Any]] = {"m": np.zeros((1,), np.float32)}
+
+    def __init__(
+        self, learning_rate: Any = None, factored: bool = True, multiply_by_parameter_scale: bool = True, beta1: Any = None,
+        decay_rate: Any = 0.8, step_offset: int = 0, clipping_threshold: Any = 1.0, weight_decay_rate: Any = None,
+        min_dim_size_to_factor: int = 128, epsilon1: Any = 1e-30, epsilon2: Any = 1e-3, dtype_momentum: Any = jnp.float32,
+        *, lr: Any = None,
+    ) -> None:  # fmt: skip
+        self.dtype_momentum = dtype_momentum
+        learning_rate = one_learning_rate("Adafactor", learning_rate, lr)
+        scales = learning_rate, factored, multiply_by_parameter_scale, beta1, decay_rate, step_offset
+        super().__init__(AdafactorHyperParams(*scales, clipping_threshold, weight_decay_rate, min_dim_size_to_factor, epsilon1, epsilon2))
+
+    def init_param_state(self, param: Any) -> Any:
+        return super().init_param_state(jnp.asarray(param, wide_type(jnp.result_type(param))))
+
+    def transformation(self, hp: Any) -> optax.GradientTransformation:
+        links: list[Any] = [optax.scale_by_factored_rms(hp.factored, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor, hp.epsilon1)]
+        if hp.clipping_threshold is not None:
+            links.append(optax.clip_by_block_rms(hp.clipping_threshold))
+        links.append(optax.scale_by_learning_rate(hp.learning_rate, flip_sign=False))
+        if hp.multiply_by_parameter_scale:
+            links.append(optax.scale_by_param_block_rms(hp.epsilon2))
+        if hp.beta1 is not None:
+            links.append(optax.ema(hp.beta1, debias=False, accumulator_dtype=self.dtype_momentum))
+        if hp.weight_decay_rate is not None:
+            links.append(optax.add_decayed_weights(hp.weight_decay_rate))
+        return optax.chain(*links, optax.scale(-1.0))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightNormHyperParams(HyperParams):
+    inner: Any
+    wn_decay: Any = 0.0
+    wn_eps: Any = 1e-8
+
+
+class WeightNormParamState(NamedTuple):
+    direction_state: Any
+    scale_state: Any
+    direction: Any  # v; the parameter itself where it is not split
+    scale: Any  # g; () where it is not split
+
+
+class WeightNorm(OptimizerDef):
+    """Salimans and Kingma, arXiv:1602.07868: another definition at work on v and g of w = g * v / |v|, in place of w.
+
+    The last axis of a parameter counts its outputs: |v| = sqrt(sum(v**2) + wn_eps) is over all others, and g has one element for each
+    output. A parameter of one row (a bias) is left to the other definition as it is. `wn_decay` * v is added to the gradient of v.
+    The hyper params of both have one namespace; the other definition sees its leaves below `direction` and `scale`.
+
+    v and g are kept in the state, as in flax 0.4 (0.3 worked them out of w, inexactly): the next update overwrites what is
+    written into the target by hand.
+
+    Source: https://github.com/google/flax/blob/v0.5.2/flax/optim/weight_norm.py
+    """
+
+    def __init__(self, wrapped_optimizer: OptimizerDef, wn_decay: Any = 0.0, wn_eps: Any = 1e-8) -> None:
+        super().__init__(WeightNormHyperParams(wrapped_optimizer.hyper_params, wn_decay, wn_eps))
+        self.wrapped_optimizer = wrapped_optimizer
+
+    def init_state(self, params: Any) -> OptimizerState:
+        leaves, treedef = jax.tree.flatten(params)
+        parts = _parts(treedef, [_split(jnp.asarray(leaf), self.hyper_params.wn_eps) for leaf in leaves])
+        return _joined(treedef, self.wrapped_optimizer.init_state(parts), parts)
+
+    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+        leaves, treedef = jax.tree.flatten(params)
+        check_gradients("WeightNorm", params, grads)
+        states = opposite(treedef, state.param_states, "the state")
+        pulled = [_pull(hyper_params, *each) for each in zip(states, treedef.flatten_up_to(grads), strict=True)]
+        before = _parts(treedef, [(own.direction, own.scale) for own in states])
+        inner = OptimizerState(state.step, _parts(treedef, [(own.direction_state, own.scale_state) for own in states]))
+        after, inner = self.wrapped_optimizer.apply_gradient(hyper_params.inner, before, inner, _parts(treedef, pulled))
+        new_state = _joined(treedef, inner, after)
+        merged = [_merge(hyper_params, own.direction, own.scale) for own in treedef.flatten_up_to(new_state.param_states)]
+        new_leaves = [new.astype(jnp.asarray(old).dtype) for new, old in zip(merged, leaves, strict=True)]
+        return treedef.unflatten(new_leaves), new_state
+
+    def update_hyper_params(self, **overrides: Any) -> Any:
+        given = overrides.pop("hyper_params", None) or self.hyper_params
+        own = {name: overrides.pop(name) for name in ("wn_decay", "wn_eps") if name in overrides}
+        return given.replace(inner=self.wrapped_optimizer.update_hyper_params(hyper_params=given.inner, **overrides), **own)
+
+    def with_hyper_params(self, **overrides: Any) -> Any:
+        new = super().with_hyper_params(**overrides)
+        new.wrapped_optimizer = self.wrapped_optimizer.with_hyper_params(hyper_params=new.hyper_params.inner)
+        return new
+
+    def hyper_param_values(self) -> dict[str, Any]:
+        hp = self.hyper_params
+        return self.wrapped_optimizer.hyper_param_values() | {"wn_decay": hp.wn_decay, "wn_eps": hp.wn_eps}
+
+
+def _split(param: jax.Array, eps: Any) -> tuple[Any, Any]:
+    """(direction, scale) of a parameter, in float32 at least; scale () where there is nothing to normalise."""
+    if param.ndim < 2 or param.size <= param.shape[-1]:
+        return param, ()
+    wide = param.astype(wide_type(param.dtype))
+    scale = jnp.sqrt(_squares(wide) + eps)
+    return wide / scale, scale
+
+
+def _merge(hyper_params: Any, direction: Any, scale: Any) -> jax.Array:
+    """The parameter of a direction and a scale."""
+    if isinstance(scale, tuple):
+        return direction
+    return direction * (scale * jax.lax.rsqrt(_squares(direction) + in_type(hyper_params, direction.dtype).wn_eps))
+
+
+def _pull(hyper_params: Any, state: WeightNormParamState, grad: Any) -> tuple[Any, Any]:
+    """The gradients of direction and scale from the parameter's own."""
+    if isinstance(state.scale, tuple):
+        return grad, ()
+    dtype = state.direction.dtype
+    _, pull = jax.vjp(lambda direction, scale: _merge(hyper_params, direction, scale), state.direction, state.scale)
+    direction, scale = pull(jnp.asarray(grad).astype(dtype))
+    return direction + in_type(hyper_params, dtype).wn_decay * state.direction, scale
+
+
+def _squares(direction: jax.Array) -> jax.Array:
+    return jnp.square(direction).sum(tuple(range(direction.ndim - 1)), keepdims=True)
+
+
+def _parts(treedef: Any, pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """The tree that the other definition sees."""
+    return {"direction": treedef.unflatten([d for d, _ in pairs]), "scale": treedef.unflatten([s for _, s in pairs])}
+
+
+def _joined(treedef: Any, inner: OptimizerState, parts: dict[str, Any]) -> OptimizerState:
+    """The other definition's state with the parts that it belongs to, parameter by parameter."""
+    columns = [treedef.flatten_up_to(tree[part]) for tree in (inner.param_states, parts) for part in ("direction", "scale")]
+    return OptimizerState(inner.step, treedef.unflatten([WeightNormParamState(*each) for each in zip(*columns, strict=True)]))

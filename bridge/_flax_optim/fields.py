@@ -1,0 +1,132 @@
+"""Hyper params and state of `bridge._flax_optim.optimizer` as plain data: fields by name, and trees as nested dicts that can be saved."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge._names import near, path_name
+
+
+def one_learning_rate(title: str, learning_rate: Any, lr: Any) -> Any:
+    """The one that was given of `learning_rate` and its other name `lr`; None for neither, a TypeError for both."""
+    if learning_rate is not None and lr is not None:
+        raise TypeError(f"{title} got both lr and learning_rate, two names of one hyper param. Give one of them.")
+    return learning_rate if lr is None else lr
+
+
+def field_names(hyper_params: Any) -> tuple[str, ...]:
+    """The names of the attributes of a dataclass, a NamedTuple or any other object."""
+    if dataclasses.is_dataclass(hyper_params):
+        return tuple(field.name for field in dataclasses.fields(hyper_params))
+    return getattr(hyper_params, "_fields", None) or tuple(getattr(hyper_params, "__dict__", ()))
+
+
+def field_values(hyper_params: Any) -> dict[str, Any]:
+    """The attributes of a dataclass, a NamedTuple or any other object, by name."""
+    return {name: getattr(hyper_params, name) for name in field_names(hyper_params)}
+
+
+def with_fields(title: str, hyper_params: Any, values: Mapping[str, Any]) -> Any:
+    """A copy with some attributes replaced; `lr` is read as `learning_rate` unless there is an attribute `lr`.
+
+    Raises:
+      TypeError: an unknown name; the text lists the known ones. Or both `lr` and `learning_rate`.
+    """
+    names, values = field_names(hyper_params), dict(values)
+    if "lr" in values and "lr" not in names:
+        lr = values.pop("lr")
+        values["learning_rate"] = one_learning_rate(title, values.get("learning_rate"), lr)
+    unknown = [name for name in values if name not in names]
+    if unknown:
+        raise TypeError(f"{title} has no hyper param {unknown[0]!r}. Known: {', '.join(names) or 'none'}.")
+    if hasattr(hyper_params, "_replace"):
+        return hyper_params._replace(**values)
+    if dataclasses.is_dataclass(hyper_params) and not isinstance(hyper_params, type):
+        return dataclasses.replace(hyper_params, **values)
+    new = copy.copy(hyper_params)
+    for name, value in values.items():
+        setattr(new, name, value)
+    return new
+
+
+def wide_type(dtype: Any) -> Any:
+    """The type that the arithmetic of a parameter runs in: float32 for half types, else its own."""
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32 if half else dtype)
+
+
+def in_type(hyper_params: Any, dtype: Any) -> Any:
+    """The hyper params with floating arrays of other types cast: an update must not change the type of what it updates."""
+    other = {}
+    for name, value in field_values(hyper_params).items():
+        if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
+            other[name] = jnp.asarray(value).astype(dtype)
+    return with_fields("", hyper_params, other) if other else hyper_params
+
+
+def opposite(treedef: Any, tree: Any, title: str) -> list[Any]:
+    """What stands in a tree where the parameters have their leaves."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"apply_gradient: {title} must have the structure of the parameters, {treedef}. {error}") from error
+
+
+def check_gradients(title: str, params: Any, grads: Any) -> None:
+    """Raise a ValueError that names the parameter whose gradient is missing or has another shape."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    for (path, param), grad in zip(paths, opposite(treedef, grads, "grads"), strict=True):
+        if grad is None or np.shape(grad) != np.shape(param):
+            what = "None" if grad is None else f"an array of shape {np.shape(grad)}"
+            raise ValueError(f"{title}: the gradient of {path_name(path)!r} is {what}; expected one of shape {np.shape(param)}.")
+
+
+def nested(tree: Any) -> Any:
+    """A pytree as nested dicts by the names in its key paths, as flax saved it; the leaves themselves, not copies."""
+    root: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        *above, last = _keys(path)
+        node = root
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return root
+
+
+def restored(like: Any, saved: Any) -> Any:
+    """The tree `like` with the leaves of nested dicts in place of its own.
+
+    Raises:
+      ValueError: an entry is missing, unknown, or of another shape or dtype than in `like`; the text names it.
+    """
+    found = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(like)
+    wanted = {_keys(path): leaf for path, leaf in paths}
+    for here, there, where in ((wanted, found, "the saved state"), (found, wanted, "this optimizer")):
+        lost = [".".join(key) for key in here if key not in there]
+        if lost:
+            close = near(lost[0], map(".".join, there)) if there else "It is empty."
+            raise ValueError(
+                f"restore_state: {where} has no entry {lost[0]!r} ({len(lost)} such). {close} Parameters and definition must be the same."
+            )
+    return treedef.unflatten([_checked(".".join(key), leaf, found[key]) for key, leaf in wanted.items()])
+
+
+def _checked(name: str, like: Any, saved: Any) -> jax.Array:
+    shape, dtype = np.shape(like), getattr(like, "dtype", None)
+    given_shape, given_dtype = np.shape(saved), getattr(saved, "dtype", dtype)  # a Python number is of any type
+    if given_shape != shape or (dtype is not None and given_dtype != dtype):
+        given, expected = f"shape {given_shape} and dtype {given_dtype}", f"shape {shape} and dtype {dtype}"
+        raise ValueError(f"restore_state: {name!r} has {given}; expected {expected}, as this optimizer has.")
+    return jnp.asarray(saved, dtype)
+
+
+def _keys(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(path_name((key,)) for key in path)

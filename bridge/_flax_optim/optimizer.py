@@ -1,0 +1,468 @@
+"""flax.optim's system on pytrees: an `OptimizerDef` knows one parameter at a time, an `Optimizer` holds target and state.
+
+Ten lines make a new optimizer; `bridge._flax_optim.definitions` holds ready ones.
+
+>>> class SignumHyperParams(NamedTuple):
+...     learning_rate: Any
+...     beta: Any
+>>> class Signum(OptimizerDef):
+...     def __init__(self, learning_rate, beta=0.9):
+...         super().__init__(SignumHyperParams(learning_rate, beta))
+...     def init_param_state(self, param):
+...         return jnp.zeros_like(param)
+...     def apply_param_gradient(self, step, hyper_params, param, state, grad):
+...         state = hyper_params.beta * state + (1 - hyper_params.beta) * grad
+...         return param - hyper_params.learning_rate * jnp.sign(state), state
+>>> optimizer = Signum(learning_rate=0.25).create({"head": jnp.array([1.0, 2.0])})
+>>> optimizer = optimizer.apply_gradient({"head": jnp.array([3.0, -3.0])})
+>>> optimizer.target["head"].tolist(), int(optimizer.state.step)
+([0.75, 2.25], 1)
+
+Every definition is an optax transformation too: it has `init` and `update`, and stands in `optax.chain` or any other place
+that takes one. Behaviour follows https://github.com/google/flax/tree/v0.3.6/flax/optim; no flax is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bridge._interop.flax_serialization import known_to_flax
+from bridge._names import path_name
+from bridge._transforms.selectors import Leaves, column
+
+from .fields import check_gradients, field_values, in_type, nested, opposite, restored, wide_type, with_fields
+
+
+class OptimizerState(NamedTuple):
+    """`step`: int32 count of updates. `param_states`: a tree of the parameters, with each leaf's own state in its place."""
+
+    step: Any
+    param_states: Any
+
+    def replace(self, **changes: Any) -> OptimizerState:
+        return self._replace(**changes)
+
+
+class OptimizerDef:
+    """What an optimizer does. Subclass it with `init_param_state` and `apply_param_gradient`; the module shows an example.
+
+    Args:
+      hyper_params: any object with attributes: a NamedTuple, a dataclass, a flax struct. Python numbers and arrays may
+        be overridden at each call and may be traced; what decides structure (bools, None) stays a Python value.
+
+    Arrays and traced hyper params of a floating type reach `apply_param_gradient` in the parameter's type. float16 and
+    bfloat16 parameters, with gradient and state, reach it as float32, and the results are rounded once. The rest is
+    passed as it is.
+    """
+
+    def __init__(self, hyper_params: Any) -> None:
+        self.hyper_params = hyper_params
+
+    def init_param_state(self, param: Any) -> Any:
+        """The state of one parameter before the first update: any pytree, `()` for none."""
+        raise NotImplementedError(f"{type(self).__name__} does not define init_param_state(param).")
+
+    def apply_param_gradient(self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any) -> tuple[Any, Any]:
+        """(new_param, new_state) of one parameter; `step` counts the updates before this one, from 0."""
+        raise NotImplementedError(f"{type(self).__name__} does not define apply_param_gradient(step, hyper_params, param, state, grad).")
+
+    def create(self, target: Any, focus: Any = None) -> Optimizer:
+        """An `Optimizer` of the target, a pytree of arrays. `focus`: a selector; leaves outside it have no state and stay as they are."""
+        known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
+        optimizer_def = self if focus is None else MultiOptimizer((focus, self))
+        return Optimizer(optimizer_def, optimizer_def.init_state(target), target)
+
+    def init_state(self, params: Any) -> OptimizerState:
+        return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(self.init_param_state, params))
+
+    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+        """(new_params, new_state) for a tree of gradients.
+
+        Raises:
+          ValueError: `grads` or the state has another structure, a gradient is None or has another shape; it names the leaf.
+        """
+        check_gradients(type(self).__name__, params, grads)
+        leaves, treedef = jax.tree.flatten(params)
+        columns = leaves, opposite(treedef, state.param_states, "the state"), treedef.flatten_up_to(grads)
+        results = [self._apply_leaf(state.step, hyper_params, *each) for each in zip(*columns, strict=True)]
+        new_params, new_states = zip(*results, strict=True) if results else ((), ())
+        return treedef.unflatten(new_params), OptimizerState(state.step + 1, treedef.unflatten(new_states))
+
+    def _apply_leaf(self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any) -> tuple[Any, Any]:
+        dtype = getattr(param, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            return self.apply_param_gradient(step, hyper_params, param, state, grad)
+        wide = wide_type(dtype)
+        hyper_params = in_type(hyper_params, jnp.finfo(wide).dtype)
+        if wide == dtype:
+            return self.apply_param_gradient(step, hyper_params, param, state, grad)
+        lifted = jax.tree.map(lambda x: x.astype(wide) if getattr(x, "dtype", None) == dtype else x, (param, state, grad))
+        new_param, new_state = self.apply_param_gradient(step, hyper_params, *lifted)
+        return new_param.astype(dtype), jax.tree.map(lambda new, old: jnp.asarray(new, getattr(old, "dtype", None)), new_state, state)
+
+    def init(self, params: Any) -> OptimizerState:
+        """optax's `init`: the same as `init_state`."""
+        return self.init_state(params)
+
+    def update(self, grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, OptimizerState]:
+        """optax's `update`: what to add to `params`, and the new state. Extra args are ignored.
+
+        Raises:
+          ValueError: `params` is None, in optax's words; or as `apply_gradient`.
+        """
+        if params is None:
+            raise ValueError(
+                "You are using a transformation that requires the current value of parameters, but you are not passing `params` when "
+                "calling `update`."
+            )
+        new_params, new_state = self.apply_gradient(self.hyper_params, params, state, grads)
+        return jax.tree.map(_difference, new_params, params), new_state
+
+    def update_hyper_params(self, **overrides: Any) -> Any:
+        """The hyper params with some replaced, as `Optimizer.apply_gradient` does at each call.
+
+        Args:
+          **overrides: new values by name, `lr` for `learning_rate`; `hyper_params=` replaces all of them first.
+
+        Raises:
+          TypeError: an unknown name; the text lists the known ones. Or both `lr` and `learning_rate`.
+        """
+        given = overrides.pop("hyper_params", None)
+        return with_fields(type(self).__name__, self.hyper_params if given is None else given, overrides)
+
+    def with_hyper_params(self, **overrides: Any) -> Any:
+        """A definition of the same class with these hyper params, named as in `update_hyper_params`; values may be traced."""
+        new = copy.copy(self)
+        new.hyper_params = self.update_hyper_params(**overrides)
+        return new
+
+    def hyper_param_values(self) -> dict[str, Any]:
+        """The hyper params by name, as `with_hyper_params` takes them."""
+        return field_values(self.hyper_params)
+
+    def state_dict(self, target: Any, state: Any) -> dict[str, Any]:
+        """{'target': ..., 'state': ...} as nested dicts with string keys, in flax's layout; the arrays are not copied."""
+        return nested({"target": target, "state": state})
+
+    def restore_state(self, target: Any, state: Any, state_dict: Mapping[str, Any]) -> tuple[Any, Any]:
+        """(target, state) with the values of a `state_dict`; the given ones say which structure, shapes and dtypes it must have.
+
+        Raises:
+          ValueError: an entry is missing, not known, or of another shape or dtype; the text names it.
+        """
+        values = restored({"target": target, "state": state}, state_dict)
+        return values["target"], values["state"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.hyper_param_values().items())})"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """A target and its state under an `OptimizerDef`: a pytree whose definition is static, so that it passes through jit.
+
+    Make it by `OptimizerDef.create(target)`. A change of numbers given to `apply_gradient` compiles nothing new where they
+    are arguments of the jitted function; another definition does.
+    """
+
+    optimizer_def: OptimizerDef = dataclasses.field(metadata={"static": True})
+    state: Any
+    target: Any
+
+    def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Optimizer:
+        """The optimizer after one update; overrides as in `OptimizerDef.update_hyper_params`, for this update only."""
+        known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
+        hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
+        target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
+        return self.replace(target=target, state=state)
+
+    def replace(self, **changes: Any) -> Optimizer:
+        return dataclasses.replace(self, **changes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer_def.state_dict(self.target, self.state)
+
+    def restore_state(self, state_dict: Mapping[str, Any]) -> Optimizer:
+        """The optimizer with the values of a `state_dict`; raises as `OptimizerDef.restore_state`."""
+        target, state = self.optimizer_def.restore_state(self.target, self.state, state_dict)
+        return self.replace(target=target, state=state)
+
+    def replicate(self, devices: Sequence[Any] | None = None, axis_name: str = "batch") -> Optimizer:
+        """A copy on each device, stacked along a new first axis; its `apply_gradient` then takes the mean of the gradients.
+
+        Call that inside `jax.pmap(..., axis_name=axis_name)`, where each replica sees its own copy, or inside `shard_map` over
+        an axis of that name with the optimizer's spec `PartitionSpec(axis_name)`, where the first axis has length 1.
+
+        Args:
+          devices: default `jax.local_devices()`.
+          axis_name: the axis over which the mean is taken.
+        """
+        devices = list(jax.local_devices() if devices is None else devices)
+        return jax.tree.map(_stacker(devices, axis_name), self).replace(
+            optimizer_def=ReplicatedOptimizer(self.optimizer_def, devices, axis_name)
+        )
+
+    def unreplicate(self) -> Optimizer:
+        """The first device's copy, under the definition from before `replicate`."""
+        if not isinstance(self.optimizer_def, ReplicatedOptimizer):
+            raise ValueError("unreplicate: this optimizer is not replicated. Call replicate() first.")
+        return _first_copy(self, self.optimizer_def.devices).replace(optimizer_def=self.optimizer_def.optimizer_def)
+
+
+class ReplicatedOptimizer(OptimizerDef):
+    """A definition that first takes the mean of the gradients over a mapped axis; `Optimizer.replicate` makes it."""
+
+    def __init__(self, optimizer_def: OptimizerDef, devices: Sequence[Any] | None = None, axis_name: str = "batch") -> None:
+        super().__init__(optimizer_def.hyper_params)
+        self.optimizer_def, self.axis_name = optimizer_def, axis_name
+        self.devices = list(jax.local_devices() if devices is None else devices)
+
+    def init_state(self, params: Any) -> OptimizerState:
+        return self.optimizer_def.init_state(params)
+
+    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+        """As the definition's own, on the mean of the gradients over `axis_name`.
+
+        Raises:
+          ValueError: inside `shard_map`, for a parameter that is one value on all replicas and a gradient that is, too: jax
+            then has already added the replicas' gradients up, and a mean of that would be their sum.
+        """
+        if self.axis_name in _varying(jax.lax.axis_index(self.axis_name)):
+            leaves, treedef = jax.tree.flatten(params)
+            for param, grad in zip(leaves, opposite(treedef, grads, "grads"), strict=True):
+                if grad is not None and self.axis_name not in _varying(param) | _varying(grad):
+                    raise ValueError(
+                        f"ReplicatedOptimizer: the gradients do not vary over {self.axis_name!r}. shard_map sums the gradients of "
+                        "parameters that enter with PartitionSpec(), so their mean would be the sum. Pass the optimizer with "
+                        f"PartitionSpec({self.axis_name!r}), or call shard_map with check_vma=False."
+                    )
+        return self.optimizer_def.apply_gradient(hyper_params, params, state, jax.lax.pmean(grads, self.axis_name))
+
+    def update_hyper_params(self, **overrides: Any) -> Any:
+        return self.optimizer_def.update_hyper_params(**overrides)
+
+    def with_hyper_params(self, **overrides: Any) -> Any:
+        return ReplicatedOptimizer(self.optimizer_def.with_hyper_params(**overrides), self.devices, self.axis_name)
+
+    def hyper_param_values(self) -> dict[str, Any]:
+        return self.optimizer_def.hyper_param_values()
+
+    def state_dict(self, target: Any, state: Any) -> dict[str, Any]:
+        """That of the first device's copy."""
+        return self.optimizer_def.state_dict(*_first_copy((target, state), self.devices))
+
+    def restore_state(self, target: Any, state: Any, state_dict: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Every device's copy gets the values."""
+        one_target, one_state = _first_copy((target, state), self.devices)
+        values = self.optimizer_def.restore_state(one_target, one_state, state_dict)
+        return jax.tree.map(_stacker(self.devices, self.axis_name), values)
+
+
+class ModelParamTraversal:
+    """Selects parameters by a function (path, param) -> bool, with paths like '/head/weight'.
+
+    It is a selector as well (README): called with a dotted name it answers for 'head.weight' what it does for '/head/weight'.
+    """
+
+    def __init__(self, filter_fn: Callable[[str, Any], Any]) -> None:
+        if not callable(filter_fn):
+            raise TypeError(f"ModelParamTraversal: expected a function (path, param) -> bool, got {filter_fn!r}.")
+        self.filter_fn = filter_fn
+
+    def __call__(self, name: str, param: Any) -> bool:
+        return bool(self.filter_fn("/" + name.replace(".", "/"), param))
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        """The selected leaves of a tree."""
+        yield from (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(inputs) if self(path_name(path), leaf))
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """The tree with `fn` applied to the selected leaves."""
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(leaf) if self(path_name(path), leaf) else leaf, inputs)
+
+
+class _Traversed:
+    """A selector of the leaves that a traversal of flax (`flax.traverse_util`) visits."""
+
+    def __init__(self, traversal: Any) -> None:
+        self._traversal = traversal
+
+    def __call__(self, params: Any) -> Any:
+        chosen = object()
+        return jax.tree.map(lambda x: x is chosen, self._traversal.update(lambda _: chosen, params))
+
+
+def _selector(traversal: Any) -> Any:
+    is_of_flax = not callable(traversal) and callable(getattr(traversal, "iterate", None)) and callable(getattr(traversal, "update", None))
+    return _Traversed(traversal) if is_of_flax else traversal
+
+
+class MultiOptimizer(OptimizerDef):
+    """Several definitions, each for the leaves that its selector names.
+
+    ```
+    kernels = ModelParamTraversal(lambda path, param: "kernel" in path)
+    optimizer = MultiOptimizer((kernels, Momentum(0.01)), ("*.bias", Adam(0.1))).create(params)
+    optimizer.apply_gradient(grads, hyper_params=[optimizer.optimizer_def.hyper_params[0].replace(learning_rate=0.2), None])
+    ```
+
+    Args:
+      *traversals_and_optimizers: pairs of a `ModelParamTraversal`, or any selector (README) on dotted names, and a definition.
+
+    A leaf of no pair has the state None and stays as it is, and its gradient is not read. `init_state` raises a ValueError
+    for a leaf of two pairs, naming leaf and pairs, and for a pattern that matches nothing.
+
+    Hyper params are a list, one entry for each pair. An override by plain name (`learning_rate`) is for all pairs; one with
+    the pair's number (`**{"1.learning_rate": 0.1}`) is for one and wins.
+
+    Differs from flax: selectors beside traversals; they see parameters only, never gradients or state; definitions that
+    wrap others (`WeightNorm`, `MultiOptimizer`) may stand in it, and see the leaves under their own names.
+    """
+
+    def __init__(self, *traversals_and_optimizers: tuple[Any, OptimizerDef]) -> None:
+        if not traversals_and_optimizers:
+            raise TypeError("MultiOptimizer: expected pairs of (selector, OptimizerDef), got none.")
+        for pair in traversals_and_optimizers:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], OptimizerDef):
+                raise TypeError(f"MultiOptimizer: expected pairs of (selector, OptimizerDef), got {pair!r}.")
+        self.traversals = tuple(_selector(traversal) for traversal, _ in traversals_and_optimizers)
+        self.sub_optimizers = tuple(optimizer for _, optimizer in traversals_and_optimizers)
+        super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
+
+    def init_state(self, params: Any) -> OptimizerState:
+        leaves, treedef = jax.tree.flatten(params)
+        owners = self._owners(params, strict=True)
+        states: list[Any] = [None] * len(leaves)
+        for index, optimizer in enumerate(self.sub_optimizers):
+            state = optimizer.init_state(_held(treedef, leaves, owners, index))
+            _put(states, treedef.flatten_up_to(state.param_states), owners, index)
+        return OptimizerState(jnp.zeros((), jnp.int32), treedef.unflatten([_owned(*each) for each in zip(states, owners, strict=True)]))
+
+    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+        leaves = [leaf for _, leaf in paths]
+        states, given = opposite(treedef, state.param_states, "the state"), opposite(treedef, grads, "grads")
+        owners = self._owners(params, strict=False)
+        for (path, _), param_state, owner in zip(paths, states, owners, strict=True):
+            if param_state is not None and owner is None:
+                raise ValueError(
+                    f"MultiOptimizer: {path_name(path)!r} has a state but no selector names it. Create it for these parameters."
+                )
+        new_leaves, new_states = list(leaves), [None] * len(leaves)
+        for index, (optimizer, own) in enumerate(zip(self.sub_optimizers, self._each(hyper_params), strict=True)):
+            held, held_states, held_grads = (_held(treedef, values, owners, index) for values in (leaves, states, given))
+            some, some_states = optimizer.apply_gradient(own, held, OptimizerState(state.step, held_states), held_grads)
+            _put(new_leaves, treedef.flatten_up_to(some), owners, index)
+            _put(new_states, treedef.flatten_up_to(some_states.param_states), owners, index)
+        new_states = [_owned(*each) for each in zip(new_states, owners, strict=True)]
+        return treedef.unflatten(new_leaves), OptimizerState(state.step + 1, treedef.unflatten(new_states))
+
+    def update_hyper_params(self, **overrides: Any) -> list[Any]:
+        return [optimizer.update_hyper_params(**own) for optimizer, own in self._each_with(overrides)]
+
+    def with_hyper_params(self, **overrides: Any) -> Any:
+        new = copy.copy(self)
+        new.sub_optimizers = tuple(optimizer.with_hyper_params(**own) for optimizer, own in self._each_with(overrides))
+        new.hyper_params = [optimizer.hyper_params for optimizer in new.sub_optimizers]
+        return new
+
+    def hyper_param_values(self) -> dict[str, Any]:
+        """By pair and name: {'0.learning_rate': 0.01, ...}."""
+        each = enumerate(self.sub_optimizers)
+        return {f"{index}.{name}": value for index, optimizer in each for name, value in optimizer.hyper_param_values().items()}
+
+    def _each_with(self, overrides: dict[str, Any]) -> Iterator[tuple[OptimizerDef, dict[str, Any]]]:
+        """Each definition with the overrides that are meant for it, by the names that it knows."""
+        each = self._each(overrides.pop("hyper_params", self.hyper_params))
+        for name in overrides:
+            if "." in name and name.partition(".")[0] not in map(str, range(len(each))):
+                raise TypeError(f"MultiOptimizer has no hyper param {name!r}. Known: {', '.join(self.hyper_param_values())}.")
+        common = {name: value for name, value in overrides.items() if "." not in name}
+        for index, (optimizer, own) in enumerate(zip(self.sub_optimizers, each, strict=True)):
+            special = {name.removeprefix(f"{index}."): value for name, value in overrides.items() if name.startswith(f"{index}.")}
+            yield optimizer, {"hyper_params": own} | common | special
+
+    def _each(self, hyper_params: Any) -> list[Any]:
+        """One entry for each pair, its own where None is given."""
+        count = len(self.sub_optimizers)
+        if not isinstance(hyper_params, list | tuple) or hasattr(hyper_params, "_fields") or len(hyper_params) != count:
+            raise ValueError(
+                f"MultiOptimizer: hyper_params must be a list of {count} entries (None keeps a pair's own), got {hyper_params!r}."
+            )
+        return [mine if given is None else given for given, mine in zip(hyper_params, self.hyper_params, strict=True)]
+
+    def _owners(self, params: Any, strict: bool) -> list[int | None]:
+        """For each leaf the index of its pair. Not strict: a pattern may have lost its leaves (no gradient, masked out)."""
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        leaves = Leaves([path_name(path) for path, _ in paths], [leaf for _, leaf in paths], lambda: params)
+        owners: list[tuple[int, str] | None] = [None] * len(paths)
+        for index, traversal in enumerate(self.traversals):
+            try:
+                decisions = column(traversal, leaves)
+            except ValueError:
+                if strict:
+                    raise
+                continue
+            for at, (value, rule) in enumerate(decisions):
+                if not isinstance(value, bool):
+                    raise TypeError(f"MultiOptimizer: {leaves.names[at]!r} got an array from {rule}; a pair owns whole leaves.")
+                if value:
+                    self._check_free(leaves.names[at], owners[at], (index, rule))
+                    owners[at] = (index, rule)
+        return [None if owner is None else owner[0] for owner in owners]
+
+    def _check_free(self, name: str, *owners: tuple[int, str] | None) -> None:
+        if None not in owners:
+            both = " and ".join(f"{index} ({type(self.sub_optimizers[index]).__name__}, by {rule})" for index, rule in filter(None, owners))
+            raise ValueError(f"Multiple optimizers match the same leaves: {name!r} belongs to pairs {both}. Narrow one of the selectors.")
+
+
+def _difference(new: Any, old: Any) -> Any:
+    """What to add to the old for the new: -0.0, which changes no bit of any number, where they are equal (infinities too)."""
+    old = jnp.asarray(old)
+    new = jnp.asarray(new).astype(old.dtype)
+    return jnp.where(new == old, jnp.full_like(old, -0.0), new - old)
+
+
+def _held(treedef: Any, values: Sequence[Any], owners: Sequence[int | None], index: int) -> Any:
+    """The tree with None for the leaves that are not of one pair: they keep their names so."""
+    return treedef.unflatten([value if owner == index else None for value, owner in zip(values, owners, strict=True)])
+
+
+def _put(into: list[Any], values: Sequence[Any], owners: Sequence[int | None], index: int) -> None:
+    into[:] = [new if owner == index else old for old, new, owner in zip(into, values, owners, strict=True)]
+
+
+def _owned(state: Any, owner: int | None) -> Any:
+    """None stands for a leaf of no pair only: an owned leaf without state has ()."""
+    return () if state is None and owner is not None else state
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    """The mapped axes over which jax knows a value to differ; none where it keeps no account (pmap, check_vma=False)."""
+    kind = jax.typeof(x)
+    return getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", frozenset())
+
+
+def _stacker(devices: Sequence[Any], axis_name: str) -> Callable[[Any], jax.Array]:
+    sharding = NamedSharding(Mesh(np.array(devices), (axis_name,)), PartitionSpec(axis_name))
+
+    def stacked(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        copies = [jax.device_put(x[None], device) for device in devices]
+        return jax.make_array_from_single_device_arrays((len(devices), *x.shape), sharding, copies)
+
+    return stacked
+
+
+def _first_copy(tree: Any, devices: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x[0], devices[0]), tree)

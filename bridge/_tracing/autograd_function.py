@@ -1,0 +1,182 @@
+"""torch.autograd.Function in traced code: its forward and backward become a function of jax with a gradient of its own.
+
+torch's own `apply` would run the forward without a graph, as it does in eager code, and jax would know nothing of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils import checkpoint
+
+from bridge._compat.torch import FUNCTION, sample_dirichlet, with_overrides
+
+from .context import TRACE, next_key, where_now
+from .op_registry import Mode, follow, leaves, unsupported
+from .patches import patched, redirected, while_tracing
+from .tensor import Traced, as_array, as_traced
+
+
+@contextmanager
+def tracing(**values: Any) -> Iterator[None]:
+    """This thread's trace, with these values in `TRACE`; another that is going on is resumed afterwards.
+
+    Gradients are enabled, in the forward of a Function too, whose derivative jax does not take: one that is stopped there would
+    look as if nothing depended on it.
+    """
+    before = dict(TRACE.__dict__)
+    try:
+        TRACE.__dict__.update(values)
+        with patched(), redirected(TRACE.doubles), torch.enable_grad(), with_overrides(), Mode():
+            yield
+    finally:
+        TRACE.__dict__.clear()
+        TRACE.__dict__.update(before)
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if TRACE.dispatch is not None and any(isinstance(x, Traced) for x in leaves(args)):
+        out = _traced(function, args)
+        follow(out, args)
+        return out
+    return super(FUNCTION, function).apply(*args, **kwargs)
+
+
+while_tracing(FUNCTION, "apply", classmethod(_apply))
+
+
+class Context:
+    """What forward hands to backward: torch's `ctx`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Any, ...] = ()
+        self._constant: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors."""
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """For forward mode, which is not asked for."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """A gradient that there is not is zeros, always."""
+
+    def mark_non_differentiable(self, *outputs: Any) -> None:
+        """Of these there is no gradient."""
+        self._constant = outputs
+
+    def mark_dirty(self, *_: Any) -> None:
+        """For what a forward writes into."""
+        raise NotImplementedError(
+            f"ctx.mark_dirty is called {where_now()}, and a torch.autograd.Function that writes into its input has no implementation in "
+            "jax. Return a new tensor from forward."
+        )
+
+
+def _traced(function: Any, args: tuple[Any, ...]) -> Any:
+    """`function.apply(*args)`."""
+    if function is checkpoint.CheckpointFunction:  # XLA itself decides what is kept for the backward
+        run, _, *rest = args
+        return run(*rest)
+    if function.__module__ == "torch.distributions.dirichlet":  # whose backward is a series in torch's C code
+        return sample_dirichlet(*args)
+    if any(isinstance(x, Traced) for x in leaves([x for x in args if not isinstance(x, Traced)])):
+        raise unsupported(function.apply, f" ({function.__name__} is given traced tensors within a container)")
+    places = [i for i, x in enumerate(args) if isinstance(x, Traced)]
+    # jax runs a backward, and perhaps a forward again, when the code that called it has returned.
+    call, resumed = _Call(function, args, places), functools.partial(tracing, **TRACE.__dict__ | {"drawn": 0, "constants": {}})
+    keys = (None, None) if TRACE.rng is None else tuple(jax.random.split(next_key(f"{function.__name__}.apply")))
+
+    @jax.custom_vjp
+    def run(keys: Any, *given: Any) -> list[Any]:
+        with resumed(rng=keys[0]):
+            return call.forward(given)[0]
+
+    def forward(keys: Any, *given: Any) -> tuple[list[Any], tuple[Any, list[Any]]]:
+        with resumed(rng=keys[0]):
+            results, kept = call.forward(given)
+        return results, (keys, kept)
+
+    def backward(kept: tuple[Any, list[Any]], grads: Sequence[Any]) -> tuple[Any, ...]:
+        keys, arrays = kept
+        with resumed(rng=keys[1]):
+            return None, *call.backward(arrays, grads)
+
+    run.defvjp(forward, backward)
+    return call.outputs(run(keys, *(args[i].value for i in places)))
+
+
+class _Call:
+    """One call of a Function, with arrays in the places of traced tensors."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], places: list[int]) -> None:
+        self._function, self._args, self._places = function, args, places
+        self._needs = tuple(isinstance(x, Traced) and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in args)
+        self._single = False
+        self._returned: list[Any] = []
+        self._constant: list[bool] = []
+        self._kept: tuple[Any, list[Any]] = None, []
+
+    def forward(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The arrays among the results, and those that backward needs."""
+        args, function, ctx = list(self._args), self._function, Context(self._needs)
+        for i, x in zip(self._places, given, strict=True):
+            args[i] = Traced(x)
+        if function.setup_context is not torch.autograd.Function.setup_context:
+            out = function.forward(*args)
+            function.setup_context(ctx, tuple(args), out)
+        else:
+            out = function.forward(ctx, *args)
+        self._single = not isinstance(out, tuple)
+        self._returned = [out] if self._single else list(out)
+        tensors = [x for x in self._returned if isinstance(x, torch.Tensor)]
+        self._constant = [any(x is y for y in ctx._constant) for x in tensors]
+        self._returned = [_ARRAY if isinstance(x, torch.Tensor) else x for x in self._returned]
+        flat, tree = jax.tree.flatten({name: x for name, x in vars(ctx).items() if name != "_constant"})
+        self._kept = tree, [_ARRAY if isinstance(x, jax.Array) else x for x in flat]
+        return [as_array(x) for x in tensors], [x for x in flat if isinstance(x, jax.Array)]
+
+    def backward(self, kept: list[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """The gradient of each array that was given; None of one that has none."""
+        tree, flat = self._kept
+        rest, ctx = iter(kept), Context(self._needs)
+        vars(ctx).update(as_traced(tree.unflatten([next(rest) if x is _ARRAY else x for x in flat])))
+        arrays = (None if x.dtype == jax.dtypes.float0 else Traced(x) for x in grads)
+        found = self._function.backward(ctx, *(next(arrays) if x is _ARRAY else None for x in self._returned))
+        found = found if isinstance(found, tuple) else (found,)
+        if any(x is not None for x in found[len(self._args) :]) or len(found) < len(self._args):
+            raise RuntimeError(
+                f"{self._function.__name__}.backward returned {len(found)} gradients; expected {len(self._args)}, one for each argument "
+                "of forward, None for those without."
+            )
+        return tuple(self._gradient(i, found[i]) for i in self._places)
+
+    def outputs(self, results: Sequence[Any]) -> Any:
+        """What `apply` returns."""
+        marked = zip(results, self._constant, strict=True)
+        tensors = iter([Traced(jax.lax.stop_gradient(x) if constant else x) for x, constant in marked])
+        out = [next(tensors) if x is _ARRAY else x for x in self._returned]
+        return out[0] if self._single else tuple(out)
+
+    def _gradient(self, i: int, grad: Any) -> Any:
+        like = self._args[i].value
+        if grad is None or not self._needs[i]:
+            return None
+        grad = as_array(grad)
+        if grad.shape != like.shape:
+            raise RuntimeError(
+                f"{self._function.__name__}.backward returned a gradient of shape {tuple(grad.shape)} for argument {i}, which has shape "
+                f"{tuple(like.shape)}."
+            )
+        return grad.astype(like.dtype)
+
+
+_ARRAY = object()

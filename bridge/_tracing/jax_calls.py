@@ -1,0 +1,219 @@
+"""Parts of jax that are replaced while torch code is traced: `jax.checkpoint`, `jax.jit`, and calls of functions with own derivatives.
+
+A function that jax traces by itself cannot write into what lies outside of it. `jax.checkpoint` therefore returns the new buffers among
+its results, and a jitted function runs as a part of the program that is traced. jax runs the rules of `jax.custom_jvp` and
+`jax.custom_vjp` when it differentiates the program, after the code that called them has returned: they get the settings of that code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge._interop.dtypes import is_wide
+from bridge._process import x64
+
+from .context import TRACE
+from .patches import while_tracing
+
+_config: Any = jax.config
+_jit: Any = jax.jit
+_checkpoint: Any = jax.checkpoint
+_call_jvp: Any = jax.custom_jvp.__call__
+_call_vjp: Any = jax.custom_vjp.__call__
+
+
+def _writes_buffers() -> bool:
+    """Whether this thread traces code of a module with buffers."""
+    return TRACE.stand_in is not None and TRACE.stand_in.has_buffers
+
+
+_NUMERIC = (bool, int, float, complex, np.ndarray, np.generic)
+
+
+def _as_given_by_jit(tree: Any) -> Any:
+    """The tree as a jitted function is given it: arrays for traced tensors, numbers and arrays of NumPy."""
+    return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, _NUMERIC) else x, tree)
+
+
+def _static(function: Any, options: Mapping[str, Any]) -> tuple[frozenset[int], frozenset[str]]:
+    """The positions and the names of a jitted function's static arguments. One follows from the other, as in `jax.jit`."""
+    numbers, names = options.get("static_argnums"), options.get("static_argnames")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positions = [i for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD]
+    found = frozenset([numbers] if isinstance(numbers, int) else numbers or ())
+    called = frozenset([names] if isinstance(names, str) else names or ())
+    if numbers is None:
+        found = frozenset(i for i in positions if parameters[i].name in called)
+    elif names is None:
+        called = frozenset(parameters[i].name for i in positions if not found.isdisjoint((i, i - len(parameters))))
+    return found, called
+
+
+def _jitted(*args: Any, **options: Any) -> Any:
+    made = _jit(*args, **options)
+    if not _writes_buffers():
+        return made
+    if not args:  # of options alone, a decorator
+        return functools.partial(_jitted, **options)
+    (function,) = args
+    numbers, names = _static(function, options)
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _writes_buffers():
+            return made(*args, **kwargs)
+        given = [x if not numbers.isdisjoint((i, i - len(args))) else _as_given_by_jit(x) for i, x in enumerate(args)]
+        named = {name: x if name in names else _as_given_by_jit(x) for name, x in kwargs.items()}
+        return _as_given_by_jit(function(*given, **named))
+
+    for name in ("lower", "trace", "eval_shape", "clear_cache"):
+        setattr(call, name, getattr(made, name, None))
+    return call
+
+
+def _checkpointed(*args: Any, **options: Any) -> Any:
+    made = _checkpoint(*args, **options)
+    if not args or not _writes_buffers():
+        return made
+    (function,) = args
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _writes_buffers():
+            return made(*args, **kwargs)
+        return TRACE.stand_in.carried(functools.partial(_checkpoint, **options), function, args, kwargs)
+
+    return call
+
+
+while_tracing(jax, "jit", _jitted)
+while_tracing(jax, "checkpoint", _checkpointed)
+while_tracing(jax, "remat", _checkpointed)
+
+
+def _called_jvp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call_jvp(_in_same_settings(self, "jvp"), *args, **kwargs)
+
+
+def _called_vjp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call_vjp(_in_same_settings(self, "fwd", "bwd"), *args, **kwargs)
+
+
+while_tracing(jax.custom_jvp, "__call__", _called_jvp)
+while_tracing(jax.custom_vjp, "__call__", _called_vjp)
+
+
+def _in_same_settings(custom: Any, *rules: str) -> Any:
+    """The function with its rules in those of jax's settings in which it is called, where torch functions have others."""
+    if TRACE.dispatch is None:
+        return custom
+    settings = []
+    if TRACE.x64 is False and not _config.jax_enable_x64:
+        settings.append(functools.partial(x64, False))
+    if TRACE.ranks not in (None, _config.jax_numpy_rank_promotion):
+        settings.append(functools.partial(jax.numpy_rank_promotion, _config.jax_numpy_rank_promotion))
+    if not settings:
+        return custom
+    twin = object.__new__(type(custom))
+    vars(twin).update(vars(custom))
+    for name in rules:
+        rule = vars(custom).get(name)
+        if rule is not None:
+            setattr(twin, name, _within(settings, rule))
+    return twin
+
+
+def _within(settings: list[Callable[[], Any]], rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting())
+            return rule(*args, **kwargs)
+
+    return run
+
+
+def in_32_bits(jaxpr: Any) -> Any:
+    """The program with rules of derivatives that see types of 32 bits in the functions that were jitted, and maybe traced, before.
+
+    Calls of those are not seen while the program is traced. A rule that has to do with values of 64 bits stays as it is, and so does one
+    that jax keeps in another form than we know.
+    """
+    return _rewritten(jaxpr, _rules_in_32_bits, False)
+
+
+def callbacks_in_32_bits(jaxpr: Any) -> Any:
+    """The program with callbacks that see types of 32 bits when it runs; itself where there are none. One of values of 64 bits stays."""
+    return _rewritten(jaxpr, _callback_in_32_bits, False)
+
+
+_New = Callable[[Any, bool], dict[str, Any]]  # from an equation, and whether a jitted function has it, to parameters that change
+
+
+def _rewritten(jaxpr: Any, new: _New, jitted: bool) -> Any:
+    eqns = [_rewritten_eqn(eqn, new, jitted) for eqn in jaxpr.eqns]
+    return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
+
+
+def _rewritten_eqn(eqn: Any, new: _New, jitted: bool) -> Any:
+    inside = jitted or eqn.primitive.name in ("jit", "pjit")
+    params = {name: _rewritten_param(value, new, inside) for name, value in eqn.params.items()} | new(eqn, jitted)
+    return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
+
+
+def _rewritten_param(value: Any, new: _New, jitted: bool) -> Any:
+    if hasattr(getattr(value, "jaxpr", None), "eqns"):  # a closed one
+        body = _rewritten(value.jaxpr, new, jitted)
+        return value if body is value.jaxpr else value.replace(jaxpr=body)
+    if hasattr(value, "eqns"):
+        return _rewritten(value, new, jitted)
+    if isinstance(value, tuple):
+        changed = tuple(_rewritten_param(x, new, jitted) for x in value)
+        return value if all(map(operator.is_, changed, value)) else changed
+    return value
+
+
+# What jax 0.8 to 0.10 call the rules among the parameters of a call.
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+
+
+def _rules_in_32_bits(eqn: Any, jitted: bool) -> dict[str, Any]:
+    if not jitted or any(map(is_wide, _avals(eqn))):
+        return {}
+    return {name: rule.wrap(_narrow, (), None) for name in _RULES if hasattr(rule := eqn.params.get(name), "wrap")}
+
+
+def _narrow(rule: Callable[..., Any], *args: Any) -> Any:
+    with x64(False):
+        return rule(*args)
+
+
+def _callback_in_32_bits(eqn: Any, jitted: bool) -> dict[str, Any]:
+    callback = eqn.params.get("callback")
+    return {"callback": functools.partial(_called_back, callback)} if callable(callback) and not any(map(is_wide, _avals(eqn))) else {}
+
+
+def _called_back(callback: Callable[..., Any], *args: Any) -> Any:
+    """What jax makes of the results of a callback where its flag is off."""
+    with x64(False):
+        return jax.tree.map(lambda x: np.asarray(x).astype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), callback(*args))
+
+
+def _avals(eqn: Any) -> Iterator[Any]:
+    yield from (v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
+    body = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
+    for inner in getattr(body, "eqns", ()):
+        yield from _avals(inner)

@@ -1,0 +1,307 @@
+"""An `nn.Module` as a pure JAX function, and torch code that is called with a stand-in of a module while jax traces it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.tree_util import DictKey
+from torch import nn
+
+from bridge._compat.jax import trace_state
+from bridge._compat.torch2jax import drawing_from
+from bridge._interop.containers import holds, with_values
+from bridge._interop.dlpack import to_jax
+from bridge._interop.dtypes import canonical
+from bridge._names import mapping, near, nest, path_name, tied_names, unnest
+from bridge._process import not_traced_where_imported
+from bridge._process import x64 as scope
+
+from . import jax_calls
+from .autograd_function import tracing
+from .context import TRACE, Keys
+from .module_proxy import StandIn
+from .op_registry import autocasts, dispatch, is_traced
+from .ops import (
+    bags,
+    create,
+    distances,
+    elementwise,
+    fourier,
+    index,
+    layers,
+    linalg,
+    losses,
+    margins,
+    native,
+    order,
+    pools,
+    products,
+    quantize,
+    random,
+    recurrent,
+    reductions,
+    resize,
+    sampling,
+    scatter,
+    shapes,
+    special,
+    views,
+    windows,
+)
+from .originals import not_redirected
+from .patches import redirected
+from .tensor import Traced, as_array, as_traced, joined
+
+TABLES = (
+    elementwise,
+    order,
+    reductions,
+    create,
+    random,
+    shapes,
+    views,
+    scatter,
+    index,
+    layers,
+    native,
+    distances,
+    bags,
+    windows,
+    pools,
+    quantize,
+    resize,
+    sampling,
+    losses,
+    margins,
+    linalg,
+    products,
+    fourier,
+    special,
+    recurrent,
+    jax_calls,
+)  # imported for what they register
+KEYS: Any = Keys()
+
+
+def module_function(module: nn.Module) -> Callable[..., Any]:
+    """The module as a pure function of JAX: no trace of a call is left in the module.
+
+        fn = module_function(module)
+        fn(params, *inputs, rng=None, train=None, **keywords) -> output
+        fn(params, *inputs, buffers=buffers, rng=None, train=None, **keywords) -> (output, new_buffers)
+
+    `params` has the structure of `module_tree(module)`, `buffers` that of `module_buffers(module)`; their leaves are arrays
+    or tracers of the module's shapes, of any dtype. Inputs are pytrees of arrays; numbers, strings and None stay what they
+    are. The output has jax arrays for tensors, and a dict for a mapping of another type. `fn` works under `jit`, `grad`, `vmap` (an
+    ensemble is a vmap over params) and `jax.checkpoint`; torch code in it may branch on shapes, types and flags, not on values.
+
+    `train`: as `module.train()` and `module.eval()` would set it; None takes the module's flags as they are at the call.
+    `rng`: a key of `jax.random`. The n-th draw of a call has the n-th key of it, so that layers differ and a key gives the
+    same numbers again, other ones than torch's. Needed only where something is drawn.
+    `buffers`: without them the module's own are read at the call (in `jit` when it traces: give them there, if they change)
+    and what it would write into them is dropped. New ones: `write_buffers(module, new_buffers)`.
+
+    What differs from torch: float64 parameters need jax's x64; autocast around it is not seen, in it an error; a row that an
+    embedding has not is NaN.
+
+    Raises:
+      TypeError: module is no nn.Module; an input is a torch tensor; rng is no key; the output is an object that holds tensors.
+      ValueError: names or shapes of params or buffers are not the module's; something is drawn without rng.
+      NotImplementedError: a torch operation has no implementation; the text names it and the submodule that calls it.
+    """
+    _check_module(module)
+
+    @not_traced_where_imported
+    def fn(params: Any, *inputs: Any, buffers: Any = None, rng: Any = None, train: bool | None = None, **keywords: Any) -> Any:
+        out, new = traced_call(module, _call, params, buffers, inputs, keywords, rng=rng, train=train)
+        return out if buffers is None else (out, new)
+
+    fn.__name__ = fn.__qualname__ = f"module_function({type(module).__name__})"
+    return fn
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def traced_call(
+    module: nn.Module,
+    function: Callable[..., Any],
+    params: Mapping[str, Any],
+    buffers: Mapping[str, Any] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    rng: Any = None,
+    train: bool | None = None,
+    x64: bool | None = None,
+    constants: dict[int, Any] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Run `function(model, *args, **kwargs)`, where `model` stands in for the module and has `params` and `buffers`.
+
+    The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
+    `args` arrive as tensors that torch functions, methods, operators and jax's functions take alike. `rng`, `train`, errors
+    as in `module_function`. `x64`: jax's flag for code in jax in it, where torch's is to have 64 bits. `constants` is where
+    the tensors from outside are noted, as of `Trace`.
+
+    Returns:
+      What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
+    """
+    with not_redirected():
+        named = _given(module, params, "params", dict(module.named_parameters()))
+        if buffers is None:
+            held = {name: canonical(to_jax(b.detach(), copy=True)) for name, b in module.named_buffers()}
+        else:
+            held = _given(module, buffers, "buffers", dict(module.named_buffers()))
+    _check_key(rng)
+    joined()
+    with drawing_from(KEYS), _started(module, rng, x64, {} if constants is None else constants):
+        TRACE.home = None if buffers is None else trace_state()
+        TRACE.stand_in = stand_in = StandIn(module, named, held, train)
+        inputs, keywords = _inputs((tuple(args), dict(kwargs or {})))
+        TRACE.doubles, TRACE.tensors = stand_in.doubles, stand_in.tensors
+        try:
+            with redirected(stand_in.doubles), nullcontext() if x64 is None else scope(x64):
+                out = function(stand_in.root, *inputs, **keywords)
+        finally:
+            TRACE.doubles = TRACE.tensors = {}
+            left = stand_in.restore_original()
+        if left:
+            raise ValueError(
+                f"Traced code writes into {left[0]!r} of the original {type(module).__name__}, and the module that jax traces has a copy "
+                "of it: the value would be lost. Refer to it through the module: self, or the module that a hook is given."
+            )
+        stand_in.refuse_written()
+        stand_in.refuse_lost()
+        given = {} if buffers is None else unnest(mapping(buffers, "module_function: buffers", "module_buffers"))
+        return outputs(out), nest((name, _of_type(as_array(buffer), given.get(name))) for name, buffer in stand_in.buffers())
+
+
+def _of_type(new: Any, given: Any) -> Any:
+    """A new buffer in the dtype in which it was given, where jax has computed with 32 bits of it."""
+    if given is None or new.dtype == given.dtype or new.dtype != jax.dtypes.canonicalize_dtype(given.dtype):
+        return new
+    with scope():
+        return new.astype(given.dtype)
+
+
+def _started(module: nn.Module, rng: Any, x64: bool | None, constants: dict[int, Any]) -> Any:
+    """A trace of this module's code, from its beginning."""
+    first = next(module.parameters(), None)
+    device = first.device if first is not None else torch.device("cpu")
+    values = {"rng": rng, "constants": constants, "autocast": autocasts(), "x64": x64, "dispatch": dispatch}
+    ranks: Any = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
+    values |= {"ranks": ranks, "stand_in": None, "home": trace_state()}
+    return tracing(path=(), device=device, drawn=0, doubles={}, tensors={}, within=False, **values)
+
+
+def _inputs(tree: Any, path: tuple[Any, ...] = ()) -> Any:
+    """A tree of inputs with traced tensors for arrays; `path` leads to it."""
+    return jax.tree_util.tree_map_with_path(lambda inner, x: _input((*path, *inner), x), tree)
+
+
+def _input(path: Any, x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected an array of jax. "
+            f"Pass bridge.to_jax(x), which copies nothing."
+        )
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return as_traced(canonical(x))
+    if isinstance(x, Mapping):
+        return with_values(x, {key: _inputs(value, (*path, DictKey(key))) for key, value in x.items()})
+    return x
+
+
+def outputs(out: Any, place: str = "") -> Any:
+    """jax arrays for tensors in what torch code returned; a dict for a mapping of another type.
+
+    Raises:
+      TypeError: an object that is no pytree to jax holds tensors. Dataclasses and namespaces come back with arrays.
+    """
+
+    def leaf(path: Any, x: Any) -> Any:
+        here = ".".join(filter(None, (place, path_name(path))))
+        if is_traced(x) or isinstance(x, torch.Tensor):
+            return as_array(x)
+        if isinstance(x, Mapping):
+            return outputs(dict(x), here)
+        if isinstance(x, tuple):
+            return tuple(outputs(y, f"{here}.{i}".lstrip(".")) for i, y in enumerate(x))
+        if isinstance(x, nn.Module) or holds(x, (torch.Tensor, joined())) is None:
+            return x
+        if isinstance(x, SimpleNamespace) or (dataclasses.is_dataclass(x) and not isinstance(x, type)):
+            return _with_arrays(x, here)
+        raise TypeError(
+            f"{f'Output {here!r}' if here else 'The output'} of the traced code is a {type(x).__name__}, which holds tensors and is no "
+            "pytree to jax. Return a dict of the tensors in it."
+        )
+
+    return jax.tree_util.tree_map_with_path(leaf, out, is_leaf=lambda x: type(x) is Traced)
+
+
+def _with_arrays(x: Any, place: str) -> Any:
+    """A copy of a dataclass or namespace with jax arrays for its tensors."""
+    names = [field.name for field in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else list(vars(x))
+    new = copy.copy(x)
+    for name in names:
+        if hasattr(x, name):
+            object.__setattr__(new, name, outputs(getattr(x, name), f"{place}.{name}".lstrip(".")))
+    return new
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module_function: got {type(module).__name__}; expected an nn.Module. For a function of tensors use torch2jax.t2j."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError("module_function: a ScriptModule's code is not Python and cannot be traced. Pass the module it was made of.")
+
+
+def _check_key(rng: Any) -> None:
+    dtype = getattr(rng, "dtype", None)
+    if rng is not None and (
+        dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and rng.shape == (2,)))
+    ):
+        raise TypeError(f"module_function: rng is {rng!r}; expected a key, such as jax.random.key(0).")
+
+
+def _given(module: nn.Module, tree: Any, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The leaves by name, which must be those of the module, and of its shapes."""
+    flat = unnest(mapping(tree, f"module_function: {what}", "module_tree" if what == "params" else "module_buffers"))
+    for name in flat:
+        if name not in known:
+            first = tied_names(module).get(name)
+            also = f" It is tied to {first!r}; give it there, once." if first else f" {near(name, known)}"
+            raise ValueError(f"module_function: {what} has {name!r}, which {type(module).__name__} has not.{also}")
+    missing = [name for name in known if name not in flat]
+    if missing:
+        raise ValueError(f"module_function: {what} lacks {missing[0]!r} ({len(missing)} such); the module has {len(known)}.")
+    return {name: _leaf(name, flat[name], what, tensor) for name, tensor in known.items()}
+
+
+def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        raise TypeError(f"module_function: {what} has a torch tensor at {name!r}; expected an array of jax. Pass bridge.to_jax of them.")
+    if not hasattr(leaf, "shape"):
+        raise TypeError(f"module_function: {what} has {type(leaf).__name__} at {name!r}; expected an array of shape {tuple(tensor.shape)}.")
+    if tuple(leaf.shape) != tuple(tensor.shape):
+        raise ValueError(
+            f"module_function: {what} has shape {tuple(leaf.shape)} at {name!r}; expected {tuple(tensor.shape)}. "
+            f"For several sets of parameters at once use jax.vmap over params."
+        )
+    if tensor.dtype in (torch.float64, torch.complex128) and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            f"module_function: {name!r} is {tensor.dtype}, and jax's x64 is off. Call within jax.enable_x64(True), or use float()."
+        )
+    return canonical(leaf)

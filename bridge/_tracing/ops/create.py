@@ -1,0 +1,258 @@
+"""Torch functions that make tensors or change their type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge._tracing.context import no_graph
+from bridge._tracing.op_registry import Op, add_ops, arrays, functions_named, op
+from bridge._tracing.promotion import jax_dtype, promoted, torch_dtype
+from bridge._tracing.tensor import as_array
+
+# Below this many elements a new constant is computed at once and not in the program, so that torch code may branch on it.
+AT_ONCE = 4096
+
+
+def flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes given as numbers or as one sequence."""
+    if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
+        sizes = tuple(sizes[0])
+    return tuple(int(n) for n in sizes)
+
+
+def create(make: Callable[[], Any], size: int) -> Any:
+    """A new array; a small one with its value known while tracing."""
+    if size > AT_ONCE:
+        return make()
+    with jax.ensure_compile_time_eval():
+        return make()
+
+
+def _filled(shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
+    return create(lambda: jnp.full(shape, value, dtype), int(np.prod(shape)) if not isinstance(value, jax.Array) else AT_ONCE + 1)
+
+
+def _register_filled() -> None:
+    for name, value in {"zeros": 0, "ones": 1, "empty": 0}.items():
+
+        def make(*size: Any, dtype: Any = None, value: int = value, **_: Any) -> Any:
+            return _filled(flat(_.get("size") or size), value, jax_dtype(dtype or torch.get_default_dtype()))
+
+        def like(input: Any, *, dtype: Any = None, value: int = value, **_: Any) -> Any:
+            return _filled(input.shape, value, jax_dtype(dtype) if dtype else _dtype_of(input))
+
+        def new(input: Any, *size: Any, dtype: Any = None, value: int = value, **_: Any) -> Any:
+            return _filled(flat(_.get("size") or size), value, jax_dtype(dtype) if dtype else _dtype_of(input))
+
+        for func, handler in ((name, make), (f"{name}_like", like), (f"new_{name}", new)):
+            always(func, handler)
+
+    always("empty_strided", lambda size, stride, *, dtype=None, **_: make(size, dtype=dtype, value=0))
+    always("empty_permuted", lambda size, physical_layout, *, dtype=None, **_: make(size, dtype=dtype, value=0))
+    always("new_empty_strided", lambda input, size, stride, *, dtype=None, **_: new(input, size, dtype=dtype, value=0))
+
+
+def _dtype_of(x: Any) -> Any:
+    return jax_dtype(x.dtype) if isinstance(x, torch.Tensor) else x.dtype
+
+
+def always(name: str, handler: Any) -> None:
+    """Register what has no traced argument, or need have none."""
+    op(name, always=True)(handler)
+
+
+_register_filled()
+
+
+@op("full", always=True)
+def full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """One value everywhere."""
+    if dtype is None:
+        dtype = torch_dtype(fill_value) if isinstance(fill_value, jax.Array) else torch.tensor(fill_value).dtype
+    return _filled(tuple(size), fill_value, jax_dtype(dtype))
+
+
+@op("full_like", always=True)
+def full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """One value everywhere, in this shape."""
+    return _filled(input.shape, fill_value, jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("new_full", always=True)
+def new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """One value everywhere, of this dtype."""
+    return _filled(tuple(size), fill_value, jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("tensor", "as_tensor", "asarray", "scalar_tensor", always=True, raw=True)
+def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
+    """Numbers, arrays, or lists of them. A number of numpy keeps its dtype, which it has nowhere else."""
+    values = arrays(data)
+    if isinstance(values, jax.Array):
+        return values if dtype is None else values.astype(jax_dtype(dtype))
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(values)):
+        stacked = jnp.asarray(values) if not isinstance(data, list | tuple) else jnp.stack([tensor(x) for x in data])
+        return stacked if dtype is None else stacked.astype(jax_dtype(dtype))
+    with torch.DisableTorchFunction():
+        host = torch.as_tensor(data, dtype=dtype)
+        wanted = jax_dtype(host.dtype)
+        host = host.float() if host.dtype is torch.bfloat16 else host
+    return create(lambda: jnp.asarray(host.numpy(), wanted), host.numel())
+
+
+@op("new_tensor", always=True, raw=True)
+def new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """As `tensor`, of the dtype of input."""
+    return tensor(data, dtype or input.dtype)
+
+
+@op("new", always=True, raw=True)
+def new(input: Any, *size: Any, **_: Any) -> Any:
+    """A tensor of these sizes, or of these numbers, of the dtype of input."""
+    if len(size) == 1 and isinstance(size[0], list | tuple) and type(size[0]) is not torch.Size:
+        return tensor(size[0], input.dtype)
+    return _filled(flat(_.get("size") or size or (0,)), 0, jax_dtype(input.dtype))
+
+
+@op("arange", always=True)
+def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, **_: Any) -> Any:
+    """Numbers in steps."""
+    if end is None:
+        start, end = 0, start
+    if dtype is None:
+        dtype = torch.get_default_dtype() if any(isinstance(x, float) for x in (start, end, step)) else torch.int64
+    start, end, step = (x.item() if hasattr(x, "item") else x for x in (start, end, step))
+    n = max(0, int(np.ceil((end - start) / step)))
+    return create(lambda: jnp.arange(start, end, step, dtype=jax_dtype(dtype)), n)
+
+
+@op("linspace", always=True)
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -> Any:
+    """Numbers at equal distances."""
+    return create(lambda: _evenly(start, end, steps, jax_dtype(dtype or torch.get_default_dtype()), lambda x: x), steps)
+
+
+@op("logspace", always=True)
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, **_: Any) -> Any:
+    """Powers of the base at equal distances of the exponent."""
+    power = lambda x: jnp.power(jnp.asarray(base, x.dtype), x)  # noqa: E731
+    return create(lambda: _evenly(start, end, steps, jax_dtype(dtype or torch.get_default_dtype()), power), steps)
+
+
+def _evenly(start: Any, end: Any, steps: int, dtype: Any, function: Callable[[Any], Any]) -> Any:
+    """A function of numbers at equal distances, for integers counted from the nearer end in a wider type and cut off, as torch does."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return function(jnp.linspace(start, end, steps, dtype=dtype))
+    wide = jax_dtype(torch.float64)
+    start, end = (jnp.asarray(x).astype(dtype).astype(wide) for x in (start, end))
+    places, step = jnp.arange(steps, dtype=wide), (end - start) / max(steps - 1, 1)
+    return function(jnp.where(places < max(steps // 2, 1), start + step * places, end - step * (steps - 1 - places))).astype(dtype)
+
+
+@op("eye", always=True)
+def eye(n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Any:
+    """The identity."""
+    return create(lambda: jnp.eye(n, m, dtype=jax_dtype(dtype or torch.get_default_dtype())), n * (m or n))
+
+
+@op("fill")
+def fill(input: Any, value: Any) -> Any:
+    """One value everywhere."""
+    return jnp.full(input.shape, value, input.dtype)
+
+
+def _copied(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    return jnp.broadcast_to(jnp.asarray(src, input.dtype), input.shape)
+
+
+add_ops(dict.fromkeys(functions_named("zero_"), Op(lambda input: jnp.zeros(input.shape, input.dtype), None, inplace=True)))
+add_ops({torch.Tensor.copy_: Op(_copied, None, inplace=True)})
+
+
+@op("type", raw=True)
+def type_(input: Any, dtype: Any = None, **_: Any) -> Any:
+    """Another dtype, or the name that torch has for this one."""
+    if dtype is None:
+        with torch.DisableTorchFunction():
+            return torch.empty(0, dtype=input.dtype).type()
+    return to(input, dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
+
+
+@op("to", raw=True)
+def to(input: Any, *args: Any, dtype: Any = None, copy: bool = False, **_: Any) -> Any:
+    """Another dtype; devices are jax's own affair."""
+    for x in args:
+        if isinstance(x, torch.dtype):
+            dtype = x
+        elif isinstance(x, torch.Tensor):
+            dtype = x.dtype
+    if (dtype is None or dtype == input.dtype) and not copy:
+        return input
+    return input.value.astype(jax_dtype(dtype or input.dtype)) if dtype else jnp.array(input.value)
+
+
+def _register_casts() -> None:
+    names = ["float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat", "cdouble"]
+    dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"]
+    for name, dtype in zip(names, map(torch.__dict__.get, dtypes), strict=True):
+        add_ops({getattr(torch.Tensor, name): Op(lambda x, dtype=dtype, **_: to(x, dtype), None, raw=True)})
+    for name in ("cpu", "cuda", "requires_grad_", "pin_memory", "coalesce", "dequantize"):
+        add_ops({getattr(torch.Tensor, name): Op(lambda x, *_, **__: x, None, raw=True)})
+
+
+_register_casts()
+
+
+@op("type_as", raw=True)
+def type_as(input: Any, other: Any) -> Any:
+    """The dtype of another."""
+    return to(input, other)
+
+
+@op("clone")
+def clone(input: Any, **_: Any) -> Any:
+    """The same values, memory of its own."""
+    return input
+
+
+@op("is_floating_point", raw=True)
+def is_floating_point(input: Any) -> bool:
+    """Whether the dtype is a real floating one."""
+    return torch_dtype(as_array(input)).is_floating_point
+
+
+@op("is_complex", raw=True)
+def is_complex(input: Any) -> bool:
+    """Whether the dtype is complex."""
+    return torch_dtype(as_array(input)).is_complex
+
+
+def _differentiated(*_: Any, **__: Any) -> Any:
+    raise no_graph("torch.autograd.grad belongs")
+
+
+# Whether torch's encoder may leave out padding, which it does only where no gradient is asked for: never.
+op("_nested_tensor_from_mask_left_aligned")(lambda t, mask: False)
+add_ops(
+    {
+        torch.autograd.grad: Op(_differentiated, None, raw=True),
+        torch.numel: Op(lambda x: as_array(x).size, None, raw=True),
+        torch.is_nonzero: Op(lambda x: bool(as_array(x)), None, raw=True),
+        torch.result_type: Op(lambda a, b: torch_dtype(promoted(*arrays((a, b)))[0]), None, raw=True),
+        torch.Tensor.is_shared: Op(lambda x: True, None, raw=True),
+    }
+)
+for _name in ("is_conj", "is_neg", "is_inference"):
+    add_ops(dict.fromkeys(functions_named(_name), Op(lambda x: False, None, raw=True)))
+
+
+@op("conj")
+def conj(input: Any) -> Any:
+    """The complex conjugate."""
+    return jnp.conj(input) if jnp.iscomplexobj(input) else input

@@ -1,0 +1,43 @@
+"""Distances and angles of torch.nn.functional over arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from bridge._tracing.op_registry import op
+from bridge._tracing.promotion import promoted
+
+from .elementwise import add, norm, sub
+from .subgradients import root
+
+
+@op("cosine_similarity")
+def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """The cosine of the angle between."""
+    x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
+    if x1.ndim == 0:
+        return cosine_similarity(x1[None], x2[None], 0, eps)
+    lengths = [jnp.maximum(root(jnp.sum(jnp.square(x), dim, keepdims=True)), eps) for x in (x1, x2)]
+    return jnp.sum(x1 / lengths[0] * (x2 / lengths[1]), dim)
+
+
+@op("cdist")
+def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """The distances of all rows of one from all of the other, by their differences."""
+    return norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
+
+
+@op("pairwise_distance")
+def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    """The distances of rows, eps added to each difference."""
+    return norm(add(sub(x1, x2), eps), p, -1, keepdim)
+
+
+@op("pdist")
+def pdist(input: Any, p: float = 2.0) -> Any:
+    """The distances of all pairs of rows."""
+    one, other = np.triu_indices(input.shape[0], 1)
+    return norm(input[one] - input[other], p, -1)

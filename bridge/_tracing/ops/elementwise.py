@@ -1,0 +1,445 @@
+"""Torch functions over arrays, as torch computes them: element by element, reductions, creation, random numbers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.core import Tracer
+
+from bridge._tracing.context import where_now
+from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.op_registry import Op, add_ops, op
+from bridge._tracing.promotion import default_float, jax_dtype, promoted
+
+from .subgradients import absolute, angle, argument, copysign, flat_at_zero, maximum, minimum, power, root, sign
+
+Dims = int | Sequence[int] | None
+
+
+def floating(x: Any) -> Any:
+    """x in a floating type, as torch's functions of real numbers take integers."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(default_float())
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of floating arrays that computes half types in float32: jax's series is coarse for them, or refuses them."""
+
+    @functools.wraps(function)
+    def wide(*xs: Any) -> Any:
+        dtype = xs[-1].dtype
+        return function(*(x.astype(jnp.float32) for x in xs)).astype(dtype) if dtype.itemsize < 4 else function(*xs)
+
+    return wide
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """x in this dtype; x itself for None."""
+    return x if dtype is None else x.astype(jax_dtype(dtype))
+
+
+def nonzero(x: Any) -> Any:
+    """Whether x is not zero; bools as they are."""
+    x = jnp.asarray(x)
+    return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
+
+
+def _squared(x: Any) -> Any:
+    return jnp.square(cast(x, torch.int64) if x.dtype == bool else x)
+
+
+def _register_unary() -> None:
+    real = "exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh"
+    names = {name: getattr(jnp, name) for name in real.split()}
+    names |= {"asin": jnp.arcsin, "acos": jnp.arccos, "atan": jnp.arctan, "asinh": jnp.arcsinh, "acosh": jnp.arccosh, "atanh": jnp.arctanh}
+    names |= {f"arc{name[1:]}": f for name, f in names.items() if name.startswith("a")}
+    names |= {"rsqrt": lax.rsqrt, "sigmoid": jax.nn.sigmoid, "special_expit": jax.nn.sigmoid, "erf": lax.erf, "erfc": lax.erfc}
+    names |= {"erfinv": lax.erf_inv, "lgamma": lax.lgamma, "reciprocal": jnp.reciprocal}
+    names |= {"deg2rad": jnp.deg2rad, "rad2deg": jnp.rad2deg, "sinc": jnp.sinc, "angle": argument}
+    for name, f in names.items():
+        op(name)(lambda input, f=f: f(floating(input)))
+    for name, f in {"isnan": jnp.isnan, "isinf": jnp.isinf, "isfinite": jnp.isfinite, "logical_not": lambda x: ~nonzero(x)}.items():
+        op(name)(lambda input, f=f: f(input))
+    same = {"abs absolute __abs__": absolute, "neg negative __neg__": jnp.negative, "positive __pos__": jnp.asarray, "sign sgn": sign}
+    same |= {"floor": jnp.floor, "ceil": jnp.ceil, "trunc fix": jnp.trunc, "square": _squared, "bitwise_not __invert__": jnp.invert}
+    for aliases, f in same.items():
+        op(*aliases.split())(lambda input, f=f: f(input))
+
+
+_register_unary()
+
+
+@op("round")
+def round_(input: Any, decimals: int = 0) -> Any:
+    """Half to even, as torch."""
+    return jnp.round(input, decimals)
+
+
+@op("frac")
+def frac(input: Any) -> Any:
+    """What follows the point."""
+    return input - jnp.trunc(input)
+
+
+def _register_binary() -> None:
+    table: dict[str, Any] = {"maximum": maximum, "minimum": minimum, "logaddexp": log_add_exp, "xlogy": _xlogy}
+    table |= {"remainder": jnp.remainder, "fmod": jnp.fmod, "floor_divide": jnp.floor_divide, "hypot": jnp.hypot}
+    table |= {"fmax": lambda a, b: jnp.where((a >= b) | (b != b), a, b), "fmin": lambda a, b: jnp.where((a <= b) | (b != b), a, b)}
+    table |= {"mul": _mul, "multiply": _mul, "__floordiv__": jnp.floor_divide, "__mod__": jnp.remainder, "__mul__": _mul}
+    table |= {f"bitwise_{name}": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
+    table |= {f"__{name}__": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")}
+    table |= {f"__{name}__": getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+    table |= {"eq": operator.eq, "ne": operator.ne, "not_equal": operator.ne, "lt": operator.lt, "less": operator.lt}
+    table |= {"le": operator.le, "less_equal": operator.le, "gt": operator.gt, "greater": operator.gt}
+    table |= {"ge": operator.ge, "greater_equal": operator.ge}
+    for name, f in table.items():
+        op(name)(lambda input, other, f=f: f(*promoted(input, other)))
+    for aliases, f in {"atan2 arctan2": angle, "copysign": copysign}.items():
+        op(*aliases.split())(lambda input, other, f=f: f(*map(floating, promoted(input, other))))
+    for name, f, unlike in (("__eq__", operator.eq, False), ("__ne__", operator.ne, True)):  # to None or a string, which is no error
+        op(name)(lambda input, other, f=f, unlike=unlike: unlike if isinstance(other, str | None) else f(*promoted(input, other)))
+    for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
+        op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
+    for name, f in {"logical_and": jnp.logical_and, "logical_or": jnp.logical_or, "logical_xor": jnp.logical_xor}.items():
+        op(name)(lambda input, other, f=f: f(nonzero(input), nonzero(other)))
+
+
+def _mul(a: Any, b: Any) -> Any:
+    return jnp.logical_and(a, b) if a.dtype == bool else a * b
+
+
+def _xlogy(a: Any, b: Any) -> Any:
+    a, b = floating(a), floating(b)
+    return jax.scipy.special.xlogy(jnp.where((a == 0) & (b <= 0), lax.stop_gradient(a), a), b)
+
+
+def log_add_exp(a: Any, b: Any) -> Any:
+    """log(exp(a) + exp(b)). Of complex numbers torch adds the one with the larger real part behind the logarithm: no angle is taken off."""
+    if not jnp.iscomplexobj(a):
+        return jnp.logaddexp(a, b)
+    first = a.real >= b.real
+    most, least = jnp.where(first, a, b), jnp.where(first, b, a)
+    endless = (most.real == least.real) & jnp.isinf(most.real)
+    zero = jnp.zeros((), most.dtype)
+    difference = jnp.where(endless, zero, least) - jnp.where(endless, zero, most)
+    ends = [jnp.where(endless & (most.real > 0), x, zero) for x in (least, most)]
+    of_ends = jnp.where(most.real < 0, least, jnp.log(jnp.exp(ends[0]) + jnp.exp(ends[1])))
+    return jnp.where(endless, of_ends, most + jnp.log1p(jnp.exp(difference)))
+
+
+_register_binary()
+
+
+@op("add", "__add__", "__radd__")
+def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """input + alpha * other."""
+    a, b = promoted(input, other)
+    if a.dtype == bool:
+        return jnp.logical_or(a, jnp.logical_and(b, bool(alpha)))
+    return a + _times(b, alpha)
+
+
+def _times(x: Any, alpha: Any) -> Any:
+    """x multiplied by a number, which wraps around where the dtype has no negative ones, as in torch."""
+    if isinstance(alpha, int | float) and alpha == 1:
+        return x
+    dtype = jax_dtype(torch.int64) if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else x.dtype
+    return x * jnp.asarray(alpha, dtype).astype(x.dtype)
+
+
+@op("sub", "subtract", "__sub__")
+def sub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """input - alpha * other."""
+    a, b = promoted(input, other)
+    return a - _times(b, alpha)
+
+
+@op("rsub", "__rsub__")
+def rsub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    """other - alpha * input."""
+    a, b = promoted(input, other)
+    return b - _times(a, alpha)
+
+
+@op("div", "divide", "true_divide", "__div__", "__truediv__")
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    """Division; of integers in torch's default dtype unless it is rounded."""
+    a, b = promoted(input, other)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(a, b)
+    if rounding_mode == "trunc":
+        return jnp.trunc(a / b) if jnp.issubdtype(a.dtype, jnp.inexact) else lax.div(*jnp.broadcast_arrays(a, b))
+    return floating(a) / floating(b)
+
+
+@op("__rtruediv__", "__rdiv__")
+def rdiv(input: Any, other: Any) -> Any:
+    """other / input."""
+    return div(other, input)
+
+
+@op("pow", "__pow__")
+def pow_(input: Any, exponent: Any) -> Any:
+    """A power; a whole exponent by multiplication, whose derivative is right at zero too."""
+    if isinstance(exponent, int | float) and not isinstance(exponent, bool) and abs(exponent) < 64 and exponent == int(exponent):
+        base = promoted(input, exponent)[0]
+        if exponent < 0 and not jnp.issubdtype(base.dtype, jnp.inexact):
+            raise RuntimeError(
+                f"A tensor of {base.dtype} is raised to the power {exponent} {where_now()}, and torch raises integers to no negative "
+                "number. Convert the tensor to a floating dtype first."
+            )
+        return lax.integer_pow(base, int(exponent))
+    if isinstance(exponent, float) and exponent == 0.5:
+        return jnp.sqrt(floating(input))
+    a, b = promoted(input, exponent)
+    return _whole_power(a, b) if jnp.issubdtype(a.dtype, jnp.signedinteger) else power(a, b)
+
+
+def _whole_power(a: Any, b: Any) -> Any:
+    """A power of integers; a negative one is cut to an integer: 0 but for 1 and -1."""
+    one = jnp.ones((), a.dtype)
+    inverse = jnp.where(a == one, one, jnp.where(a == -one, 1 - 2 * (b % 2), jnp.zeros((), a.dtype)))
+    return jnp.where(b < 0, inverse, jnp.power(a, jnp.maximum(b, jnp.zeros((), b.dtype))))
+
+
+@op("__rpow__")
+def rpow(input: Any, other: Any) -> Any:
+    """other to the power of input."""
+    return pow_(other, input)
+
+
+@op("clamp", "clip")
+def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
+    """Within bounds, NaN where the number or a bound is; the gradient passes at the bounds, and nowhere at NaN, as in torch."""
+    given = [x for x in (min, max) if x is not None]
+    input, *bounds = promoted(input, *given)
+    low = None if min is None else bounds[0]
+    high = None if max is None else bounds[-1]
+    value = input if low is None else jnp.maximum(input, low)
+    value = value if high is None else jnp.minimum(value, high)
+    inside, source = True, lax.stop_gradient(value)
+    if low is not None:
+        inside = input >= low
+        source = jnp.where(input < low if high is None else (input < low) & (low < high), low, source)
+    if high is not None:
+        inside &= input <= high
+        source = jnp.where(input > high if low is None else (input > high) | (high < low), high, source)
+    return unnoticed(jnp.where(inside, input, source), value)
+
+
+@op("clamp_min")
+def clamp_min(input: Any, min: Any) -> Any:
+    """At least."""
+    return clamp(input, min)
+
+
+@op("clamp_max")
+def clamp_max(input: Any, max: Any) -> Any:
+    """At most."""
+    return clamp(input, None, max)
+
+
+def where(condition: Any, input: Any = None, other: Any = None) -> Any:
+    """Elements of one or the other."""
+    if input is None:
+        return jnp.where(condition)
+    return jnp.where(condition, *promoted(input, other))
+
+
+def _where_method(input: Any, condition: Any, other: Any) -> Any:
+    return where(condition, input, other)
+
+
+add_ops({torch.where: Op(where, inspect.signature(where)), torch.Tensor.where: Op(_where_method, None)})
+
+
+@op("masked_fill")
+def masked_fill(input: Any, mask: Any, value: Any) -> Any:
+    """The value where the mask is True."""
+    return jnp.where(mask, jnp.asarray(value, input.dtype), input)
+
+
+@op("lerp")
+def lerp(input: Any, end: Any, weight: Any) -> Any:
+    """input + weight * (end - input)."""
+    input, end, weight = promoted(input, end, weight)
+    return input + weight * (end - input)
+
+
+@op("addcmul")
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """input + value * tensor1 * tensor2."""
+    return add(input, _mul(*promoted(tensor1, tensor2)), alpha=value)
+
+
+@op("addcdiv")
+def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
+    """input + value * tensor1 / tensor2."""
+    return add(input, div(tensor1, tensor2), alpha=value)
+
+
+@op("nan_to_num")
+def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+    """Numbers for what is none."""
+    return jnp.nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+def places(index: Any, size: int) -> Any:
+    """Indices of which none counts from the end: torch refuses a negative one, jax would take it; here it is out of range."""
+    if not jnp.issubdtype(index.dtype, jnp.signedinteger):
+        return index
+    index = index if index.dtype.itemsize >= 4 else index.astype(jnp.int32)  # where size may be stored
+    return jnp.where(index < 0, size, index)
+
+
+def axes(dim: Dims) -> Any:
+    """numpy's axes of torch's dim: None and () are all."""
+    return None if dim is None or (not isinstance(dim, int) and len(dim) == 0) else dim if isinstance(dim, int) else tuple(dim)
+
+
+def lines(handler: Any) -> Any:
+    """A function of lines along a dim, also of a number: torch takes it as a line of one element."""
+
+    @functools.wraps(handler)
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(input, *args, **kwargs) if jnp.ndim(input) else numbers(handler(input[None], *args, **kwargs))
+
+    return run
+
+
+def numbers(out: Any) -> Any:
+    """Of vectors of one element, alone or in a tuple, the numbers in them."""
+    return type(out)(list(map(numbers, out))) if isinstance(out, tuple) else out.reshape(())
+
+
+@op("sum")
+@lines
+def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A sum; of bools and small integers in int64, as torch."""
+    if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
+        dtype = torch.int64
+    input = cast(input, dtype)
+    return jnp.sum(input, axis=axes(dim), keepdims=keepdim, dtype=input.dtype)
+
+
+@op("mean")
+@lines
+def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A mean."""
+    return jnp.mean(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
+
+
+@op("prod")
+@lines
+def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A product."""
+    if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
+        dtype = torch.int64
+    input = cast(input, dtype)
+    return jnp.prod(input, axis=dim, keepdims=keepdim, dtype=input.dtype)
+
+
+@op("var")
+@lines
+def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """A variance, with Bessel's correction unless told otherwise."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    ddof: Any = correction if correction is not None else 1 if unbiased else 0
+    return jnp.var(input, axis=axes(dim), keepdims=keepdim, ddof=ddof)
+
+
+@op("std")
+@lines
+def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """The root of `var`."""
+    return root(var(input, dim, unbiased, keepdim, correction=correction))
+
+
+@op("var_mean")
+@lines
+def var_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """Variance and mean."""
+    return var(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
+
+
+@op("std_mean")
+@lines
+def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+    """Deviation and mean."""
+    return std(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
+
+
+@op("all")
+@lines
+def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Whether all are nonzero; of bytes as a byte."""
+    return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
+
+
+def _answer(x: Any) -> Any:
+    return x.dtype if x.dtype == jnp.uint8 else bool
+
+
+@op("_assert")
+def assert_(condition: Any, message: str) -> None:
+    """An assertion: of what is known. What is traced passes."""
+    if not isinstance(condition, Tracer):
+        assert condition, message
+
+
+@op("_is_all_true")
+def is_all_true(input: Any) -> Any:
+    """What torch's own checks ask: answered where the values are known, passed while they are traced."""
+    return isinstance(input, Tracer) or jnp.all(input)
+
+
+@op("any")
+@lines
+def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+    """Whether one is nonzero; of bytes as a byte."""
+    return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
+
+
+@op("amax")
+@lines
+def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    """The largest; the gradient is shared among equals, as in torch."""
+    return jnp.max(input, axis=axes(dim), keepdims=keepdim)
+
+
+@op("amin")
+@lines
+def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    """The smallest."""
+    return jnp.min(input, axis=axes(dim), keepdims=keepdim)
+
+
+@op("linalg_vector_norm")
+@lines
+def norm(input: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The p-norm of all elements or along dims."""
+    p, x, axis = ord, cast(input, dtype), axes(dim)
+    if p in (None, "fro", 2):
+        return root(jnp.sum(jnp.square(absolute(x)), axis=axis, keepdims=keepdim))
+    if math.isinf(p):
+        return (jnp.max if p > 0 else jnp.min)(absolute(x), axis=axis, keepdims=keepdim)
+    if p == 0:
+        return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
+    if p == 1:
+        return jnp.sum(absolute(x), axis=axis, keepdims=keepdim)
+    if p < 0:  # where one element is zero, so is the whole, and its derivative
+        zero = x == 0
+        whole = pow_(jnp.sum(pow_(absolute(jnp.where(zero, jnp.ones_like(x), x)), p), axis=axis, keepdims=keepdim), 1 / p)
+        return jnp.where(jnp.any(zero, axis=axis, keepdims=keepdim), jnp.zeros_like(whole), whole)
+    power = functools.partial(pow_, exponent=p)
+    powers = flat_at_zero(power, absolute(x)) if 0 < p < 1 else power(absolute(x))
+    return flat_at_zero(lambda whole: pow_(whole, 1 / p), jnp.sum(powers, axis=axis, keepdims=keepdim))

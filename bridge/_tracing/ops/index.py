@@ -1,0 +1,140 @@
+"""torch's indexing, `x[key]` and `x[key] = value`."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.core import Tracer
+
+from bridge._tracing.context import where_now
+from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.op_registry import Op, add_ops, leaves
+from bridge._tracing.tensor import Traced, as_array
+
+
+def _key(key: Any) -> Any:
+    """torch's index as jax's: tensors and lists as arrays."""
+    if isinstance(key, tuple):
+        return tuple(map(_key, key))
+    if isinstance(key, list):
+        return np.asarray(key) if key and all(isinstance(k, bool) for k in key) else jnp.asarray([as_array(k) for k in key])
+    if isinstance(key, slice):
+        return slice(*(None if x is None else operator.index(as_array(x)) for x in (key.start, key.stop, key.step)))
+    key = as_array(key)
+    if getattr(key, "dtype", None) != jnp.uint8:
+        return key
+    with nullcontext() if isinstance(key, Tracer) else jax.ensure_compile_time_eval():  # torch's older masks
+        return key.astype(bool)
+
+
+def _is_number(k: Any) -> bool:
+    if isinstance(k, jax.Array | np.ndarray):
+        return k.shape == () and k.dtype != bool
+    return isinstance(k, int) and not isinstance(k, bool)
+
+
+def _is_tensor(k: Any) -> bool:
+    return isinstance(k, jax.Array | np.ndarray) and not _is_number(k)
+
+
+def _parted(key: Any) -> tuple[Any, Any]:
+    """An index of torch's with numbers and tensors as two of jax's: numbers, slices and new dims first, then tensors.
+
+    numpy counts a number among the tensors, and puts what they choose in front where a slice lies between.
+    """
+    if not isinstance(key, tuple) or not any(map(_is_number, key)) or not any(map(_is_tensor, key)):
+        return key, None
+    first, then = [], []
+    for k in key:
+        width = k.ndim if _is_tensor(k) and k.dtype == bool else 1
+        first += [slice(None)] * width if _is_tensor(k) else [k]
+        then += [k] if _is_tensor(k) or k is Ellipsis else [] if _is_number(k) else [slice(None)]
+    return tuple(first), tuple(then)
+
+
+def _take(array: Any, key: Any) -> Any:
+    first, then = _parted(key)
+    try:
+        return array[first] if then is None else array[first][then]
+    except jax.errors.NonConcreteBooleanIndexError as error:
+        raise _of_values() from error
+
+
+def _put(array: Any, key: Any, value: Any) -> Any:
+    first, then = _parted(key)
+    try:
+        return array.at[first].set(value) if then is None else array.at[first].set(array[first].at[then].set(value))
+    except jax.errors.NonConcreteBooleanIndexError as error:
+        raise _of_values() from error
+
+
+def _of_values() -> NotImplementedError:
+    return NotImplementedError(
+        f"A boolean mask is an index {where_now()}, and how many elements it chooses depends on values, which one compiled program cannot "
+        "follow. Use torch.where(mask, ...), masked_fill, or multiply by the mask."
+    )
+
+
+def getitem(input: Any, key: Any) -> Any:
+    """input[key]: a view where no tensor is in the key."""
+    array, made = as_array(input), _key(key)
+    _in_range(array, made)
+    if isinstance(input, Traced) and not any(isinstance(k, jax.Array | np.ndarray) for k in leaves(made)):
+        return Traced(_take(array, made), input, (_take, (made,), {}, None, operator.getitem))
+    return _take(array, made)
+
+
+def _in_range(array: Any, key: Any) -> None:
+    """jax clamps an index that is out of range; torch has an error."""
+    dim = 0
+    for k in key if isinstance(key, tuple) else (key,):
+        if k is Ellipsis or (isinstance(k, jax.Array) and k.dtype == bool):
+            return
+        if isinstance(k, int) and not isinstance(k, bool) and dim < array.ndim and not -array.shape[dim] <= k < array.shape[dim]:
+            raise IndexError(f"index {k} is out of range for dim {dim} of size {array.shape[dim]}.")
+        dim += k is not None and not isinstance(k, bool)
+
+
+def setitem(input: Any, key: Any, value: Any) -> None:
+    """input[key] = value."""
+    if not isinstance(input, Traced):
+        raise ValueError(
+            f"a traced value is written into a plain torch tensor {where_now()}. Register it as a buffer, or make it inside forward."
+        )
+    array, made = input.value, _key(key)
+    _in_range(array, made)
+    value = jnp.asarray(as_array(value), array.dtype)
+    trimmed = jnp.squeeze(value, tuple(range(next((i for i, n in enumerate(value.shape) if n != 1), value.ndim))))
+    chosen = _chosen(made, array.shape, trimmed.shape)
+    if chosen is not None:
+        new = jnp.where(chosen, trimmed, array)
+    else:
+        while value.ndim and value.shape[0] == 1 and value.ndim > jax.eval_shape(lambda a: _take(a, made), array).ndim:
+            value = value[0]
+        new = _put(array, made, value)
+    input.value = new if torch.is_grad_enabled() else unnoticed(array, new)
+
+
+def _chosen(key: Any, shape: tuple[int, ...], value: tuple[int, ...]) -> Any:
+    """An index of one mask, among whole dims at most, as a mask of all dims of an array of this shape; None for another.
+
+    None too where a value of that shape does not fit behind what the mask chooses: it may have numbers for each element there.
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    masks = [i for i, k in enumerate(keys) if isinstance(k, jax.Array) and k.dtype == bool]
+    if len(masks) != 1 or any(i != masks[0] and not (isinstance(k, slice) and k == slice(None)) for i, k in enumerate(keys)):
+        return None
+    mask, before = keys[masks[0]], masks[0]
+    behind = shape[before + mask.ndim :]
+    if len(value) > len(behind) or any(n not in (1, size) for n, size in zip(value[::-1], behind[::-1], strict=False)):
+        return None
+    return mask.reshape((1,) * before + mask.shape + (1,) * len(behind))
+
+
+add_ops({torch.Tensor.__getitem__: Op(getitem, None, raw=True), torch.Tensor.__setitem__: Op(setitem, None, raw=True)})

@@ -1,0 +1,455 @@
+"""Layers and activations of torch.nn.functional over arrays."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from bridge._tracing.context import next_key
+from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.materialize import gradient_once, on_cpu, once
+from bridge._tracing.op_registry import Op, add_ops, op, primitive
+from bridge._tracing.tensor import as_array
+
+from .attention import attended, bounded
+from .elementwise import cast, floating, lines, places
+from .subgradients import relu
+
+
+def _register_activations() -> None:
+    plain: dict[str, Callable[[Any], Any]] = {
+        "relu": relu,
+        "relu6": lambda x: hardtanh(x, 0.0, 6.0),
+        "silu": jax.nn.silu,
+        "selu": lambda x: 1.0507009873554805 * elu(x, 1.6732632423543772),
+        "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+        "logsigmoid log_sigmoid": jax.nn.log_sigmoid,
+        "softsign": lambda x: jax.nn.soft_sign(floating(x)),
+        "tanhshrink": lambda x: floating(x) - jnp.tanh(floating(x)),
+        "hardswish": lambda x: x * hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+        "hardsigmoid": lambda x: hardtanh(x + 3.0, 0.0, 6.0) / 6.0,
+    }
+    for names, f in plain.items():
+        op(*names.split())(lambda input, inplace=False, f=f: f(input))
+
+
+_register_activations()
+
+
+@op("gelu")
+def gelu(input: Any, *, approximate: str = "none") -> Any:
+    """x * Phi(x), or its approximation by tanh."""
+    if approximate == "tanh":
+        return jax.nn.gelu(input, approximate=True)
+    return _gelu(on_cpu(), input)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gelu(again: bool, x: Any) -> Any:
+    """jax's own, by erfc, takes three times as long with its gradient. `again`: the gradient takes erf again, where it would be stored."""
+    half, root = (jnp.asarray(y, x.dtype) for y in (0.5, math.sqrt(0.5)))
+    return half * x * (1 + lax.erf(x * root))
+
+
+@_gelu.defjvp
+def _(again: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (change,) = primals, tangents
+    half, root, top = (jnp.asarray(y, x.dtype) for y in (0.5, math.sqrt(0.5), 1 / math.sqrt(2 * math.pi)))
+    share = half * (1 + lax.erf(x * once(root, again)))
+    return _gelu(again, x), (share + x * (top * jnp.exp(-half * x * x))) * change
+
+
+@op("leaky_relu")
+def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    """x, or slope * x below zero."""
+    return jnp.where(input > 0, input, input * jnp.asarray(negative_slope, input.dtype))
+
+
+@op("elu")
+def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """x, or alpha * (exp(x) - 1) below zero."""
+    return _exponential_below(input, alpha, 1.0)
+
+
+@op("celu")
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """x, or alpha * (exp(x / alpha) - 1) below zero."""
+    return _exponential_below(input, alpha, 1 / alpha)
+
+
+def _exponential_below(x: Any, alpha: float, slope: float) -> Any:
+    """x where it is above zero or NaN, so that the gradient passes at NaN, as in torch."""
+    below = x <= 0
+    return jnp.where(below, alpha * jnp.expm1(slope * jnp.where(below, x, jnp.zeros((), x.dtype))), x)
+
+
+@op("prelu")
+def prelu(input: Any, weight: Any) -> Any:
+    """x, or weight * x below zero, weight by channel."""
+    shape = (1, -1) + (1,) * (input.ndim - 2) if input.ndim > 1 and weight.size > 1 else (-1,) if input.ndim else ()
+    return jnp.where(input > 0, input, input * weight.reshape(shape))
+
+
+@op("hardtanh")
+def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    """Within bounds; no gradient at them, as in torch."""
+    low, high = jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype)
+    return jnp.where(input <= low, low, jnp.where(input >= high, high, input))
+
+
+@op("softplus")
+def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """log(1 + exp(beta x)) / beta; x itself beyond the threshold."""
+    scaled = input * jnp.asarray(beta, input.dtype)
+    return jnp.where(scaled > threshold, input, jax.nn.softplus(scaled) / jnp.asarray(beta, input.dtype))
+
+
+@op("threshold")
+def threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> Any:
+    """The value up to the threshold, x above it and where it is NaN."""
+    return jnp.where(input <= threshold, jnp.asarray(value, input.dtype), input)
+
+
+@op("hardshrink")
+def hardshrink(input: Any, lambd: float = 0.5) -> Any:
+    """Zero near zero; NaN stays."""
+    return jnp.where(jnp.abs(input) <= lambd, jnp.zeros((), input.dtype), input)
+
+
+@op("softshrink")
+def softshrink(input: Any, lambd: float = 0.5) -> Any:
+    """Moved towards zero; NaN stays."""
+    shift = jnp.asarray(lambd, input.dtype)
+    return jnp.where(jnp.abs(input) <= shift, jnp.zeros((), input.dtype), jnp.where(input > shift, input - shift, input + shift))
+
+
+@op("glu")
+def glu(input: Any, dim: int = -1) -> Any:
+    """One half times the sigmoid of the other."""
+    return jax.nn.glu(input, axis=dim)
+
+
+def _shares(function: Any, input: Any, dim: int | None) -> Any:
+    """Along a dim; torch chooses one by itself where none is given."""
+    return function(input, axis=dim if dim is not None else 0 if input.ndim in (1, 3) else 1)
+
+
+@op("softmax", "special_softmax")
+@lines
+def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Shares that sum to one."""
+    dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
+    return _shares(jax.nn.softmax, cast(input, dtype), dim)
+
+
+@op("log_softmax", "special_log_softmax")
+@lines
+def log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """The logarithm of `softmax`."""
+    dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
+    return _shares(jax.nn.log_softmax, cast(input, dtype), dim)
+
+
+@op("softmin")
+def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """`softmax` of -x."""
+    return softmax(-input, dim, dtype=dtype)
+
+
+def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> Any:
+    """A mask over `shape`, divided by the share that it keeps."""
+    if p >= 1:
+        return jnp.zeros(shape, input.dtype)
+    keep = jax.random.bernoulli(next_key(what), jnp.float32(1 - p), shape)  # else twice the bits under x64
+    return jnp.where(keep, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype))
+
+
+@op("dropout")
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Elements dropped by key; needs no key where nothing can be dropped."""
+    return input * _kept(input.shape, p, "dropout", input) if training and p > 0 else input
+
+
+@op("native_dropout")
+def native_dropout(input: Any, p: float, training: bool | None) -> Any:
+    """`dropout`, and which elements it has kept."""
+    if training is False or p == 0:
+        return input, jnp.ones(input.shape, bool)
+    kept = _kept(input.shape, p, "dropout", input)
+    return input * kept, kept != 0
+
+
+@op("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
+def feature_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Channels dropped by key."""
+    shape = input.shape[:2] + (1,) * (input.ndim - 2)
+    return input * _kept(shape, p, "dropout of channels", input) if training and p > 0 else input
+
+
+def _to_the_floor(input: Any, p: float, training: bool, shape: tuple[int, ...], what: str) -> Any:
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return input * 0
+    floor = -1.7580993408473766
+    a = ((1 - p) * (1 + p * floor**2)) ** -0.5
+    keep = jax.random.bernoulli(next_key(what), jnp.float32(1 - p), shape)
+    return jnp.where(keep, input, jnp.asarray(floor, input.dtype)) * a - a * floor * p
+
+
+@op("alpha_dropout")
+def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    """Dropped to SELU's floor, mean and variance kept."""
+    return _to_the_floor(input, p, training, input.shape, "alpha_dropout")
+
+
+@op("feature_alpha_dropout")
+def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    """As `alpha_dropout`, whole channels."""
+    return _to_the_floor(input, p, training, input.shape[:2] + (1,) * (input.ndim - 2), "feature_alpha_dropout")
+
+
+@op("rrelu")
+def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
+    """x, or below zero x times a slope drawn by key; by the middle one without training."""
+    if not training:
+        return leaky_relu(input, (lower + upper) / 2)
+    slope = jax.random.uniform(next_key("rrelu"), input.shape, input.dtype, lower, upper)
+    return jnp.where(input <= 0, input * slope, input)
+
+
+@op("linear")
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """x @ W.T + b."""
+    out = jnp.matmul(input, weight.T)
+    return out if bias is None else out + bias
+
+
+@op("bilinear")
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    """x1 @ W @ x2 + b."""
+    out = jnp.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return out if bias is None else out + bias
+
+
+def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> Any:
+    """Rows of a weight, NaN for one that is not there. `by_frequency`: their gradient is divided by how often each is taken."""
+    index = places(index, weight.shape[0])
+    rows = jnp.take(weight, index, axis=0)
+    if not by_frequency:
+        return rows
+    often = jnp.take(jnp.zeros(weight.shape[0], jnp.int32).at[index].add(1), index)
+    return unnoticed(rows / jnp.maximum(often, 1)[..., None].astype(rows.dtype), rows)
+
+
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Rows of the weight; none but a gradient's path is closed for `padding_idx`. NaN for a row that is not there."""
+    if max_norm is not None:
+        raise NotImplementedError("embedding: max_norm, which changes the weight, is not there in jax.")
+    rows = rows_of(weight, input, scale_grad_by_freq)
+    if padding_idx is None:
+        return rows
+    return jnp.where((input == padding_idx % weight.shape[0])[..., None], lax.stop_gradient(rows), rows)
+
+
+add_ops({F.embedding: Op(embedding, inspect.signature(embedding))})
+
+
+@primitive("embedding")
+def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+    return embedding(indices, weight, None if padding_idx == -1 else padding_idx, None, 2.0, scale_grad_by_freq)
+
+
+@op("layer_norm")
+def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    """Mean zero and variance one over the last dims; half types in float32 inside, as torch."""
+    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    out = _normalised(input, axes, eps)
+    return _affine(out, weight, bias).astype(input.dtype)
+
+
+def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
+    x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
+    return _standardised(axes, x, jnp.ones((), x.dtype), jnp.asarray(eps, x.dtype))
+
+
+def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Mean and biased variance along axes, which stay with length one."""
+    return jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _standardised(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> Any:
+    """Mean zero and variance one along axes, times a scale that is the same along them; eps has no gradient."""
+    mean, var = moments(x, axes)
+    return (x - mean) * lax.rsqrt(var + eps) * scale
+
+
+@functools.partial(_standardised.defjvp, symbolic_zeros=True)
+def _(axes: tuple[int, ...], primals: tuple[Any, Any, Any], tangents: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    """Transposed: two sums over the gradient, the very ones that a bias and a scale have.
+
+    Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3; what is the same along the axes is multiplied last.
+    """
+    (x, scale, eps), (change, d_scale, _) = primals, tangents
+    mean, var = moments(x, axes)
+    inverse = lax.rsqrt(var + eps)
+    plain, parts = (x - mean) * inverse, []
+    if not isinstance(change, SymbolicZero):
+        change, share = change * (inverse * scale), jnp.asarray(-1 / max(1, math.prod(x.shape[a] for a in axes)), x.dtype)
+        sums = [jnp.sum(y, axes, keepdims=True) * share for y in (change, plain * change)]
+        parts = [change + sums[0] + plain * sums[1]]
+    if not isinstance(d_scale, SymbolicZero):
+        parts.append(plain * d_scale)
+    return _standardised(axes, x, scale, eps), sum(parts) if parts else jnp.zeros_like(x)
+
+
+def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else x * weight.astype(x.dtype)
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
+@op("group_norm")
+def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    """Mean zero and variance one over groups of channels."""
+    grouped = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
+    out = _normalised(grouped, (2,), eps).reshape(input.shape)
+    return _affine(out, *_by_channel(input.ndim, weight, bias)).astype(input.dtype)
+
+
+def _by_channel(ndim: int, *arrays: Any) -> list[Any]:
+    return [None if a is None else a.reshape((1, -1) + (1,) * (ndim - 2)) for a in arrays]
+
+
+@op("rms_norm")
+def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Root mean square one over the last dims."""
+    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
+    eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    return _affine(x * lax.rsqrt(jnp.mean(jnp.square(x), axes, keepdims=True) + eps), weight, None).astype(input.dtype)
+
+
+def batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: Any = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """Mean zero and variance one of each channel over the batch, or by running statistics, which training moves on.
+
+    The running variance takes the unbiased one, as torch's.
+    """
+    return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, tuple(range(input.ndim - 1)))
+
+
+def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: Any, eps: float, axes: Any) -> Any:
+    """`axes`: those that share statistics, with channels last."""
+    raw = as_array(input)
+    if raw.size == 0:
+        return raw
+    # On a CPU convolutions compute with channels last: no transposition in between.
+    x = jnp.moveaxis(raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw, 1, -1)
+    weight, bias = as_array(weight), as_array(bias)
+    if not training and mean is not None:
+        use_mean, use_var = as_array(mean).astype(x.dtype), as_array(var).astype(x.dtype)
+        out = _affine((x - use_mean) * lax.rsqrt(use_var + eps), weight, bias)
+    else:
+        n = math.prod(x.shape[a] for a in axes)
+        if n == 1:
+            raise ValueError(f"batch_norm: one value per channel (input of shape {tuple(raw.shape)}) has no variance; give a larger batch.")
+        use_mean, use_var = moments(x, axes)
+        if mean is not None:
+            factor = as_array(momentum)
+            _move(mean, use_mean, factor)
+            _move(var, use_var * (n / (n - 1)), factor)
+        scale = jnp.ones((), x.dtype) if weight is None else weight.astype(x.dtype)
+        out = _affine(_standardised(axes, x, scale, jnp.asarray(eps, x.dtype)), None, bias)
+    return jnp.moveaxis(out, -1, 1).astype(raw.dtype)
+
+
+def _move(running: Any, new: Any, factor: Any) -> None:
+    """Over the batch too, where each instance had its own statistics."""
+    old = running.value
+    flat = jnp.mean(lax.stop_gradient(new), tuple(range(new.ndim - 1))).astype(old.dtype)
+    factor = jnp.asarray(factor, old.dtype)
+    running.value = old * (1 - factor) + flat * factor
+
+
+def instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: Any = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """As `batch_norm`, each instance by its own statistics."""
+    return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(1, input.ndim - 1)))
+
+
+add_ops(dict.fromkeys((F.batch_norm, torch.batch_norm), Op(batch_norm, None, raw=True)))
+add_ops(dict.fromkeys((F.instance_norm, torch.instance_norm), Op(instance_norm, None, raw=True)))
+
+
+@op("scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(q k^T * scale + mask) v; the softmax of half types in float32."""
+    if enable_gqa:
+        key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
+    factor, half = 1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype.itemsize < 4
+    wide = jnp.dtype(jnp.float32) if half else query.dtype
+    factor = jnp.asarray(factor, wide)
+    query = query if half else query * factor
+    scores = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=wide))
+    scores = scores * factor if half else scores
+    if is_causal:  # each query may look at the first key
+        scores = bounded(scores, jnp.tri(*scores.shape[-2:], dtype=bool))
+    elif attn_mask is not None and attn_mask.dtype == bool:
+        scores = bounded(scores, attn_mask)
+    elif attn_mask is not None:
+        scores = scores + attn_mask.astype(scores.dtype)
+    kept = _kept(scores.shape, dropout_p, "dropout", scores) if dropout_p > 0 else None
+    return gradient_once(attended(scores, kept, value))
+
+
+@op("_weight_norm")
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    """g * v / |v|, the norm over all dims but one."""
+    axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim % v.ndim)
+    return v * (g / jnp.sqrt(jnp.sum(jnp.square(v), axes, keepdims=True)))

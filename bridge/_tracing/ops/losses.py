@@ -1,0 +1,188 @@
+"""Losses of torch.nn.functional over arrays."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from bridge._tracing.op_registry import op
+from bridge._tracing.promotion import promoted
+
+from .elementwise import places
+from .subgradients import absolute
+
+
+def loss_of(*names: str) -> Callable[[Any], Any]:
+    """`op` for a loss with torch's older arguments beside `reduction`: size_average and reduce."""
+
+    def register(handler: Any) -> Any:
+        signature = inspect.signature(handler)
+
+        @functools.wraps(handler)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            average, each = (given.arguments.pop(name, None) for name in ("size_average", "reduce"))
+            if average is not None or each is not None:
+                mean = "sum" if average is False else "mean"
+                given.arguments["reduction"] = "none" if each is False else mean
+            return handler(*given.args, **given.kwargs)
+
+        return op(*names)(asked)
+
+    return register
+
+
+def reduced(loss: Any, reduction: Any) -> Any:
+    """The mean, the sum, or each; as torch's C++ has it 1, 2 or 0."""
+    return jnp.mean(loss) if reduction in ("mean", 1) else jnp.sum(loss) if reduction in ("sum", 2) else loss
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _picked(axis: int, x: Any, index: Any) -> Any:
+    """One element of each row along an axis. Its gradient is a comparison, which needs no zeros that it is scattered into."""
+    return jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis=axis), axis)
+
+
+@_picked.defjvp
+def _(axis: int, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (x, index), (change, _) = primals, tangents
+    own = jnp.expand_dims(index, axis) == lax.broadcasted_iota(index.dtype, x.shape, axis)
+    return _picked(axis, x, index), jnp.sum(jnp.where(own, change, jnp.zeros((), change.dtype)), axis)
+
+
+def _classes(log_p: Any, target: Any, weight: Any, ignore_index: int, reduction: str, smoothing: float) -> Any:
+    """Of log-probabilities (N, C, ...) and classes (N, ...), what `nll_loss` and `cross_entropy` share."""
+    axis = 1 if log_p.ndim > 1 else 0
+    valid = target != ignore_index
+    safe = places(jnp.where(valid, target, 0), log_p.shape[axis])
+    picked = -_picked(axis, log_p, safe)
+    share = jnp.ones(picked.shape, log_p.dtype) if weight is None else jnp.take(weight, safe).astype(log_p.dtype)
+    share = jnp.where(valid, share, jnp.zeros((), log_p.dtype))
+    loss = jnp.where(valid, picked * share, jnp.zeros((), log_p.dtype))
+    if smoothing > 0:
+        shape = (-1,) + (1,) * (log_p.ndim - axis - 1)
+        spread = -jnp.sum(log_p if weight is None else log_p * weight.reshape(shape), axis)
+        spread = jnp.where(valid, spread, jnp.zeros((), log_p.dtype)) / log_p.shape[axis]
+        loss = (1 - smoothing) * loss + smoothing * spread
+    return jnp.sum(loss) / jnp.sum(share) if reduction == "mean" else reduced(loss, reduction)
+
+
+@loss_of("cross_entropy", "cross_entropy_loss")
+def cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Of logits and classes, or of logits and probabilities of classes."""
+    axis = 1 if input.ndim > 1 else 0
+    log_p = jax.nn.log_softmax(input, axis)
+    if jnp.issubdtype(target.dtype, jnp.integer):
+        return _classes(log_p, target, weight, ignore_index, reduction, label_smoothing)
+    target = target.astype(log_p.dtype) * (1 - label_smoothing) + label_smoothing / input.shape[axis]
+    if weight is not None:
+        log_p = log_p * weight.reshape((-1,) + (1,) * (input.ndim - axis - 1))
+    loss = -jnp.sum(log_p * target, axis)
+    return jnp.sum(loss) / loss.size if reduction == "mean" else reduced(loss, reduction)
+
+
+@loss_of("nll_loss", "nll_loss_nd")
+def nll_loss(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Of log-probabilities and classes."""
+    return _classes(input, target, weight, ignore_index, reduction, 0.0)
+
+
+@loss_of("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    pos_weight: Any = None,
+) -> Any:
+    """Of logits and probabilities."""
+    input, target = promoted(input, target)
+    positive = jax.nn.softplus(-input) * (1 if pos_weight is None else pos_weight)
+    loss = target * positive + (1 - target) * jax.nn.softplus(input)
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@loss_of("binary_cross_entropy")
+def binary_cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Any:
+    """Of probabilities; logarithms no smaller than -100, as torch."""
+    loss = _entropy(input, target)
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@jax.custom_jvp
+def _entropy(p: Any, target: Any) -> Any:
+    log = jnp.maximum(jnp.log(p), -100.0), jnp.maximum(jnp.log1p(-p), -100.0)
+    return -(target * log[0] + (1 - target) * log[1])
+
+
+@_entropy.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What is divided by is at least 1e-12, as in torch: a saturated sigmoid has a gradient, which is not NaN."""
+    (p, target), (change, of_target) = primals, tangents
+    odds = jnp.maximum(jnp.log1p(-p), -100.0) - jnp.maximum(jnp.log(p), -100.0)
+    return _entropy(p, target), change * ((p - target) / jnp.maximum(p * (1 - p), 1e-12)) + of_target * odds
+
+
+def _difference(name: str, of: Any) -> None:
+    @loss_of(name)
+    def loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None) -> Any:
+        a, b = promoted(input, target)
+        each = of(a - b)
+        return reduced(each if weight is None else each * weight, reduction)
+
+
+_difference("mse_loss", jnp.square)
+_difference("l1_loss", absolute)
+
+
+@op("huber_loss")
+def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
+    """A square near zero, delta times the distance beyond."""
+    a, b = promoted(input, target)
+    d = jnp.abs(a - b)
+    loss = jnp.where(d < delta, 0.5 * d * d, delta * (d - 0.5 * delta))
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@loss_of("smooth_l1_loss")
+def smooth_l1_loss(
+    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: float = 1.0
+) -> Any:
+    """`huber_loss` divided by beta; at beta 0 the distance."""
+    a, b = promoted(input, target)
+    d = jnp.abs(a - b)
+    return reduced(d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta), reduction)
+
+
+@loss_of("kl_div")
+def kl_div(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False) -> Any:
+    """Of log-probabilities and probabilities, or their logarithms."""
+    each = jnp.exp(target) * (target - input) if log_target else jax.scipy.special.xlogy(target, target) - target * input
+    return jnp.sum(each) / input.shape[0] if reduction == "batchmean" else reduced(each, reduction)

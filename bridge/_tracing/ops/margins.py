@@ -1,0 +1,174 @@
+"""Losses of torch.nn.functional with margins, with variances, and over alignments: what its Python calls in torch's C++."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+
+from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.op_registry import primitive
+from bridge._tracing.promotion import promoted
+
+from .distances import pairwise_distance
+from .elementwise import add, clamp, floating, places
+from .losses import loss_of, reduced
+from .subgradients import minimum
+
+
+@primitive("margin_ranking_loss")
+def margin_ranking_loss(input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = 1) -> Any:
+    """Of pairs, the first the larger where the target is 1."""
+    input1, input2, target = promoted(input1, input2, target)
+    return reduced(clamp(add(-target * (input1 - input2), float(margin)), 0), reduction)
+
+
+@primitive("hinge_embedding_loss")
+def hinge_embedding_loss(input: Any, target: Any, margin: float = 1.0, reduction: Any = 1) -> Any:
+    """Of distances: themselves at target 1, what they lack of the margin at -1."""
+    zero = jnp.zeros((), input.dtype)
+    apart = jnp.where(target != 1, clamp(jnp.asarray(margin, input.dtype) - input, 0), zero)
+    return reduced(apart + jnp.where(target != -1, input, zero), reduction)
+
+
+@primitive("cosine_embedding_loss")
+def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = 1) -> Any:
+    """Of pairs of vectors, alike at target 1, apart at -1."""
+    input1, input2 = promoted(floating(input1), floating(input2))
+    squares = [jnp.sum(x * x, -1) + 1e-12 for x in (input1, input2)]
+    cosine = jnp.sum(input1 * input2, -1) / jnp.sqrt(squares[0] * squares[1])
+    zero = jnp.zeros((), cosine.dtype)
+    apart = jnp.where(target == -1, clamp(cosine - margin, 0), zero)
+    return reduced(jnp.where(target == 1, 1 - cosine, zero) + apart, reduction)
+
+
+@primitive("triplet_margin_loss")
+def triplet_margin_loss(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: Any = 1,
+) -> Any:
+    """Of triples: the first nearer to the second than to the third."""
+    near, far = pairwise_distance(anchor, positive, p, eps), pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = minimum(far, pairwise_distance(positive, negative, p, eps))
+    return reduced(clamp(margin + near - far, 0), reduction)
+
+
+@primitive("multi_margin_loss")
+def multi_margin_loss(input: Any, target: Any, p: float = 1, margin: float = 1, weight: Any = None, reduction: Any = 1) -> Any:
+    """Of scores and classes: each other class at least a margin below."""
+    input = jnp.atleast_1d(input)
+    target = places(target, input.shape[-1]).reshape(input.shape[:-1])
+    own = jnp.take_along_axis(input, target[..., None], -1, mode="fill")
+    apart = jax.nn.relu(margin - own + input)
+    apart = apart if p == 1 else apart * apart
+    apart = apart if weight is None else apart * jnp.take(weight, target)[..., None]
+    others = jnp.arange(input.shape[-1]) != target[..., None]
+    return reduced(jnp.sum(jnp.where(others, apart, jnp.zeros((), input.dtype)), -1) / input.shape[-1], reduction)
+
+
+@primitive("multilabel_margin_loss")
+def multilabel_margin_loss(input: Any, target: Any, reduction: Any = 1) -> Any:
+    """Of scores and several classes, those before the first -1: each of the others at least 1 below each of them."""
+    input, target = jnp.atleast_1d(input), jnp.atleast_1d(target)
+    there = jnp.cumprod(target >= 0, -1).astype(bool)
+    classes = jnp.where(there, target, 0)
+    own = jnp.take_along_axis(input, classes, -1)
+    others = ~jnp.any((classes[..., None] == jnp.arange(input.shape[-1])) & there[..., None], -2)
+    apart = jax.nn.relu(1 - own[..., :, None] + input[..., None, :])
+    counts = there[..., :, None] & others[..., None, :]
+    return reduced(jnp.sum(jnp.where(counts, apart, jnp.zeros((), input.dtype)), (-2, -1)) / max(1, input.shape[-1]), reduction)
+
+
+@primitive("soft_margin_loss")
+def soft_margin_loss(input: Any, target: Any, reduction: Any = 1) -> Any:
+    """Of scores and signs."""
+    input, target = promoted(input, target)
+    return reduced(jax.nn.softplus(-target * input), reduction)
+
+
+@primitive("poisson_nll_loss")
+def poisson_nll_loss(input: Any, target: Any, log_input: bool, full: bool, eps: float, reduction: Any) -> Any:
+    """Of a rate, or its logarithm, and counts; `full` adds Stirling's approximation, where a count is above one."""
+    input, target = map(floating, promoted(input, target))
+    loss = jnp.exp(input) - target * input if log_input else input - target * jnp.log(input + eps)
+    if full:
+        above = target > 1
+        count = jnp.where(above, target, jnp.ones((), target.dtype))
+        loss += jnp.where(above, count * jnp.log(count) - count + 0.5 * jnp.log(2 * math.pi * count), jnp.zeros((), loss.dtype))
+    return reduced(loss, reduction)
+
+
+@loss_of("gaussian_nll_loss")
+def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
+    """Of means, values and variances. torch's own asks first whether a variance is negative, which a trace cannot."""
+    if not hasattr(var, "ndim"):
+        var = jnp.full(input.shape, var, input.dtype)
+    elif var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var[..., None]
+    input, target, var = promoted(input, target, var)
+    var = unnoticed(var, jnp.maximum(var, eps))
+    loss = 0.5 * (jnp.log(var) + jnp.square(input - target) / var)
+    return reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
+
+
+_NEVER = -1e30  # the logarithm of what cannot be; sums of it stay finite in float32
+
+
+@primitive("ctc_loss")
+def ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: Any = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    """Of log-probabilities (T, N, C) and sequences without alignment, by optax's recursion.
+
+    Graves et al., https://doi.org/10.1145/1143844.1143891. As in torch the derivative is that by logits whose log_softmax
+    the input is taken to be: exp(log_probs) minus what the alignments expect.
+    """
+    lp = log_probs if log_probs.ndim == 3 else log_probs[:, None]
+    frames, batch = lp.shape[:2]
+    lengths, labels = (jnp.asarray(x, jnp.int32).reshape(batch) for x in (input_lengths, target_lengths))
+    targets, beyond = _rows(targets, target_lengths, labels, batch)
+    lp = jnp.maximum(jnp.swapaxes(lp, 0, 1), jnp.asarray(_NEVER, lp.dtype))
+    ended = jnp.arange(frames) >= lengths[:, None]
+    with jax.default_matmul_precision("highest"):  # optax picks labels by a product with ones
+        loss = optax.ctc_loss(lp, ended.astype(lp.dtype), targets, beyond.astype(lp.dtype), blank_id=blank, log_epsilon=_NEVER)
+    whole, share = jax.nn.logsumexp(lp, -1), jnp.sum(jnp.exp(lp), -1)
+    loss -= jnp.sum(jnp.where(ended, 0, whole + lax.stop_gradient(share) - share), -1)  # optax normalises first
+    loss = loss.astype(lp.dtype)
+    impossible = loss > -_NEVER / 2
+    loss = loss * jnp.where(impossible, 0 if zero_infinity else jnp.inf, 1).astype(loss.dtype)
+    if reduction in (1, "mean"):
+        loss = loss / jnp.maximum(labels, 1).astype(loss.dtype)
+    out = reduced(loss, reduction)
+    return out[0] if log_probs.ndim == 2 and out.ndim else out
+
+
+def _rows(targets: Any, given: Any, lengths: Any, batch: int) -> tuple[Any, Any]:
+    """Targets as rows, and what is beyond the end of each; torch takes them joined too."""
+    if targets.ndim == 1:
+        known = not isinstance(given, Tracer)
+        longest = int(np.max(np.asarray(given), initial=0)) if known else targets.shape[0]
+        at = (jnp.cumsum(lengths) - lengths)[:, None] + jnp.arange(longest)
+        targets = jnp.take(targets, at, mode="clip") if targets.size else jnp.zeros((batch, longest), jnp.int32)
+    if targets.shape[1] == 0:
+        targets = jnp.zeros((batch, 1), jnp.int32)
+    beyond = jnp.arange(targets.shape[1]) >= lengths[:, None]
+    return jnp.where(beyond, 0, targets), beyond

@@ -1,0 +1,56 @@
+"""Torch's normalisations with the statistics that they used: `native_layer_norm` and its like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from bridge._tracing.op_registry import Op, add_ops, functions_named, op
+from bridge._tracing.tensor import as_array
+
+from .layers import batch_norm, group_norm, layer_norm, moments
+
+
+def _statistics(x: Any, axes: tuple[int, ...], eps: float) -> tuple[Any, Any]:
+    """Mean and the inverse of the deviation; half types in float32, as torch."""
+    mean, var = moments(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x, axes)
+    return mean, lax.rsqrt(var + eps)
+
+
+@op("native_layer_norm")
+def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """`layer_norm`, mean and inverse deviation."""
+    axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
+    return layer_norm(input, normalized_shape, weight, bias, eps), *_statistics(input, axes, eps)
+
+
+@op("native_group_norm")
+def native_group_norm(input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
+    """`group_norm`, mean and inverse deviation."""
+    grouped = input.reshape(N, group, C * HxW // group)
+    return group_norm(input, group, weight, bias, eps), *(x[..., 0] for x in _statistics(grouped, (2,), eps))
+
+
+def native_batch_norm(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """`batch_norm`, and in training mean and inverse deviation, else nothing."""
+    out = batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    x = as_array(input)
+    if not training:
+        return out, *(jnp.zeros(0, x.dtype) for _ in range(2))
+    axes = (0, *range(2, x.ndim))
+    return out, *(y.reshape(x.shape[1]) for y in _statistics(x, axes, eps))
+
+
+def _native_batch_norm_legit(input: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> Any:
+    """With running statistics or without: torch has both under one name."""
+    without: Any = isinstance(rest[0], bool) if rest else "running_mean" not in named
+    running: Any = (None, None) if without else ()
+    return native_batch_norm(input, weight, bias, *running, *rest, **named)
+
+
+for _name, _handler in (("native_batch_norm", native_batch_norm), ("_native_batch_norm_legit", _native_batch_norm_legit)):
+    add_ops(dict.fromkeys(functions_named(_name), Op(_handler, None, raw=True)))

@@ -1,0 +1,280 @@
+"""Torch functions of the order of values: extremes, sorting, quantiles, searches and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from bridge._tracing.op_registry import op
+from bridge._tracing.promotion import jax_dtype, promoted
+
+from .elementwise import lines
+from .subgradients import maximum, minimum
+
+
+def _long(x: Any) -> Any:
+    return x.astype(jax_dtype(torch.int64))
+
+
+def _places(x: Any, dim: int) -> Any:
+    return lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % x.ndim)
+
+
+@jax.custom_jvp
+def _one_of(x: Any, value: Any) -> Any:
+    """A value that is among x; its gradient is shared among all that equal it, as torch has it of a whole tensor."""
+    return value
+
+
+@_one_of.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    (x, value), (change, _) = primals, tangents
+    own = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
+    return value, jnp.sum(jnp.where(own, change, jnp.zeros((), change.dtype))) / jnp.sum(own).astype(change.dtype)
+
+
+def _chosen(returns: Any, x: Any, places: Any, dim: int, keepdim: bool) -> Any:
+    """Of each line one element and its place; `places` has dim with size one. The gradient is that element's."""
+    both = jnp.take_along_axis(x, places, axis=dim), _long(places)
+    return returns(both if keepdim else [jnp.squeeze(part, dim) for part in both])
+
+
+def _extreme(whole: Any, arg: Any, pair: Any, returns: Any) -> Any:
+    @lines
+    def along(input: Any, dim: int, keepdim: bool) -> Any:
+        return _chosen(returns, input, arg(input, axis=dim, keepdims=True), dim, keepdim)
+
+    def extreme(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+        other = dim if hasattr(dim, "ndim") else other
+        if other is not None:
+            return pair(*promoted(input, other))
+        return _one_of(input, whole(lax.stop_gradient(input))) if dim is None else along(input, dim, keepdim)
+
+    return extreme
+
+
+op("max")(_extreme(jnp.max, jnp.argmax, maximum, torch.return_types.max))
+op("min")(_extreme(jnp.min, jnp.argmin, minimum, torch.return_types.min))
+
+
+@op("argmax")
+@lines
+def argmax(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The place of the largest."""
+    return _long(jnp.argmax(input, axis=dim, keepdims=keepdim))
+
+
+@op("argmin")
+@lines
+def argmin(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The place of the smallest."""
+    return _long(jnp.argmin(input, axis=dim, keepdims=keepdim))
+
+
+@op("aminmax")
+@lines
+def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The smallest and the largest."""
+    ends: Any = [f(input, axis=dim, keepdims=keepdim) for f in (jnp.min, jnp.max)]
+    return torch.return_types.aminmax(ends)
+
+
+@lines
+def _in_order(x: Any, dim: int, descending: bool) -> Any:
+    """Values and their places in order, equal ones as they came, NaN as the largest."""
+    both = [x, _places(x, dim)]
+    both = [jnp.flip(a, dim) for a in both] if descending else both
+    both = lax.sort(both, dimension=dim, num_keys=1, is_stable=True)
+    return tuple(jnp.flip(a, dim) for a in both) if descending else tuple(both)
+
+
+@op("sort")
+def sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """Values and their places."""
+    return torch.return_types.sort(_in_order(input, dim, descending))
+
+
+@op("msort")
+def msort(input: Any) -> Any:
+    """In order along the first dim."""
+    return _in_order(input, 0, False)[0]
+
+
+@op("argsort")
+def argsort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
+    """The places of values in order."""
+    return _in_order(lax.stop_gradient(input), dim, descending)[1]
+
+
+@op("topk")
+@lines
+def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The k largest or smallest, and their places."""
+    if largest:
+        both: Any = [jnp.moveaxis(x, -1, dim) for x in lax.top_k(jnp.moveaxis(input, dim, -1), k)]
+        both[1] = _long(both[1])
+    else:
+        both = [lax.slice_in_dim(x, 0, k, axis=dim) for x in _in_order(input, dim, False)]
+    return torch.return_types.topk(both)
+
+
+def _nth(x: Any, n: Any, dim: int) -> Any:
+    """The place of the n-th smallest of each line; n has dim with size one, or is a number."""
+    order = _in_order(lax.stop_gradient(x), dim, False)[1]
+    shape = [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]
+    return jnp.take_along_axis(order, jnp.broadcast_to(jnp.asarray(n, order.dtype), shape), axis=dim)
+
+
+@op("kthvalue")
+@lines
+def kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest, counted from one."""
+    return _chosen(torch.return_types.kthvalue, input, _nth(input, k - 1, dim), dim, keepdim)
+
+
+def _register_medians() -> None:
+    def median(x: Any, dim: int, skip: bool) -> Any:
+        missing = jnp.isnan(x)
+        numbers = jnp.sum(~missing, axis=dim, keepdims=True)
+        middle = _nth(x, jnp.maximum(numbers - 1, 0) // 2, dim)
+        return middle if skip else jnp.where(numbers < x.shape[dim], jnp.argmax(missing, axis=dim, keepdims=True), middle)
+
+    for name, returns in {"median": torch.return_types.median, "nanmedian": torch.return_types.nanmedian}.items():
+
+        @lines
+        def along(input: Any, dim: int, keepdim: bool, skip: bool = name == "nanmedian", returns: Any = returns) -> Any:
+            return _chosen(returns, input, median(input, dim, skip), dim, keepdim)
+
+        def whole(input: Any, dim: int | None = None, keepdim: bool = False, along: Any = along) -> Any:
+            """Of two in the middle the lower."""
+            if dim is not None:
+                return along(input, dim, keepdim)
+            return (
+                _one_of(input, along(lax.stop_gradient(input).ravel(), 0, False)[0]) if input.size else jnp.full((), jnp.nan, input.dtype)
+            )
+
+        op(name)(whole)
+
+
+_register_medians()
+
+
+@op("mode")
+@lines
+def mode(input: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """The most frequent, of several the smallest, and its last place."""
+    x, places = _in_order(lax.stop_gradient(input), dim, False)
+    n = _places(x, dim)
+    first = jnp.concatenate([jnp.ones_like(lax.slice_in_dim(x, 0, 1, axis=dim), bool), jnp.diff(x, axis=dim) != 0], dim)
+    length = n - lax.cummax(jnp.where(first, n, 0), dim % x.ndim)
+    return _chosen(torch.return_types.mode, input, jnp.take_along_axis(places, jnp.argmax(length, dim, keepdims=True), dim), dim, keepdim)
+
+
+def _register_quantiles() -> None:
+    for name, f in {"quantile": jnp.quantile, "nanquantile": jnp.nanquantile}.items():
+
+        def quantile(
+            input: Any, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear", f: Any = f
+        ) -> Any:
+            x = input if input.ndim else input[None]
+            return f(x, jnp.asarray(q, x.dtype), axis=dim, keepdims=keepdim and input.ndim > 0, method=interpolation)
+
+        op(name)(quantile)
+
+
+_register_quantiles()
+
+
+def _register_running() -> None:
+    for name, f in {"cummax": lax.cummax, "cummin": lax.cummin}.items():
+        returns = getattr(torch.return_types, name)
+
+        @lines
+        def running(input: Any, dim: int, f: Any = f, returns: Any = returns) -> Any:
+            """The extreme so far, of equal ones the last, and its place; NaN stays."""
+            x, dim = lax.stop_gradient(input), dim % input.ndim
+            best = f(x, axis=dim)
+            own = (x == best) | jnp.isnan(x)
+            return _chosen(returns, input, lax.cummax(jnp.where(own, _places(x, dim), 0), axis=dim), dim, True)
+
+        op(name)(running)
+
+
+_register_running()
+
+
+@op("searchsorted")
+def searchsorted(
+    sorted_sequence: Any,
+    input: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """Where values would go in ordered lines."""
+    if sorter is not None:
+        sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
+    rows, values = promoted(sorted_sequence, input)
+    side = "right" if right or side == "right" else "left"
+    search = jnp.vectorize(lambda row, x: jnp.searchsorted(row, x, side=side), signature="(n),(m)->(m)")
+    found = jnp.searchsorted(rows, values, side=side) if rows.ndim == 1 else search(rows, values)
+    return found.astype(jnp.int32) if out_int32 else _long(found)
+
+
+@op("bucketize")
+def bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+    """Between which boundaries values lie."""
+    return searchsorted(boundaries, input, out_int32=out_int32, right=right)
+
+
+@op("isin")
+def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    """Whether each element is one of others."""
+    return jnp.isin(*promoted(elements, test_elements), invert=invert)
+
+
+def _apart(low: Any, high: Any, room: float) -> tuple[Any, Any]:
+    """The ends of a histogram, which is never empty."""
+    same = low == high
+    return jnp.where(same, low - room, low), jnp.where(same, high + room, high)
+
+
+@op("histc")
+def histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """How many values lie in each of equal bins; those outside are left out."""
+    x = lax.stop_gradient(input).ravel()
+    low, high = _apart(*((jnp.min(x), jnp.max(x)) if min == max and x.size else (min, max)), 1)
+    bin = jnp.clip(jnp.floor((x - low) * bins / (high - low)).astype(jnp.int32), 0, bins - 1)
+    inside = (x >= low) & (x <= high)
+    return jnp.zeros(bins, x.dtype).at[bin].add(inside.astype(x.dtype))
+
+
+@op("histogram")
+def histogram(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    """How many values lie between edges, which are given or at equal distances; and the edges."""
+    x = lax.stop_gradient(input).ravel()
+    low, high = range or ((jnp.min(x), jnp.max(x)) if x.size else (0, 1))
+    edges = bins if hasattr(bins, "ndim") else jnp.linspace(*_apart(low, high, 0.5), bins + 1, dtype=x.dtype)
+    counts = jnp.histogram(x, edges, weights=None if weight is None else weight.ravel(), density=density)[0]
+    both: Any = [counts.astype(x.dtype), edges]
+    return torch.return_types.histogram(both)
+
+
+@op("bincount")
+def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """How often each number occurs."""
+    return jnp.bincount(input, weights, length=max(minlength, int(input.max()) + 1))
+
+
+@op("nonzero_static")
+def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
+    """The places of so many elements that are not zero, and a filling behind them."""
+    if not input.ndim or not input.size:
+        return jnp.full((size, input.ndim), fill_value, jax_dtype(torch.int64))
+    return _long(jnp.argwhere(input, size=size, fill_value=fill_value))

@@ -1,0 +1,107 @@
+"""Torch's pools that say where the largest was, and the way back: adaptive, fractional, `max_unpool`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch.nn.functional as F
+
+from bridge._tracing.op_registry import Op, add_ops, dispatch, primitive
+
+from .windows import adaptive_bins, batched, each, largest_of
+
+
+def _places(input: Any) -> Any:
+    """The place of each element in its flattened plane."""
+    plane = input.shape[2:]
+    return jnp.broadcast_to(jnp.arange(math.prod(plane), dtype=jnp.int32).reshape(plane), input.shape)
+
+
+def adaptive_max_pool(n: int, input: Any, output_size: Any) -> Any:
+    """The largest of a fixed number of windows, and their places."""
+    input, alone = batched(input, n)
+    reaches = []
+    for size, out in zip(input.shape[2:], each(n, output_size), strict=True):
+        bins = adaptive_bins(size, size if out is None else out)
+        longest = max((b - a for a, b in bins), default=0)
+        # A shorter window looks at its first element again, which changes neither the largest nor its first place.
+        reaches.append(np.array([[a + i if a + i < b else a for i in range(longest)] for a, b in bins], int).reshape(len(bins), longest))
+    out = largest_of(input, _places(input), reaches)
+    return tuple(x[0] for x in out) if alone else out
+
+
+def _intervals(sample: Any, size: int, out: int, kernel: int) -> Any:
+    """Graham, https://arxiv.org/abs/1412.6071: where each window begins."""
+    steps = jnp.arange(out - 1, dtype=sample.dtype)
+    step = (size - kernel) / (out - 1) if out > 1 else 0.0
+    starts = ((steps + sample[..., None]) * step).astype(jnp.int32) - (sample[..., None] * step).astype(jnp.int32)
+    return jnp.concatenate([starts, jnp.full((*sample.shape, 1), size - kernel, jnp.int32)], -1)
+
+
+def fractional_max_pool(n: int, input: Any, kernel_size: Any, output_size: Any, _random_samples: Any) -> Any:
+    """The largest of windows that begin where the samples (N, C, n) say, and their places."""
+    input, alone = batched(input, n)
+    kernel, sizes = each(n, kernel_size), each(n, output_size)
+    samples = jnp.flip(_random_samples, -1) if n == 2 else _random_samples  # torch has that of the width first, of planes
+    starts = [
+        _intervals(samples[..., d], size, out, k)[..., None] + jnp.arange(k)
+        for d, (size, out, k) in enumerate(zip(input.shape[2:], sizes, kernel, strict=True))
+    ]
+
+    def plane(x: Any, *reaches: Any) -> Any:
+        found = largest_of(x[None, None], _places(x[None, None]), list(reaches))
+        return tuple(y[0, 0] for y in found)
+
+    out = jax.vmap(jax.vmap(plane))(input, *starts)
+    return tuple(x[0] for x in out) if alone else out
+
+
+def max_unpool(n: int, input: Any, indices: Any, output_size: Any) -> Any:
+    """Values at their places in a larger plane, zeros elsewhere. Places that occur twice have one of the values, as in torch."""
+    input, alone = batched(input, n)
+    flat, where = (x.reshape(*input.shape[:2], math.prod(input.shape[2:])) for x in (input, indices))
+    lead = jnp.indices(flat.shape, sparse=True)[:2]
+    empty = jnp.zeros((*input.shape[:2], math.prod(output_size)), input.dtype)
+    out = empty.at[(*lead, where)].set(flat, unique_indices=True).reshape(*input.shape[:2], *output_size)
+    return out[0] if alone else out
+
+
+def _with_places_or_not(function: Any) -> Any:
+    """What torch chooses by a flag, in Python that does not ask whether somebody overrides it."""
+    signature = inspect.signature(function)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        both = dispatch(function, args, kwargs)
+        return both if signature.bind(*args, **kwargs).arguments.get("return_indices") else both[0]
+
+    return chosen
+
+
+def _register() -> None:
+    for n in (1, 2, 3):
+
+        def adaptive(input: Any, output_size: Any, n: int = n) -> Any:
+            return adaptive_max_pool(n, input, output_size)
+
+        def fractional(input: Any, kernel_size: Any, output_size: Any, random_samples: Any, n: int = n) -> Any:
+            return fractional_max_pool(n, input, kernel_size, output_size, random_samples)
+
+        def back(input: Any, indices: Any, output_size: Any, stride: Any = None, padding: Any = None, n: int = n) -> Any:
+            return max_unpool(n, input, indices, output_size)
+
+        name = f"adaptive_max_pool{n}d"
+        add_ops({getattr(F, name): Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)})
+        primitive(name)(adaptive)
+        if n > 1:
+            name = f"fractional_max_pool{n}d"
+            add_ops({getattr(F, name): Op(_with_places_or_not(getattr(F, f"{name}_with_indices")), None, raw=True)})
+            primitive(name)(fractional)
+        primitive(f"max_unpool{n}d")(back)
+
+
+_register()

@@ -1,0 +1,184 @@
+"""Torch functions that draw random numbers, by the keys of the call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge._tracing.context import next_key
+from bridge._tracing.op_registry import Op, add_ops, op
+from bridge._tracing.promotion import default_float, jax_dtype, promoted
+
+from .create import always, flat
+from .elementwise import floating
+
+_MANY = 2.0**30
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype to draw in: half types have so few values that their tails would be cut, and ties be common."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _normal(key: Any, shape: Any, dtype: Any) -> Any:
+    return jax.random.normal(key, shape, _wide(dtype)).astype(dtype)
+
+
+def _share(key: Any, shape: Any, dtype: Any) -> Any:
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.random.uniform(key, shape, dtype)
+    return jax.lax.complex(*jax.random.uniform(key, (2, *shape), jnp.finfo(dtype).dtype))
+
+
+def _register_random() -> None:
+    for name, draw in {"rand": _share, "randn": _normal}.items():
+
+        def make(*size: Any, dtype: Any = None, name: str = name, draw: Any = draw, **_: Any) -> Any:
+            return draw(next_key(f"torch.{name}"), flat(_.get("size") or size), jax_dtype(dtype or torch.get_default_dtype()))
+
+        def like(input: Any, *, dtype: Any = None, name: str = name, draw: Any = draw, **_: Any) -> Any:
+            return draw(next_key(f"torch.{name}_like"), tuple(input.shape), jax_dtype(dtype) if dtype else input.dtype)
+
+        always(name, make)
+        always(f"{name}_like", like)
+
+
+_register_random()
+
+
+@op("randint", always=True)
+def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> Any:
+    """Whole numbers, low to high - 1."""
+    if size is None:
+        low, high, size = 0, low, high
+    dtype = jax_dtype(dtype)
+    whole = dtype if jnp.issubdtype(dtype, jnp.integer) else jax_dtype(torch.int64)
+    return jax.random.randint(next_key("torch.randint"), tuple(size), low, high, whole).astype(dtype)
+
+
+@op("randint_like", always=True)
+def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """Whole numbers in this shape."""
+    low, high = (0, low) if high is None else (low, high)
+    drawn = jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(torch.int64))
+    return drawn.astype(jax_dtype(dtype) if dtype else input.dtype)
+
+
+@op("randperm", always=True)
+def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> Any:
+    """A permutation."""
+    return jax.random.permutation(next_key("torch.randperm"), n).astype(jax_dtype(dtype))
+
+
+@op("normal", always=True)
+def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """Normal numbers of this mean and deviation, neither of which has a gradient."""
+    if size is None:
+        size = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    like = next((x for x in (mean, std) if hasattr(x, "dtype")), None)
+    kind = jax_dtype(dtype) if dtype else default_float() if like is None else like.dtype
+    drawn = _normal(next_key("torch.normal"), tuple(size), kind)
+    drawn, mean, std = jax.lax.stop_gradient(promoted(drawn, mean, std))
+    return (drawn * std + mean).astype(kind)
+
+
+@op("bernoulli", always=True)
+def bernoulli(input: Any, p: Any = None, **_: Any) -> Any:
+    """One with this probability, else zero."""
+    return _chance(next_key("torch.bernoulli"), input, input if p is None else p).astype(input.dtype)
+
+
+def _chance(key: Any, x: Any, p: Any = 0.5) -> Any:
+    return jax.random.bernoulli(key, p.astype(_wide(p.dtype)) if hasattr(p, "dtype") else p, x.shape)
+
+
+@op("multinomial", always=True)
+def multinomial(input: Any, num_samples: int, replacement: bool = False, **_: Any) -> Any:
+    """Places by weight; without replacement by the largest of weights with Gumbel noise."""
+    logits, key = jnp.log(input.astype(_wide(input.dtype))), next_key("torch.multinomial")
+    if replacement:
+        drawn = jax.random.categorical(key, logits[..., None, :], shape=(*input.shape[:-1], num_samples))
+    else:
+        drawn = jax.lax.top_k(logits + jax.random.gumbel(key, logits.shape, logits.dtype), num_samples)[1]
+    return drawn.astype(jax_dtype(torch.int64))
+
+
+@op("_standard_gamma", always=True)
+def standard_gamma(input: Any, generator: Any = None) -> Any:
+    """Gamma numbers of this concentration, none below what is normal. The gradient is that of the number by its quantile, as in torch."""
+    dtype = _wide(input.dtype)
+    log = jax.random.loggamma(next_key("torch._standard_gamma"), input.astype(dtype), dtype=dtype)
+    return jnp.exp(_within(log, math.log(2 * jnp.finfo(dtype).tiny), jnp.inf)).astype(input.dtype)
+
+
+@op("_sample_dirichlet", always=True)
+def sample_dirichlet(input: Any, generator: Any = None) -> Any:
+    """Shares of one of this concentration, none 0 or 1. The gradient is that of gamma numbers over their sum: torch's has the same mean."""
+    dtype = _wide(input.dtype)
+    shares = jax.random.dirichlet(next_key("torch._sample_dirichlet"), input.astype(dtype), dtype=dtype)
+    return _within(shares, jnp.finfo(dtype).tiny, 1 - jnp.finfo(dtype).eps / 2).astype(input.dtype)
+
+
+def _within(x: Any, least: Any, most: Any) -> Any:
+    """The number or the nearer bound, with the derivative of the number."""
+    return x + jax.lax.stop_gradient(jnp.clip(x, least, most) - x)
+
+
+@op("poisson", always=True)
+def poisson(input: Any, generator: Any = None) -> Any:
+    """Counts of this rate; no gradient. Beyond what an int32 holds the normal distribution, which is the same to the dtype's precision."""
+    rate, key = jax.lax.stop_gradient(input.astype(_wide(input.dtype))), next_key("torch.poisson")
+    counts = jax.random.poisson(key, jnp.minimum(rate, _MANY)).astype(rate.dtype)
+    normal = jnp.round(rate + jnp.sqrt(rate) * jax.random.normal(jax.random.fold_in(key, 1), rate.shape, rate.dtype))
+    return jnp.where(rate < _MANY, counts, normal).astype(input.dtype)
+
+
+@op("binomial", always=True)
+def binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+    """Successes in so many trials; no gradient."""
+    count, prob = jax.lax.stop_gradient(promoted(count, prob))
+    dtype = _wide(count.dtype)
+    return jax.random.binomial(next_key("torch.binomial"), count.astype(dtype), prob.astype(dtype), dtype=dtype).astype(count.dtype)
+
+
+def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
+    def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        return draw(next_key(f"torch.Tensor.{name}"), input, *args, **kwargs).astype(input.dtype)
+
+    add_ops({getattr(torch.Tensor, name): Op(fill, None, always=True, inplace=True)})
+
+
+def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Any:
+    low, high = bounds.get("from", from_), bounds.get("to", to)
+    return jax.random.uniform(key, x.shape, floating(x).dtype, low, high)
+
+
+def _exponential(key: Any, x: Any, lambd: Any = 1.0) -> Any:
+    drawn = jax.random.exponential(key, x.shape, _wide(x.dtype))
+    return jnp.maximum(drawn, jnp.finfo(drawn.dtype).eps / 2) / lambd  # never 0, as in torch: a logarithm may follow
+
+
+_inplace_draw("uniform_", _uniform)
+_inplace_draw("normal_", lambda key, x, mean=0.0, std=1.0: jax.random.normal(key, x.shape, _wide(x.dtype)) * std + mean)
+_inplace_draw("bernoulli_", _chance)
+_inplace_draw("exponential_", _exponential)
+_inplace_draw("geometric_", lambda key, x, p: jax.random.geometric(key, p, x.shape))
+_inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy(key, x.shape, _wide(x.dtype)) * sigma + median)
+_inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, _wide(x.dtype)) * std + mean))
+
+
+def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> Any:
+    low, high = bounds.get("from", low), high if to is None else to
+    if high is None:  # one number is the end; without one it is what the dtype holds
+        real = jnp.issubdtype(x.dtype, jnp.floating)
+        most = 2 ** (jnp.finfo(x.dtype).nmant + 1) if real else 2 if x.dtype == bool else int(jnp.iinfo(x.dtype).max)
+        low, high = 0, most if low is None else low
+    return jax.random.randint(key, x.shape, low or 0, high, jax_dtype(torch.int64))
+
+
+_inplace_draw("random_", _random)

@@ -1,0 +1,176 @@
+"""Torch functions that sum along a dim, or take differences along one; comparisons of whole tensors; whole numbers bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from bridge._tracing.op_registry import op
+from bridge._tracing.promotion import jax_dtype, promoted
+
+from .elementwise import Dims, axes, cast, div, floating, lines, log_add_exp, nonzero, sum_
+
+
+@op("logsumexp", "special_logsumexp")
+@lines
+def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
+    """The logarithm of a sum of exponentials."""
+    return jax.scipy.special.logsumexp(floating(input), axis=axes(dim), keepdims=keepdim)
+
+
+@op("cumsum")
+@lines
+def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Sums from the start."""
+    input = cast(input, _summed(input, dtype))
+    return jnp.cumsum(input, axis=dim, dtype=input.dtype)
+
+
+@op("cumprod")
+@lines
+def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Products from the start."""
+    input = cast(input, _summed(input, dtype))
+    return jnp.cumprod(input, axis=dim, dtype=input.dtype)
+
+
+def _summed(x: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that a sum is asked in; that of whole numbers is int64."""
+    return torch.int64 if dtype is None and not jnp.issubdtype(x.dtype, jnp.inexact) else dtype
+
+
+@op("logcumsumexp")
+@lines
+def logcumsumexp(input: Any, dim: int) -> Any:
+    """`logsumexp` from the start; of complex numbers one after the other, as torch, for that decides by how many turns an angle grows."""
+    x = floating(input)
+    if not jnp.iscomplexobj(x):
+        return lax.cumlogsumexp(x, axis=dim % x.ndim)
+
+    def append(total: Any, x: Any) -> Any:
+        total = log_add_exp(x, total)
+        return total, total
+
+    rows = jnp.moveaxis(x, dim, 0)
+    return jnp.moveaxis(lax.scan(append, jnp.full(rows.shape[1:], -jnp.inf, x.dtype), rows)[1], 0, dim)
+
+
+@op("nansum")
+def nansum(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A sum of what is a number."""
+    return sum_(jnp.where(jnp.isnan(input), jnp.zeros((), input.dtype), input), dim, keepdim, dtype=dtype)
+
+
+@op("nanmean")
+def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A mean of what is a number."""
+    whole = nansum(input, dim, keepdim, dtype=dtype)
+    return whole / sum_(~jnp.isnan(input), dim, keepdim).astype(whole.dtype)
+
+
+@op("count_nonzero")
+@lines
+def count_nonzero(input: Any, dim: Dims = None) -> Any:
+    """How many are not zero."""
+    return jnp.sum(nonzero(input), axis=axes(dim), dtype=jax_dtype(torch.int64))
+
+
+@op("sum_to_size")
+def sum_to_size(input: Any, *size: Any) -> Any:
+    """A sum to the shape that broadcast to this one."""
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    lead = input.ndim - len(shape)
+    dims = [d for d in range(input.ndim) if d < lead or (shape[d - lead] == 1 and input.shape[d] != 1)]
+    return sum_(input, dims).reshape(shape) if dims else input
+
+
+@op("diff")
+def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    """Differences of neighbours."""
+    if n == 0:
+        return input
+    parts = promoted(*[x for x in (prepend, input, append) if x is not None])
+    return jnp.diff(jnp.concatenate(parts, dim), n=min(n, sum(x.shape[dim] for x in parts)), axis=dim)
+
+
+def _areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
+    """Twice those of trapezoids between neighbours, dim at the end."""
+    y = jnp.moveaxis(y, dim, -1)
+    if x is not None:
+        dx = jnp.diff(x if x.ndim == 1 else jnp.moveaxis(x, dim, -1))
+    ends, dx = promoted(y[..., 1:] + y[..., :-1], 1 if dx is None else dx)
+    return ends * dx
+
+
+@op("trapezoid", "trapz")
+def trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
+    """An integral by trapezoids."""
+    return div(sum_(_areas(y, x, dx, dim), -1), 2)
+
+
+@op("cumulative_trapezoid")
+def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
+    """The integral up to each place."""
+    return jnp.moveaxis(jnp.cumsum(div(_areas(y, x, dx, dim), 2), axis=-1), -1, dim)
+
+
+def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> Any:
+    """The derivative along one dim of the parabola through three neighbours; at an edge of it, or of the line through two."""
+    y, steps = jnp.moveaxis(y, dim, -1), jnp.asarray(steps, y.dtype)
+    h = jnp.broadcast_to(steps, (y.shape[-1] - 1,))
+    lines = jnp.diff(y) / h
+    before, after = h[:-1], h[1:]
+    if steps.ndim:
+        inner = (lines[..., :-1] * after + lines[..., 1:] * before) / (before + after)
+    else:
+        inner = (y[..., 2:] - y[..., :-2]) / (2 * steps)
+    first, last = lines[..., :1], lines[..., -1:]
+    if edge_order == 2:
+        bend = (lines[..., 1:] - lines[..., :-1]) / (before + after)
+        first, last = first - bend[..., :1] * h[:1], last + bend[..., -1:] * h[-1:]
+    return jnp.moveaxis(jnp.concatenate([first, inner, last], -1), -1, dim)
+
+
+@op("gradient")
+def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
+    """Slopes along each dim, from neighbours at distances or places that are given."""
+    dims = [dim] if isinstance(dim, int) else list(range(input.ndim) if dim is None else dim)
+    spacing = 1 if spacing is None else spacing
+    given = list(spacing) if isinstance(spacing, list | tuple) else [spacing] * len(dims)
+    steps = [jnp.diff(x) if getattr(x, "ndim", 0) else x for x in given]
+    return tuple(_slope(floating(input), h, d, edge_order) for h, d in zip(steps, dims, strict=True))
+
+
+@op("isclose")
+def isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """Whether each is near another."""
+    return jnp.isclose(*promoted(input, other), rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+@op("allclose")
+def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """Whether all are near another; a bool where the values are known."""
+    return jnp.all(isclose(input, other, rtol, atol, equal_nan))
+
+
+@op("equal")
+def equal(input: Any, other: Any) -> Any:
+    """Whether two tensors have one shape and the same elements; a bool where the values are known."""
+    return input.shape == other.shape and jnp.all(input == other)
+
+
+def _register_whole_numbers() -> None:
+    table: dict[str, Any] = {"gcd": jnp.gcd, "lcm": jnp.lcm}
+    for name, f in {"left_shift": jnp.left_shift, "right_shift": jnp.right_shift}.items():
+        table[f"bitwise_{name}"] = table[f"__{name[0]}shift__"] = f
+    for name, f in table.items():
+        op(name)(lambda input, other, f=f: f(*promoted(input, other)))
+    for name in ("lshift", "rshift"):
+        op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
+
+
+_register_whole_numbers()

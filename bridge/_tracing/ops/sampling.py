@@ -1,0 +1,94 @@
+"""Torch's `grid_sample` and `affine_grid`: samples of an input at places that are values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from bridge._tracing.op_registry import op
+from bridge._tracing.promotion import promoted
+
+from .resize import cubic_weight
+
+_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2  # as torch.grid_sampler has them
+_ZEROS, _BORDER, _REFLECTION = 0, 1, 2
+
+
+def _at(x: Any, size: int, align_corners: bool) -> Any:
+    """Places of -1 to 1 as indices."""
+    return (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
+
+
+def _clipped(at: Any, size: int) -> Any:
+    """Within the input; no gradient at its edges, as in torch."""
+    return jnp.where(at <= 0, jnp.zeros((), at.dtype), jnp.where(at >= size - 1, jnp.asarray(size - 1, at.dtype), at))
+
+
+def _reflected(at: Any, size: int, align_corners: bool) -> Any:
+    """Thrown back at the edges as often as needed."""
+    low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
+    if span == 0:
+        return jnp.zeros_like(at)
+    at = at - low
+    at = jnp.where(at < 0, -at, at)
+    rest, flips = jnp.fmod(at, span), jnp.floor(at / span)
+    return jnp.where(flips % 2 == 0, rest, span - rest) + low
+
+
+def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
+    if padding == _REFLECTION:
+        at = _reflected(at, size, align_corners)
+    return at if padding == _ZEROS else _clipped(at, size)
+
+
+def _picked(flat: Any, places: list[Any], sizes: tuple[int, ...]) -> Any:
+    """Elements of (N, C, all places) at whole places of each dim, (N, P) each; zero where one is outside."""
+    inside, where = jnp.ones((), bool), jnp.zeros((), jnp.int32)
+    for at, size in zip(places, sizes, strict=True):
+        inside &= (at >= 0) & (at <= size - 1)
+        where = where * size + jnp.clip(at, 0, size - 1).astype(jnp.int32)
+    found = jnp.take_along_axis(flat, where[:, None], 2)
+    return jnp.where(inside[:, None], found, jnp.zeros((), flat.dtype))
+
+
+@op("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
+    """Of (N, C, ...) the samples at (N, ..., dims), whose last dim begins with the last of the input."""
+    input, grid = promoted(input, grid)
+    n, sizes = grid.shape[-1], input.shape[2:]
+    flat = input.reshape(*input.shape[:2], math.prod(sizes))
+    each = [grid[..., n - 1 - d].reshape(grid.shape[0], math.prod(grid.shape[1:-1])) for d in range(n)]
+    each = [_at(x, size, align_corners) for x, size in zip(each, sizes, strict=True)]
+    if interpolation_mode != _BICUBIC:
+        each = [_padded(x, size, padding_mode, align_corners) for x, size in zip(each, sizes, strict=True)]
+    if interpolation_mode == _NEAREST:
+        out = _picked(flat, [jnp.round(x) for x in each], sizes)
+    else:
+        out = jnp.zeros((), flat.dtype)
+        lows = [jnp.floor(x) for x in each]
+        for offset in itertools.product((-1, 0, 1, 2) if interpolation_mode == _BICUBIC else (0, 1), repeat=n):
+            taps = [low + o for low, o in zip(lows, offset, strict=True)]
+            shares = [jnp.abs(x - tap) for x, tap in zip(each, taps, strict=True)]
+            if interpolation_mode == _BICUBIC:
+                shares = [cubic_weight(s) for s in shares]
+                taps = [_padded(t, size, padding_mode, align_corners) for t, size in zip(taps, sizes, strict=True)]
+            else:
+                shares = [1 - (x - low) if o == 0 else x - low for x, low, o in zip(each, lows, offset, strict=True)]
+            share: Any = math.prod(shares)
+            out = out + _picked(flat, taps, sizes) * share[:, None]
+    return out.reshape(*input.shape[:2], *grid.shape[1:-1])
+
+
+@op("affine_grid_generator")
+def affine_grid_generator(theta: Any, size: Any, align_corners: bool) -> Any:
+    """Places for `grid_sample`: those of the output, under an affine map for each of the batch."""
+    axes = []
+    for n in tuple(size)[2:]:
+        steps = np.linspace(-1, 1, n) if n > 1 else np.zeros(n)
+        axes.append(steps if align_corners else steps * (n - 1) / max(n, 1))
+    base = np.stack([*np.meshgrid(*axes, indexing="ij")[::-1], np.ones([len(a) for a in axes])], -1)
+    return jnp.einsum("...i,nji->n...j", jnp.asarray(base, theta.dtype), theta, precision="highest")

@@ -1,0 +1,237 @@
+"""Torch functions that read at places, and that write or gather values there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from bridge._tracing.functionalization import written_through
+from bridge._tracing.op_registry import Op, add_ops, op
+
+from .elementwise import numbers, places
+from .shapes import diagonal, select
+from .views import sliced
+
+
+def _lifted(x: Any) -> Any:
+    return x[None] if isinstance(x, jax.Array) and x.ndim == 0 else x
+
+
+def of_vectors(handler: Any) -> Any:
+    """A function of places, also of numbers: torch takes a number, of places too, as a vector of one element."""
+
+    @functools.wraps(handler)
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        out = handler(_lifted(input), *map(_lifted, args), **{name: _lifted(x) for name, x in kwargs.items()})
+        return out if input.ndim else numbers(out)
+
+    return run
+
+
+@op("index_select")
+@of_vectors
+def index_select(input: Any, dim: int, index: Any) -> Any:
+    """Places of one dim."""
+    return jnp.take(input, places(index, input.shape[dim]), axis=dim)
+
+
+@op("gather")
+def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Of each line along dim the places in index."""
+    if not index.size:
+        return jnp.zeros(index.shape, input.dtype)
+    shape, input, index = index.shape, _lifted(input), _lifted(index)
+    dim = dim % input.ndim
+    part = input[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(index.shape))]
+    return jnp.take_along_axis(part, places(index, part.shape[dim]), axis=dim).reshape(shape)
+
+
+@op("take_along_dim")
+def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
+    """As numpy's."""
+    return jnp.take_along_axis(input, indices, axis=dim) if dim is not None else jnp.take(input.ravel(), indices.ravel())
+
+
+@op("take")
+def take(input: Any, index: Any) -> Any:
+    """Places of the flat tensor."""
+    return jnp.take(input.ravel(), index)
+
+
+@op("put")
+def put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """Values written, or added, at places of the flat tensor."""
+    at = input.ravel().at[index.ravel()]
+    return (at.add if accumulate else at.set)(source.ravel()).reshape(input.shape)
+
+
+def _lines(index: Any, dim: int) -> tuple[Any, ...]:
+    """Where `scatter` writes: at the places in index of each line along dim."""
+    where = list(jnp.indices(index.shape, sparse=True))
+    where[dim] = index
+    return tuple(where)
+
+
+def _slices(index: Any, dim: int) -> tuple[Any, ...]:
+    """Where `index_add` and its kind write: at whole places of dim."""
+    return (slice(None),) * dim + (index,)
+
+
+@op("scatter")
+@of_vectors
+def scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
+    """Values written at places of each line along dim."""
+    new = jnp.asarray(value if src is None else src, input.dtype)
+    new = new[tuple(map(slice, index.shape))] if new.ndim == index.ndim else new
+    at = input.at[_lines(index, dim)]
+    return at.set(new) if reduce is None else {"add": at.add, "multiply": at.multiply}[reduce](new)
+
+
+@op("scatter_add")
+@of_vectors
+def scatter_add(input: Any, dim: int, index: Any, src: Any) -> Any:
+    """Values added at places of each line along dim."""
+    return input.at[_lines(index, dim)].add(src[tuple(map(slice, index.shape))])
+
+
+@op("index_add")
+@of_vectors
+def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+    """Values added at places of one dim."""
+    return input.at[_slices(index, dim % input.ndim)].add(source * jnp.asarray(alpha, source.dtype))
+
+
+@op("index_copy")
+@of_vectors
+def index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
+    """Values written at places of one dim."""
+    return input.at[_slices(index, dim % input.ndim)].set(source)
+
+
+@op("index_fill")
+@of_vectors
+def index_fill(input: Any, dim: int, index: Any, value: Any) -> Any:
+    """One value written at places of one dim."""
+    return input.at[_slices(index, dim % input.ndim)].set(jnp.asarray(value, input.dtype))
+
+
+@op("index_put")
+def index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """Values written, or added, at places."""
+    at = input.at[tuple(slice(None) if i is None else i for i in indices)]
+    return at.add(values) if accumulate else at.set(values)
+
+
+@op("masked_scatter")
+def masked_scatter(input: Any, mask: Any, source: Any) -> Any:
+    """Elements in order, written where the mask is True."""
+    input, mask = jnp.broadcast_arrays(input, mask)
+    order = jnp.cumsum(mask.ravel()).reshape(mask.shape) - 1
+    return jnp.where(mask, jnp.take(source.ravel(), jnp.maximum(order, 0)), input)
+
+
+@op("scatter_reduce")
+@of_vectors
+def scatter_reduce(input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """A sum, product, mean or extreme of the values at each place of each line along dim."""
+    return _reduced(_lines, dim, reduce, include_self, index, input, src[tuple(map(slice, index.shape))])
+
+
+@op("index_reduce")
+@of_vectors
+def index_reduce(input: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    """A product, mean or extreme of the values at each place of one dim."""
+    return _reduced(_slices, dim % input.ndim, reduce, include_self, index, input, source)
+
+
+def _reduced(places_of: Any, dim: int, reduce: str, include_self: bool, index: Any, x: Any, new: Any) -> Any:
+    if reduce == "prod":
+        return _product(places_of, dim, include_self, index, x, new)
+    if reduce in ("amax", "amin"):
+        return _furthest(places_of, dim, reduce, include_self, index, x, new)
+    where = places_of(index, dim)
+    whole = _sum(where, include_self, x, new)
+    if reduce == "sum":
+        return whole
+    count = _sum(where, include_self, jnp.ones(x.shape, jnp.int32), 1).astype(x.dtype)
+    return whole / count if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.floor_divide(whole, count)
+
+
+def _left_out(x: Any, where: Any, include_self: bool, value: Any) -> Any:
+    """x; where it does not count itself, with what changes nothing at the places that are written."""
+    return x if include_self else jnp.where(jnp.zeros(x.shape, bool).at[where].set(True), jnp.asarray(value, x.dtype), x)
+
+
+def _sum(where: Any, include_self: bool, x: Any, new: Any) -> Any:
+    return _left_out(x, where, include_self, 0).at[where].add(new)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _product(places_of: Any, dim: int, include_self: bool, index: Any, x: Any, new: Any) -> Any:
+    where = places_of(index, dim)
+    return _left_out(x, where, include_self, 1).at[where].multiply(new)
+
+
+@_product.defjvp
+def _(places_of: Any, dim: int, include_self: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The derivative by each factor is the product of the others: that of all that are not zero, unless another is zero."""
+    (index, x, new), (_, dx, d_new) = primals, tangents
+    where = places_of(index, dim)
+    x, dx = _left_out(x, where, include_self, 1), _left_out(dx, where, include_self, 0)
+    zeros = (x == 0).astype(jnp.int32).at[where].add((new == 0).astype(jnp.int32))
+    rest = jnp.where(x == 0, 1, x).at[where].multiply(jnp.where(new == 0, 1, new))
+
+    def of_others(factor: Any, zeros: Any, rest: Any) -> Any:
+        return jnp.where(zeros > (factor == 0).astype(zeros.dtype), 0, rest / jnp.where(factor == 0, 1, factor))
+
+    change = of_others(x, zeros, rest) * dx
+    return _product(places_of, dim, include_self, index, x, new), change.at[where].add(of_others(new, zeros[where], rest[where]) * d_new)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _furthest(places_of: Any, dim: int, reduce: str, include_self: bool, index: Any, x: Any, new: Any) -> Any:
+    where = places_of(index, dim)
+    real = jnp.issubdtype(x.dtype, jnp.inexact)
+    least, most = (-jnp.inf, jnp.inf) if real else (jnp.iinfo(x.dtype).min, jnp.iinfo(x.dtype).max)
+    at = _left_out(x, where, include_self, least if reduce == "amax" else most).at[where]
+    return (at.max if reduce == "amax" else at.min)(new)
+
+
+@_furthest.defjvp
+def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The gradient is shared among equals; as in torch a value that does not count itself has its share too, which is lost."""
+    (index, x, new), (_, dx, d_new) = primals, tangents
+    where = places_of(index, dim)
+    out = _furthest(places_of, dim, reduce, include_self, index, x, new)
+    own, of_new = (x == out).astype(x.dtype), (new == out[where]).astype(x.dtype)
+    change = (own * _left_out(dx, where, include_self, 0)).at[where].add(of_new * d_new)
+    return out, change / own.at[where].add(of_new)
+
+
+@op("select_scatter")
+def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
+    """One place of one dim written."""
+    return written_through(lambda x: select(x, dim, index), input, src.astype(input.dtype))
+
+
+@op("slice_scatter")
+def slice_scatter(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """A slice of one dim written."""
+    return written_through(lambda x: sliced(x, dim, start, end, step), input, src.astype(input.dtype))
+
+
+@op("diagonal_scatter")
+def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """A diagonal written."""
+    return written_through(lambda x: diagonal(x, offset, dim1, dim2), input, src.astype(input.dtype))
+
+
+def _fill_diagonal(input: Any, fill_value: Any, wrap: bool = False) -> Any:
+    return jnp.fill_diagonal(input, jnp.asarray(fill_value, input.dtype), wrap=wrap, inplace=False)
+
+
+add_ops({torch.Tensor.fill_diagonal_: Op(_fill_diagonal, None, inplace=True)})

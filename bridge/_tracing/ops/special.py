@@ -1,0 +1,151 @@
+"""Torch's special functions (`torch.special`), and those that look into floating-point numbers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from jax.scipy import special
+
+from bridge._tracing.functionalization import unnoticed
+from bridge._tracing.op_registry import op
+from bridge._tracing.promotion import jax_dtype, promoted
+
+from .elementwise import clamp, floating, in_float32, pow_
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def polygamma(n: int, x: Any) -> Any:
+    """The n-th derivative of `digamma`, by reflection where jax's series is not for: https://dlmf.nist.gov/5.15#E6."""
+    if n == 0:  # jax has NaN at zero
+        return jnp.where(x == 0, jnp.copysign(jnp.asarray(jnp.inf, x.dtype), -x), lax.digamma(x))
+    low = x < 0.5
+    series = special.polygamma(n, jnp.where(low, 1 - x, x))
+    cot, slope = 1 / jnp.tan(math.pi * (x - jnp.round(x))), np.polynomial.Polynomial([0.0, 1.0])
+    for _ in range(n):  # cot' = -(1 + cot ** 2)
+        slope = slope.deriv() * np.polynomial.Polynomial([-1.0, 0.0, -1.0])
+    of_cot = functools.reduce(lambda sum, factor: sum * cot + factor, slope.coef[::-1].tolist())  # infinite at a pole, which 0 * inf is not
+    reflected = (-1) ** n * series - math.pi ** (n + 1) * of_cot
+    return jnp.where(low, reflected, jnp.where(jnp.isposinf(x), jnp.zeros((), x.dtype), series))
+
+
+@polygamma.defjvp
+def _(n: int, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    (x,), (change,) = primals, tangents
+    return polygamma(n, x), polygamma(n + 1, x) * change
+
+
+def digamma(x: Any) -> Any:
+    """The derivative of `lgamma`."""
+    return polygamma(0, x)
+
+
+@jax.custom_jvp
+def i0(x: Any) -> Any:
+    """A Bessel function; jax's own derivative is 1 at zero, where it is 0."""
+    return special.i0(x)
+
+
+i0.defjvps(lambda tangent, _, x: tangent * special.i1(x))
+
+
+def _polygamma(n: Any, input: Any) -> Any:
+    """The function has the order first, the method the tensor."""
+    n, x = (n, input) if isinstance(n, int) else (input, n)
+    return in_float32(functools.partial(polygamma, n))(floating(x))
+
+
+op("polygamma")(_polygamma)
+
+
+def _zeta(x: Any, q: Any) -> Any:
+    """Hurwitz's; infinite at its poles, NaN where it is not real, as in torch."""
+    outside = jnp.where(q == jnp.floor(q), jnp.inf, jnp.where(x == jnp.floor(x), special.zeta(x, q), jnp.nan))
+    out = jnp.where(q <= 0, outside, special.zeta(x, q))
+    return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, out))
+
+
+def _xlog1py(x: Any, y: Any) -> Any:
+    return special.xlog1py(jnp.where((x == 0) & (y <= -1), lax.stop_gradient(x), x), y)
+
+
+def _register() -> None:
+    one = {"digamma": digamma, "special_psi": digamma, "special_gammaln": lax.lgamma, "i0": i0, "special_modified_bessel_i0": i0}
+    one |= {"special_modified_bessel_i1": special.i1}
+    one |= {f"special_{name}": getattr(special, name) for name in ("i0e", "i1", "i1e", "ndtr", "ndtri", "log_ndtr", "entr", "erfcx")
+            if hasattr(special, name)}  # fmt: skip
+    for name, f in one.items():
+        op(name)(lambda input, f=f: in_float32(f)(floating(input)))
+    two = {"logaddexp2": jnp.logaddexp2, "special_xlog1py": _xlog1py, "special_zeta": _zeta, "igamma": special.gammainc}
+    two |= {"special_gammainc": special.gammainc, "igammac": special.gammaincc, "special_gammaincc": special.gammaincc}
+    for name, f in two.items():
+        op(name)(lambda input, other, f=f: in_float32(f)(*map(floating, promoted(input, other))))
+    for name, f in {"isposinf": jnp.isposinf, "isneginf": jnp.isneginf, "isreal": jnp.isreal, "signbit": jnp.signbit}.items():
+        op(name)(lambda input, f=f: f(input))
+
+
+_register()
+
+
+@op("logit")
+def logit(input: Any, eps: float | None = None) -> Any:
+    """The inverse of the logistic function; eps keeps it from infinity."""
+    x = floating(input)
+    x = x if eps is None else clamp(x, eps, 1 - eps)
+    return jnp.log(x) - jnp.log1p(-x)
+
+
+@op("mvlgamma", "special_multigammaln")
+def mvlgamma(input: Any, p: int) -> Any:
+    """The logarithm of the gamma function of p dims."""
+    return in_float32(functools.partial(_mvlgamma, p))(floating(input))
+
+
+def _mvlgamma(p: int, x: Any) -> Any:
+    terms = lax.lgamma(x[..., None] - jnp.arange(p, dtype=x.dtype) / 2)
+    return jnp.sum(terms, -1) + p * (p - 1) / 4 * math.log(math.pi)
+
+
+@op("frexp")
+def frexp(input: Any) -> Any:
+    """A number between a half and one, and a power of two."""
+    share, power = jnp.frexp(floating(input))
+    both: Any = share, power.astype(jnp.int32)
+    return torch.return_types.frexp(both)
+
+
+@op("ldexp")
+def ldexp(input: Any, other: Any) -> Any:
+    """input * 2 ** other."""
+    a, b = promoted(input, pow_(2.0, other))
+    return a * b
+
+
+@op("float_power")
+def float_power(input: Any, exponent: Any) -> Any:
+    """A power in double precision."""
+    dtype = jax_dtype(torch.complex128 if any(map(jnp.iscomplexobj, (input, exponent))) else torch.float64)
+    if hasattr(input, "astype"):
+        return pow_(input.astype(dtype), exponent if isinstance(exponent, int | float) else jnp.asarray(exponent, dtype))
+    return pow_(jnp.asarray(input, dtype), jnp.asarray(exponent, dtype))
+
+
+@op("nextafter")
+def nextafter(input: Any, other: Any) -> Any:
+    """The next number on the way to another; its derivative is one where there is a way."""
+    a, b = promoted(input, other)
+    moves = jnp.where(a == b, lax.stop_gradient(a), a)
+    return unnoticed(moves, jnp.nextafter(*map(lax.stop_gradient, (a, b))))
+
+
+@op("heaviside")
+def heaviside(input: Any, values: Any) -> Any:
+    """A step from zero to one; at zero the values."""
+    input, values = jnp.broadcast_arrays(input, values)
+    return jnp.where(input == 0, values, (input > 0).astype(values.dtype))

@@ -1,0 +1,105 @@
+"""Torch functions that view several tensors, or memory by strides; and those that copy what others view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge._tracing.context import where_now
+from bridge._tracing.op_registry import OPS, Op, op, viewed
+from bridge._tracing.tensor import Traced
+
+
+def _each(name: str, function: Callable[[Any], Any]) -> None:
+    def each(*tensors: Any) -> Any:
+        several = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
+        return function(several[0]) if len(several) == 1 and several is tensors else tuple(map(function, several))
+
+    op(name, raw=True)(each)
+
+
+def _of_three(x: Any) -> Any:
+    return x.reshape(1, -1, 1) if x.ndim < 2 else x.unsqueeze(-1) if x.ndim == 2 else x
+
+
+_each("atleast_1d", lambda x: x if x.ndim else x.reshape(1))
+_each("atleast_2d", lambda x: x if x.ndim > 1 else x.reshape(1, -1))
+_each("atleast_3d", _of_three)
+
+
+def _split_along(name: str, dim: int) -> None:
+    def split(input: Any, indices_or_sections: Any) -> Any:
+        return torch.tensor_split(input, indices_or_sections, dim=dim if input.ndim > dim else 0)
+
+    op(name, raw=True)(split)
+
+
+_split_along("hsplit", 1)
+_split_along("vsplit", 0)
+_split_along("dsplit", 2)
+
+
+def sliced(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """A slice of one dim."""
+    return input[(slice(None),) * (dim % input.ndim) + (slice(start, end, step),)]
+
+
+def _register_copies() -> None:
+    names = "detach diagonal expand narrow permute select split split_with_sizes squeeze t transpose unbind unsqueeze unfold view"
+    for name in names.split():
+        op(f"{name}_copy")(OPS[getattr(torch.Tensor, name)].handler)
+    op("slice_copy")(sliced)
+    op("alias_copy")(lambda input: input)
+    op("view_as_complex_copy")(OPS[torch.view_as_complex].handler)
+    op("view_as_real_copy")(OPS[torch.view_as_real].handler)
+
+
+_register_copies()
+
+
+@op("masked_select", raw=True)
+def masked_select(input: Any, mask: Any) -> Any:
+    """The elements where a mask is true, if jax knows the mask: their number is a shape."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return input.expand(shape)[mask.expand(shape)]
+
+
+def _offsets(size: Any, stride: Any, start: int) -> np.ndarray[Any, Any]:
+    at = np.full((), start)
+    for n, step in zip(size, stride, strict=True):
+        at = at[..., None] + np.arange(n) * step
+    return at
+
+
+@op("as_strided", raw=True)
+def as_strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """Elements at equal distances in memory: those of a tensor that lies there without gaps."""
+    layout = input.laid_out() if isinstance(input, Traced) else input
+    own = int(layout.storage_offset())
+    start = own if storage_offset is None else storage_offset
+    at = _offsets(size, stride, int(start) - own)
+    if not layout.is_contiguous() or (at.size and not 0 <= at.min() <= at.max() < layout.numel()):
+        raise NotImplementedError(
+            f"as_strided reaches beyond its tensor {where_now()}, or that tensor is not contiguous, and a traced one has no memory "
+            "around it. Call it on the contiguous tensor that holds all those elements."
+        )
+    return viewed(Op(lambda x, *_: jnp.take(x.ravel(), at), None), torch.as_strided, (input, tuple(size), tuple(stride), start), {})
+
+
+@op("as_strided_copy", raw=True)
+def as_strided_copy(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """`as_strided` without its memory."""
+    return as_strided(input, size, stride, storage_offset).clone()
+
+
+@op("as_strided_scatter", raw=True)
+def as_strided_scatter(input: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """A copy with src where `as_strided` looks."""
+    as_strided(input, size, stride, storage_offset)  # whose errors are this one's
+    out = torch.clone(input)
+    out.as_strided(size, stride, storage_offset).copy_(src)
+    return out

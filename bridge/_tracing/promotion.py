@@ -1,0 +1,64 @@
+"""Dtypes of traced values by torch's rules of promotion."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bridge._interop.dtypes import EXTENSION_DTYPES
+
+from .context import where_now
+
+_NAMES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"]
+NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype(like) for d, (_, like) in EXTENSION_DTYPES.items()}
+TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
+
+
+def torch_dtype(array: Any) -> torch.dtype:
+    """torch's name for the dtype of an array; a TypeError for one that torch has not."""
+    found = TORCH.get(np.dtype(array.dtype))
+    if found is None:
+        raise TypeError(f"torch has no dtype for {array.dtype} ({where_now()}). Convert it with astype first.")
+    return found
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The dtype that jax gives an array of a torch dtype: 64 bits only where x64 is on, as jax itself decides."""
+    return jax.dtypes.canonicalize_dtype(NUMPY[dtype])
+
+
+def default_float() -> Any:
+    """torch's default dtype, as jax has it."""
+    return jax_dtype(torch.get_default_dtype())
+
+
+def promoted(*xs: Any) -> list[Any]:
+    """Arrays and numbers as arrays of the one dtype that torch gives their combination."""
+    dtype = jax_dtype(result_type(*xs))
+    return [jnp.asarray(x, dtype) if not hasattr(x, "astype") else x.astype(dtype) for x in xs]
+
+
+def result_type(*xs: Any) -> torch.dtype:
+    """torch.result_type over any number of arrays and numbers."""
+    with torch.DisableTorchFunction():
+        arrays = [_like(torch_dtype(x), min(x.ndim, 1)) if hasattr(x, "dtype") else x for x in xs]
+        wide = [x for x in arrays if isinstance(x, torch.Tensor) and x.ndim]
+        flat = [x for x in arrays if isinstance(x, torch.Tensor) and not x.ndim]
+        numbers = [x for x in arrays if not isinstance(x, torch.Tensor)]
+        if not wide and not flat:
+            return torch.result_type(torch.tensor(numbers[0]), numbers[-1])
+        best: Any = None
+        for group in (wide, flat, numbers):
+            for x in group:
+                best = x if best is None else _like(torch.result_type(best, x), 1 if wide else 0)
+        return best.dtype
+
+
+@functools.cache
+def _like(dtype: torch.dtype, ndim: int) -> torch.Tensor:
+    return torch.empty((1,) * ndim, dtype=dtype, device="meta")

@@ -1,0 +1,406 @@
+"""The value that torch code sees while jax traces it: torch's methods, views and in-place writes over a jax value, and a `Torchish`."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.core import Tracer
+
+from bridge._compat.torch import make_subclass
+from bridge._compat.torch2jax import is_torchish, torchish
+from bridge._interop.dlpack import to_jax
+from bridge._interop.dtypes import canonical
+from bridge._process import x64
+
+from .context import TRACE, no_graph, value_needed, where_now
+from .functionalization import unnoticed, written_through
+from .promotion import torch_dtype
+
+Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
+# Whose `x.dtype` asks for numpy's: jax reads it of whatever has `__jax_array__`, and torch.dtype is nothing to it.
+JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
+# Where torch checks the arguments of distributions: by values that are known; what is traced passes.
+CHECKS = tuple(f"torch.distributions.{name}" for name in ("distribution", "constraints", "uniform"))
+
+
+# What jax raises where Python code wants the value of a tracer.
+NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+
+
+class Graph:
+    """What `grad_fn` of a traced value is where torch would have a node: there, and of no further use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_graph(f"grad_fn.{name} belongs")
+
+
+class Traced(Tensor):
+    """A jax value under torch's interface.
+
+    A real tensor, so that torch's C code may look into it: one without memory, on the meta device, with the value's shape and
+    dtype. Functional inside: a write makes a new value. A view knows its base and how it was taken, so that a write through
+    either is seen by the other, as in torch. jax's functions take it (`__jax_array__`, and as a pytree).
+    """
+
+    def __new__(cls, value: Any, *_: Any, **__: Any) -> Any:
+        with torch.DisableTorchFunction():
+            return make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
+
+    def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, parameter: Any = None):
+        self._value = value
+        self._base_, self._taken = base, view
+        self._writes = 0
+        self._before: list[Traced] = []  # what lay where it lay until its `data` was given another place
+        self._epoch = len(base._before) if base is not None else 0
+        self._seen = base._stamp() if base is not None else 0
+        self._is_param = parameter is not None
+        self._wants_grad = parameter is not None and parameter.requires_grad
+
+    @property
+    def value(self) -> Any:
+        base = self._base_now()
+        if base is not None and self._seen != base._stamp() and self._aliases():
+            self._value, self._seen = self._of(base.value), base._stamp()
+        return self._value
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        base = self._base_now()
+        if base is not None and self._aliases():
+            written = self._written(base.value, new)
+            base.value = unnoticed(base.value, written) if self._taken[4] in DETACHING else written  # pyright: ignore
+            self._seen = base._stamp()
+        self._value = new
+        self._writes += 1
+
+    def put_back(self, value: Any) -> None:
+        """Have a value from before again, which views of it then see."""
+        self._value = value
+        self._writes += 1
+
+    @property
+    def written(self) -> bool:
+        """Whether something has written into it, or through a view of it."""
+        return self._writes > 0
+
+    def _base_now(self) -> Traced | None:
+        """The tensor that it is a view of: that of the time when it was made, if the base has been given other `data` since."""
+        base = self._base_
+        if base is not None and self._epoch < len(base._before):
+            self._base_, self._epoch = base._before[self._epoch], 0
+        return self._base_
+
+    def _stamp(self) -> int:
+        base = self._base_now()
+        return self._writes + (base._stamp() if base is not None else 0)
+
+    def _of(self, array: Any) -> Any:
+        handler, args, kwargs, index, _ = self._taken  # pyright: ignore[reportGeneralTypeIssues]
+        out = handler(array, *args, **kwargs)
+        return out if index is None else out[index]
+
+    def _written(self, array: Any, new: Any) -> Any:
+        """The base's array after this view of it became `new`."""
+        return written_through(self._of, array, new)
+
+    def _aliases(self) -> bool:
+        """Whether torch would have made a view here, not a copy (`reshape` decides by strides): asked of torch, without memory."""
+        return self._meta()[1]
+
+    def _meta(self) -> tuple[torch.Tensor, bool]:
+        """How torch would lay it out, and whether in the memory of its base."""
+        base = self._base_now()
+        if base is None:
+            return _without_memory(self._value), False
+        _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
+        with torch.DisableTorchFunction():
+            base = base._meta()[0]
+            try:
+                out = func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in args), **kwargs)
+            except (TypeError, RuntimeError):  # an index whose values decide the shape: it copies
+                return _without_memory(self._value), False
+            out = out if index is None else out[index]
+            same = out.untyped_storage() is base.untyped_storage()
+            return (out, True) if same else (torch.empty_like(out), False)
+
+    def laid_out(self) -> torch.Tensor:
+        """A tensor without memory that torch would lay out as this one."""
+        return self._meta()[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __jax_array__(self) -> Any:
+        """The value for code in jax: as jax would take it in, of 32 bits where it keeps no others."""
+        if TRACE.x64 is not False:
+            return self.value
+        with x64():
+            value = self.value
+        return canonical(value)
+
+    def jax(self) -> Any:
+        """The value, as torchax's tensors give theirs: by this, code in torch asks whether jax traces, and then reads no values."""
+        return self.__jax_array__()
+
+    @property
+    def dtype(self) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
+            return self.value.dtype
+        return torch_dtype(self.value)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.value.shape)
+
+    @property
+    def size(self) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
+            return self.value.size
+        return lambda dim=None: self.shape if dim is None else self.shape[dim]
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return TRACE.device
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Any) -> None:
+        """Lie where `new` lies, with the derivative as it was. Views of it stay over what it was."""
+        old = self.value
+        before = Traced(old, self._base_, self._taken)
+        before._writes, before._epoch, before._seen = self._writes, self._epoch, self._seen
+        self._before.append(before)
+        self._base_ = self._taken = None
+        new = before if new is self else new
+        if type(new) is Traced:
+            kept = lambda array: unnoticed(old, array) if array.dtype == old.dtype else array  # noqa: E731
+            self._base_, self._taken, self._epoch = new, (kept, (), {}, None, torch.detach), len(new._before)
+        self._value, self._writes = unnoticed(old, as_array(new)), self._writes + 1
+        self._seen = new._stamp() if type(new) is Traced else 0
+
+    grad = property(lambda self: None)
+    requires_grad = property(lambda self: self._wants_grad, lambda self, wanted: None)
+    is_leaf = property(lambda self: self._is_param or not self._wants_grad)
+    grad_fn = property(lambda self: None if self.is_leaf else Graph())
+
+    def follow(self) -> None:
+        """Say from now on that it requires grad, as torch would of the result of what does."""
+        self._wants_grad |= torch_dtype(self.value).is_floating_point or torch_dtype(self.value).is_complex
+
+    is_meta = is_cuda = False
+    is_cpu = True
+    T = property(lambda self: _dispatch(torch.t if self.ndim == 2 else torch.permute, (self, *_reverse(self)), {}))
+    mT = property(lambda self: _dispatch(torch.transpose, (self, -1, -2), {}))  # noqa: N815 - torch's name
+    H = property(lambda self: self.mH)
+    mH = property(lambda self: self.mT.conj())  # noqa: N815 - torch's name
+    real = property(lambda self: _dispatch(torch.real, (self,), {}))
+    imag = property(lambda self: _dispatch(torch.imag, (self,), {}))
+    itemsize = property(lambda self: self.value.dtype.itemsize)
+
+    def __getattr__(self, name: str) -> Any:
+        """For code in jax: what torch's tensors have not and jax's arrays have."""
+        if name.startswith("_") or "_value" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__jax_array__(), name)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    ndimension = dim
+
+    def is_signed(self) -> bool:
+        return torch_dtype(self.value).is_signed
+
+    def numel(self) -> int:
+        return self.value.size
+
+    nelement = numel
+
+    def requires_grad_(self, requires_grad: bool = True) -> Traced:
+        self._wants_grad = requires_grad if not self._is_param else self._wants_grad
+        return self
+
+    def item(self) -> Any:
+        return self._asked("item()", lambda x: x.item())
+
+    def tolist(self) -> Any:
+        return self._asked("tolist()", lambda x: x.tolist(), whole=True)
+
+    def numpy(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._asked("numpy()", np.array, whole=True)
+
+    def _asked(self, what: str, ask: Callable[[Any], Any], whole: bool = False) -> Any:
+        """What Python code wants to know of its values: an error where jax does not know them."""
+        try:
+            return ask(self.value if whole else self._one())
+        except NOT_KNOWN:
+            raise value_needed(what, self.value) from None
+
+    def _one(self) -> Any:
+        """The value of a tensor of one element, of whatever shape."""
+        if self.value.size != 1 or not self.value.ndim:
+            return self.value
+        with nullcontext() if isinstance(self.value, Tracer) else jax.ensure_compile_time_eval():
+            return self.value.reshape(())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter(_dispatch(torch.unbind, (self,), {}))
+
+    def __bool__(self) -> bool:
+        if isinstance(self.value, Tracer) and sys._getframe(1).f_globals.get("__name__") in CHECKS:
+            return True
+        return self._asked("`if` or bool()", bool)
+
+    def __int__(self) -> int:
+        return self._asked("int()", int)
+
+    def __float__(self) -> float:
+        return self._asked("float()", float)
+
+    def __index__(self) -> int:
+        return self._asked("A size or an index of Python", operator.index)
+
+    def __contains__(self, x: Any) -> bool:
+        return bool((self == x).any())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"Traced({self._value!r})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Not of use to a traced value, as all that follows torch's graph; likewise hooks."""
+        raise no_graph("backward, retain_grad and hooks of a tensor belong")
+
+    retain_grad = register_hook = register_post_accumulate_grad_hook = backward
+
+    def __deepcopy__(self, memo: Any) -> Traced:
+        return memo.setdefault(id(self), self._like(Traced(jax.lax.stop_gradient(self.value) if self.is_leaf else self.value)))
+
+    def __copy__(self) -> Traced:
+        return self._like(self.detach())  # over the same memory
+
+    def _like(self, copy: Traced) -> Traced:
+        """A copy that says of itself what this tensor does: a parameter's is one."""
+        copy._is_param, copy._wants_grad = self._is_param, self._wants_grad
+        return copy
+
+
+@functools.cache
+def joined() -> Any:
+    """Return the class of torch2jax's values, which traced tensors are from now on: operators registered with it ask for that type."""
+    kind = torchish()
+    Traced.__bases__ = (torch.Tensor, kind)
+    return kind
+
+
+def _without_memory(array: Any) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=torch_dtype(array), device="meta")
+
+
+DETACHING = frozenset({torch.detach, torch.Tensor.detach})
+
+
+def _reverse(x: Traced) -> tuple[Any, ...]:
+    return () if x.ndim == 2 else (tuple(range(x.ndim))[::-1],)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if TRACE.dispatch is None:
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} was called on a traced tensor after its trace had ended. It was kept somewhere, "
+            f"such as an attribute or a list; return it from the function instead."
+        )
+    return TRACE.dispatch(func, args, kwargs)
+
+
+def _dunder(name: str) -> Any:
+    method = getattr(torch.Tensor, name)
+
+    def called(self: Traced, *args: Any) -> Any:
+        return _dispatch(method, (self, *args), {})
+
+    called.__name__ = name
+    return called
+
+
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+for _name in [
+    *(f"__{x}__" for x in _BINARY + ["lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "getitem", "setitem"]),
+    *(f"__r{x}__" for x in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]),
+    *(f"__i{x}__" for x in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]),
+]:
+    if hasattr(torch.Tensor, _name):
+        setattr(Traced, _name, _dunder(_name))
+
+# What jax's functions get in a traced tensor's place is the array: they do not take another type everywhere.
+jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])
+
+
+def as_traced(tree: Any) -> Any:
+    """A pytree with traced tensors for its arrays; keys stay keys."""
+
+    def leaf(x: Any) -> Any:
+        return Traced(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, Traced))
+
+
+def as_array(x: Any) -> Any:
+    """What jax computes with: the value of a traced tensor, a constant made of a torch tensor; anything else as it is."""
+    if type(x) is Traced or is_torchish(x):
+        return x.value
+    if isinstance(x, torch.Tensor):
+        return constant(x)
+    return x.item() if isinstance(x, np.generic) else x  # a number to torch: it promotes nothing
+
+
+def constant(tensor: torch.Tensor) -> jax.Array:
+    """A torch tensor that is no parameter, buffer or input, as it is now: a copy, made once in each trace.
+
+    Raises:
+      ValueError: it requires grad; its gradient would be lost without a word.
+    """
+    if tensor.is_meta:
+        raise ValueError(
+            f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {where_now()}. A model that was "
+            "built there gets memory by to_empty(). torch.vmap and torch.func make such tensors of what jax traces: use jax.vmap, jax.grad "
+            "or jax.jacrev there, of functions of jnp.asarray(x)."
+        )
+    if tensor.requires_grad:
+        raise ValueError(
+            f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {where_now()}, and it is no parameter of this "
+            f"module: no gradient could reach it. Register it in the module, give it as an input, or detach() it."
+        )
+    known = TRACE.constants if TRACE.constants is not None else {}
+    if id(tensor) not in known:
+        with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():
+            array = to_jax(tensor.detach().clone(), copy=None)
+            known[id(tensor)] = tensor, array.astype(jax.dtypes.canonicalize_dtype(array.dtype))  # the tensor keeps its id its own
+    return known[id(tensor)][1]

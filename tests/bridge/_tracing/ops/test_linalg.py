@@ -1,0 +1,185 @@
+"""Linear algebra, Fourier transforms and special functions in traced torch code, where torch's own database has no samples."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from bad_inputs_modules import Applies
+from torch import nn
+from traced_oracle import compare
+
+import bridge
+from bridge._process import x64
+from bridge._tracing.ops import linalg
+
+
+def sample(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def weights(*shape):
+    return torch.linspace(1, 2, int(np.prod(shape))).reshape(shape)
+
+
+def whole_eigh(x, triangle="L"):
+    """What does not depend on the signs of the vectors."""
+    values, vectors = torch.linalg.eigh(x, UPLO=triangle)
+    return torch.cat([vectors**4, values[..., None, :], vectors @ torch.diag_embed(values**2) @ vectors.mT], -2)
+
+
+def whole_svd(x, full):
+    u, s, vh = torch.linalg.svd(x, full_matrices=full)
+    k = s.shape[-1]
+    return torch.cat([(u[..., :k] ** 4).flatten(), (vh[..., :k, :] ** 4).flatten(), s.flatten()])
+
+
+@pytest.mark.parametrize("triangle", ["L", "U"])
+def test_eigenvectors_of_one_triangle(triangle):
+    compare(functools.partial(whole_eigh, triangle=triangle), sample(2, 4, 4))
+
+
+@pytest.mark.parametrize(("shape", "full"), [((2, 5, 3), True), ((3, 5), True), ((3, 5), False)])
+def test_singular_vectors(shape, full):
+    compare(functools.partial(whole_svd, full=full), sample(*shape), tol=1e-3)
+
+
+@pytest.mark.parametrize("upper", [False, True])
+def test_a_root_reads_one_triangle_and_its_gradient_is_of_both(upper):
+    x = sample(3, 3)
+    x = x @ x.mT + (x.tril(-1) if upper else x.triu(1)) + torch.eye(3)
+    compare(lambda x: torch.linalg.cholesky(x, upper=upper), x)
+    compare(lambda x: torch.cholesky_solve(torch.ones(3, 1), x, upper=upper), x)
+
+
+def test_the_test_would_see_eigenvectors_of_the_other_triangle(monkeypatch):
+    monkeypatch.setattr(linalg, "_of_triangle", lambda x, upper: linalg.adjoint(x))
+    with pytest.raises(AssertionError):
+        compare(whole_eigh, sample(2, 4, 4))
+
+
+@pytest.mark.parametrize("mapping", ["cayley", "matrix_exp", "householder"])
+def test_orthogonal_weights(mapping):
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map=mapping)
+    x = sample(2, 4)
+    out = layer(x)
+    pure, tree = bridge.module_function(layer), bridge.module_tree(layer)
+    np.testing.assert_allclose(jax.jit(pure)(tree, bridge.to_jax(x)), out.detach(), rtol=1e-4, atol=1e-5)
+    out.square().sum().backward()
+    found = jax.tree.leaves(jax.grad(lambda tree: (pure(tree, bridge.to_jax(x)) ** 2).sum())(tree))
+    theirs = [p.grad for p in layer.parameters()]
+    for ours in found:
+        assert any(ours.shape == g.shape and np.allclose(ours, g, rtol=1e-3, atol=1e-4) for g in theirs)
+
+
+def infos(x):
+    return torch.stack([torch.linalg.inv_ex(x).info, torch.linalg.lu_factor_ex(x).info, torch.linalg.cholesky_ex(x)[1].clamp(max=1)])
+
+
+def test_what_has_no_inverse_says_so_while_traced():
+    x = torch.tensor([[[1.0, 2.0], [2.0, 4.0]], [[2.0, 0.0], [0.0, 3.0]]])
+    pure = jax.jit(lambda x: bridge.module_function(Applies(infos))({}, x))
+    np.testing.assert_array_equal(pure(bridge.to_jax(x)), infos(x))
+
+
+def written(x):
+    x = x * 1
+    torch.linalg.diagonal(x).mul_(3)
+    x.resolve_conj().add_(1)
+    x[0].digamma_()
+    return x.renorm_(2, 0, 1.5)
+
+
+def test_writes_in_place_and_through_views():
+    compare(written, sample(3, 3) + 4)
+
+
+POINTS = {
+    "digamma": (torch.digamma, [-12.3, -0.7, 0.4, 0.5, 3.0]),
+    "polygamma": (lambda x: x.polygamma(2), [-12.3, -0.7, 0.4, 0.5, 3.0]),
+    "logit": (lambda x: torch.logit(x, 0.1), [0.0, 0.1, 0.5, 0.9, 1.0]),
+    "entr": (torch.special.entr, [0.0, 0.5, 2.0]),
+    "i0e": (torch.special.i0e, [0.0, -1.0, 30.0]),
+    "i1": (torch.special.i1, [0.0, -1.0, 3.0]),
+    "xlog1py": (lambda x: torch.special.xlog1py(x, 2.0), [0.0, 1.0]),
+    "polar": (lambda x: torch.view_as_real(torch.polar(x, x)), [0.0, 1.0]),
+    "norm of -1": (lambda x: torch.linalg.vector_norm(x, -1), [0.0, 1.0]),
+    "norm of matrices": (lambda x: torch.linalg.norm(x[:, None] * torch.zeros(1, 2), 2), [0.0, 1.0]),
+    "dist": (lambda x: torch.dist(x, x), [0.0, 1.0]),
+    "matrix_power": (lambda x: torch.linalg.matrix_power(x.reshape(2, 2), 3), [0.0, 0.0, 0.0, 0.0]),
+    "pinv": (lambda x: torch.linalg.pinv(x.reshape(2, 2), atol=0.5), [3.0, 0.0, 0.0, 0.1]),
+}
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_derivatives_at_special_points(name):
+    function, at = POINTS[name]
+    compare(function, torch.tensor(at))
+
+
+INTEGERS = {
+    "i0": torch.i0,
+    "fft": lambda x: torch.fft.fft2(x).real,
+    "trace": lambda x: x.to(torch.int8).trace(),
+    "rank": lambda x: torch.linalg.matrix_rank(x.float()),
+    "float_power": lambda x: torch.float_power(x, 2),
+    "ldexp": lambda x: torch.ldexp(x, x),
+    "heaviside": lambda x: torch.heaviside(x, x),
+    "kron": lambda x: torch.kron(x, x.float()),
+    "signbit": torch.signbit,
+    "special.expm1": torch.special.expm1,
+    "special.round": lambda x: torch.special.round(x / 3),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_and_dtypes(name):
+    x = torch.arange(-4, 5).reshape(3, 3)
+    with x64():
+        found = bridge.module_function(Applies(INTEGERS[name]))({}, bridge.to_jax(x))
+    expected = INTEGERS[name](x)
+    assert bridge.to_torch(found).dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_spectra_of_frames_and_back(center):
+    def filtered(x):
+        window = torch.hamming_window(12)
+        spectra = torch.stft(x, 16, 4, 12, window, center=center, return_complex=True)
+        tail = spectra[:, :6].abs().square().sum(1).cumsum(-1)
+        if not center:
+            return tail
+        return torch.istft(spectra * 2, 16, 4, 12, window, length=40) + tail.mean(-1, keepdim=True)
+
+    x = sample(2, 40)
+    compare(filtered, x)
+    pure = bridge.module_function(Applies(filtered))
+    each = jax.vmap(lambda x: pure({}, x[None])[0])(bridge.to_jax(x))
+    np.testing.assert_allclose(each, pure({}, bridge.to_jax(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_of_solutions():
+    def solved(x, b):
+        q, r = torch.linalg.qr(x)
+        factors = torch.linalg.lu_factor(x)
+        return torch.linalg.solve_triangular(r, q.mT @ b, upper=True) + torch.linalg.lu_solve(*factors, b) - torch.linalg.lstsq(x, b)[0]
+
+    x, b = sample(4, 3, 3) + 3 * torch.eye(3), sample(4, 3, 2)
+    pure = bridge.module_function(Applies(solved))
+    found = jax.jit(jax.vmap(lambda x, b: pure({}, x, b)))(*bridge.to_jax((x, b)))
+    np.testing.assert_allclose(found, torch.linalg.solve(x, b), rtol=1e-3, atol=1e-4)
+
+
+def test_every_special_function_with_a_derivative_is_found():
+    given = {"logsumexp": (0,), "softmax": (0,), "log_softmax": (0,), "multigammaln": (1,), "xlogy": (0.5,), "xlog1py": (0.5,)}
+    plain = "digamma psi gammaln expm1 exp2 logit sinc erf erfc erfinv expit log1p i0 i0e i1 i1e ndtr ndtri log_ndtr entr"
+    names = plain.split()
+    x = torch.tensor([0.2, 0.4, 0.7])
+    for name in [*names, *given]:
+        args = given.get(name, ())
+        function = getattr(torch.special, name)
+        found = bridge.module_function(Applies(lambda x, f=function, a=args: f(x, *a)))({}, jnp.asarray(x.numpy()))
+        np.testing.assert_allclose(found, function(x, *args), rtol=1e-4, atol=1e-5, err_msg=name)

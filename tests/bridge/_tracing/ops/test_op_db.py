@@ -1,0 +1,151 @@
+"""Traced torch code against eager torch over torch's own database of operators: values, dtypes, shapes and gradients.
+
+Each operator of it with samples in float32, a few of them spread over the list; of the other kinds of samples a part that a seed
+chooses. Every operator with each kind of samples is marked `nightly`. `operator_table` has what is refused or differs, with its
+reason. MASKBRIDGE_TEST_SAMPLES takes more samples of an operator, MASKBRIDGE_TEST_SEED chooses other operators.
+"""
+
+import os
+import random
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+from operator_runs import KINDS, database, outcome
+from operator_table import BY_VALUE, BY_VALUE_OF, COMPLEX_RESULTS, DRAWN, IN_PART, KNOWN, REFUSED, REFUSED_OF, VALUES
+
+from bridge._process import x64
+from bridge._tracing import op_registry
+
+SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
+SEED = int(os.environ.get("MASKBRIDGE_TEST_SEED", "0"))
+DTYPES = [kind for kind in KINDS if kind not in ("extremal", "complex results")]
+CHOSEN = 40  # operators of each kind in a part that a seed chooses
+PARTS = 24
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples"),
+]
+
+
+def outcomes(names, kind, limit, through_complex=True):
+    entries = database(KINDS[kind])
+    with x64():
+        return {name: outcome(name, entries[name], kind, limit, DRAWN, VALUES, through_complex=through_complex) for name in names}
+
+
+def population(kind):
+    if kind == "complex results":
+        return COMPLEX_RESULTS
+    return sorted(name for name, op in database(KINDS[kind]).items() if kind != "extremal" or op.reference_inputs_func is not None)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.filterwarnings("ignore")
+def test_every_operator_gives_what_torch_gives_or_names_itself(part):
+    names = population("float32")[part::PARTS]
+    found = outcomes(names, "float32", SAMPLES, through_complex=False)
+    assert {name: of.wrong for name, of in found.items() if of.wrong} == {}
+    refused = {name for name, of in found.items() if of.counts["refused"]}
+    if VERSION == (2, 13):
+        assert refused - set(IN_PART) == set(REFUSED) & set(names)
+    assert {name for name, of in found.items() if of.counts["by value"]} == BY_VALUE & set(names)
+    assert sum(of.counts["compared"] for of in found.values()) > len(names)
+
+
+@pytest.mark.skipif(VERSION != (2, 13), reason="the table is of this version")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "float32"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_of_each_kind_of_samples_gives_what_torch_gives(kind):
+    names = population(kind)
+    names = sorted(random.Random(f"{SEED} {kind}").sample(names, min(CHOSEN, len(names))))
+    found = outcomes(names, kind, 2)
+    assert {name: of.wrong for name, of in found.items() if of.wrong and name not in KNOWN[kind]} == {}
+    assert {name for name, of in found.items() if of.counts["refused"]} <= {*REFUSED, *REFUSED_OF[kind], *IN_PART}
+    assert sum(of.counts["compared"] for of in found.values()) > len(names) / 2
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(VERSION != (2, 13), reason="the table is of this version")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "complex results"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_operator_of_each_kind_of_samples_gives_what_torch_gives_or_what_the_table_says(kind, part):
+    names = sorted(database(KINDS[kind]))[part::PARTS]
+    found = outcomes(names, kind, SAMPLES * (2 if kind == "extremal" else 1))  # they are few
+    known = KNOWN[kind].keys() & set(names)
+    assert {name: of.wrong for name, of in found.items() if of.wrong and name not in known} == {}
+    assert {name for name in known if KNOWN[kind][name][0] not in found[name].wrong} == set(), "right now: take them out of the table"
+    tried = {name for name, of in found.items() if of.counts.keys() - {"skipped"}}
+    by_value = BY_VALUE | BY_VALUE_OF.get(kind, set())
+    assert {name for name, of in found.items() if of.counts["by value"]} == by_value & tried
+    refused = {name for name, of in found.items() if of.counts["refused"] and not of.counts["compared"]}
+    assert refused == {*REFUSED, *REFUSED_OF[kind]} & tried
+
+
+def test_a_wrong_operator_is_caught(monkeypatch):
+    cosine = op_registry.OPS[torch.cos]
+    monkeypatch.setitem(op_registry.OPS, torch.cos, cosine._replace(handler=lambda x: 1.01 * jax.numpy.cos(x)))
+    with x64():
+        for kind in ("float32", "complex64"):
+            assert "Mismatched elements" in outcome("cos", database(KINDS[kind])["cos"], kind).wrong["forward"]
+        monkeypatch.undo()
+        assert outcome("cos", database()["cos"]).wrong == {}
+
+
+# ------------------------------------------------------------------ the page
+
+PAGE = Path(__file__).parents[4] / "docs" / "operators.md"
+HEAD = f"""# Operators of traced torch code
+
+Written by `make docs` from `tests/support/operator_table.py` and torch's own database of operators;
+`tests/bridge/_tracing/ops/test_op_db.py` runs each and asserts
+what stands here: values, shapes, dtypes and gradients of a program of `jax.jit` beside eager torch {torch.__version__.partition("+")[0]}.
+
+`forward` and `gradient` list the dtypes of the database's samples ({", ".join(DTYPES)}) in which
+both agree; "-" where there is none. The last column says what is refused, what differs, and why. A refused operator is an
+error that names it and the module that calls it. Without a note on "extremal" inputs an operator agrees for infinities, NaN, large
+numbers and negative zeros too, as far as the database has them.
+
+| operator | forward | gradient | refused or different, and why |
+| --- | --- | --- | --- |
+"""
+
+
+def notes_of(name):
+    if name in REFUSED:
+        return [f"refused: {REFUSED[name]}"]
+    notes = [f"refused in part: {IN_PART[name]}"] if name in IN_PART else []
+    notes += ["refused under jit: values decide the result's shape"] if name in BY_VALUE else []
+    notes += ["its numbers are jax's: only shape and dtype are compared"] if name in DRAWN else []
+    notes += [f"gradient: {VALUES[name]}"] if name in VALUES else []
+    notes += [f"{kind}: refused under jit where values decide the result's shape" for kind in KINDS if name in BY_VALUE_OF.get(kind, ())]
+    notes += [f"{kind}: refused, {REFUSED_OF[kind][name]}" for kind in KINDS if name in REFUSED_OF[kind]]
+    return notes + [f"{kind}: {part}, {why}" for kind in KINDS for part, why in [KNOWN[kind].get(name, ("", ""))] if part]
+
+
+def row(name):
+    agrees, slopes = [], []
+    for kind in DTYPES:
+        op = database(KINDS[kind]).get(name)
+        part = "" if op is None else KNOWN[kind].get(name, ("both",))[0]
+        if op is None or part == "forward" or name in BY_VALUE or name in REFUSED or any(name in of for of in REFUSED_OF.values()):
+            continue
+        agrees.append(kind)
+        has_slope = op.supports_autograd and KINDS[kind] in op.supported_backward_dtypes("cpu")
+        slopes += [kind] if has_slope and part != "gradient" and name not in (*DRAWN, *VALUES) else []
+    return f"| {name} | {', '.join(agrees) or '-'} | {', '.join(slopes) or '-'} | {'; '.join(notes_of(name))} |\n"
+
+
+@pytest.mark.skipif(VERSION != (2, 13), reason="the page is of this version")
+def test_the_page_has_each_operator():
+    names = sorted({name for kind in DTYPES for name in database(KINDS[kind])})
+    text = HEAD + "".join(map(row, names))
+    if os.environ.get("MASKBRIDGE_WRITE_DOCS"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "run `make docs`"

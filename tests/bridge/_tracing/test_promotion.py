@@ -1,0 +1,93 @@
+"""Where torch takes tensors of one dtype alone, traced torch code does; where torch promotes, the result has torch's dtype."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from bad_inputs_modules import Applies
+
+import bridge
+import torch_api
+from bridge._interop.dtypes import IN_TORCH
+from bridge._process import x64
+from bridge._tracing import op_registry
+
+X, W, V = torch.ones(2, 3), torch.ones(3, 3), torch.ones(3)
+REFUSED = {
+    "linear": lambda x: F.linear(x, W),
+    "its bias": lambda x: F.linear(x.to(W.dtype), W, V.to(x.dtype)),
+    "matmul": lambda x: x @ W,
+    "reversed": lambda x: W.__rmatmul__(x),
+    "bmm": lambda x: torch.bmm(x[None], W[None]),
+    "addmm": lambda x: torch.addmm(V, x, W),
+    "conv1d": lambda x: F.conv1d(x[None], torch.ones(1, 2, 1)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, X, X),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x, X),
+    "lerp": lambda x: torch.lerp(x, X, 0.5),
+    "prelu": lambda x: F.prelu(x, torch.ones(1)),
+}
+PROMOTED = {
+    "add": lambda x: x + X,
+    "mse_loss": lambda x: F.mse_loss(x, X),
+    "where": lambda x: torch.where(X > 0, x, X),
+    "cat": lambda x: torch.cat([x, X]),
+    "cat of an empty one": lambda x: torch.cat([x[:0, 0], X[0]]),
+    "layer_norm of a half type": lambda x: F.layer_norm(X.half() * x.half(), (3,), V, V),
+    "addcmul": lambda x: torch.addcmul(x, X, X),
+}
+
+
+def traced(function, x):
+    with x64():
+        return bridge.module_function(Applies(function))({}, bridge.to_jax(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize("name", REFUSED)
+def test_two_dtypes_are_refused_as_in_torch(name, dtype):
+    function, x = REFUSED[name], X.to(dtype)
+    try:
+        function(x)
+    except (RuntimeError, NotImplementedError):
+        named = f"float.*{str(dtype).removeprefix('torch.')}|{str(dtype).removeprefix('torch.')}.*float"
+        with pytest.raises(RuntimeError if dtype.is_floating_point else Exception, match=named if dtype.is_floating_point else None):
+            traced(function, x)
+    else:
+        assert not dtype.is_floating_point
+        traced(function, x)
+
+
+@pytest.mark.parametrize("name", PROMOTED)
+def test_elsewhere_types_are_promoted_as_in_torch(name):
+    x = X.double()
+    assert IN_TORCH[str(traced(PROMOTED[name], x).dtype)] == PROMOTED[name](x).dtype
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_comparison_sees_a_product_that_promotes(monkeypatch):
+    entry = op_registry.OPS[F.linear]
+    monkeypatch.setitem(op_registry.OPS, F.linear, entry._replace(one_type=None))
+    with pytest.raises(pytest.fail.Exception):
+        test_two_dtypes_are_refused_as_in_torch("linear", torch.float64)
+
+
+def test_a_batch_of_another_dtype_trains_nothing():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch_api.MaskedAdamW(model.parameters(), lr=0.1)
+    step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), optimizer)
+    step(X)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="the batch to the model's dtype"):
+        step(X.double())
+    assert all(map(torch.equal, before, model.parameters()))
+    step(X)
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_parameters_of_a_half_type_take_inputs_of_it():
+    pure, params = bridge.module_function(torch.nn.Linear(3, 1)), bridge.module_tree(torch.nn.Linear(3, 1))
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    assert pure(half, jnp.ones((2, 3), jnp.bfloat16)).dtype == jnp.bfloat16
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        pure(half, jnp.ones((2, 3)))
