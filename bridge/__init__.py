@@ -1,6 +1,7 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
+from ._compiler.update import traces
 from ._flax_optim.definitions import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
 from ._flax_optim.optimizer import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from ._interop.trees import load_module_tree, module_buffers, module_tree, to_jax, to_torch, write_buffers
@@ -32,7 +33,6 @@ from ._xla import multi_output_fusion as _multi_output_fusion
 from .doctor import doctor
 from .functions import jax_function
 from .programs import compilations
-from .update import traces
 
 __all__ = [
     "LAMB",

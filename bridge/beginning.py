@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from ._compiler.apply_transform import Arrays, begin, buffered
+from ._compiler.spec import Problem, buffer_shape, unflatten
+from ._compiler.state_layout import layout
 from ._ir.jaxpr import inlined, numbers_of, slice_of
 from ._memory import allocation
 from ._process import default_settings, x64
-from .evaluate import Arrays, begin, buffered
-from .problem import Problem, buffer_shape, layout, unflatten
 
 
 def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays | None = None) -> Arrays:
     """`begin` for buffers, with buffers as result that nothing else has, because all are donated.
 
     An `init` may hand out the parameters, one array twice, or a constant of its own (Muon's coefficients): what is no single number
-    is copied, each original let go before the next is. `known`: as of `analysis.begun`, of this problem; `init` is then not traced.
+    is copied, each original let go before the next is. `known`: as of `separability.begun`, of this problem; `init` is then not traced.
     """
     device = next(iter(params[0].devices()))
     if known is not None:

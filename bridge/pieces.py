@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from ._compiler.chunking import in_tiles
 from ._ir.classify import body_of
 from ._ir.fingerprint import kind_text, params_text
 from ._ir.jaxpr import _is_part, literal, slice_of
 from ._xla import streams
 from ._xla.compile import Piece
-from .tiles import in_tiles
 
 
 class _How(NamedTuple):

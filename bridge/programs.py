@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from . import reading
+from ._compiler.plan import Plan, abstract
+from ._compiler.update import by_type, measured, stepped
 from ._ir.queries import properties_of
 from ._process import CORES, default_promotion, default_settings
 from ._xla.compile import Piece, bytes_accessed, compiled, meanwhile
@@ -24,7 +26,6 @@ from ._xla.compile_options import in_any_order, of_barriers, of_update, on_one_c
 from ._xla.inline_execution import inline, loaded, serialized
 from ._xla.probes import held, several_results
 from .pieces import cut
-from .update import Plan, abstract, by_type, measured, stepped
 
 # Elements up to which a program keeps to one core, and operations for them all: then waking the others takes longer than what they save,
 # all but one share of the time. AdamW of 2^18 elements, 40 operations each: 142 us on one of two cores, 148 on both; of 2^19 242 and 198.

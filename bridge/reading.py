@@ -19,36 +19,21 @@ import numpy as np
 import torch
 
 from . import _process, openmp
+from ._compiler.grad_stats import found_by
+from ._compiler.plan import _LEAST, _PLACES, PART
 from ._interop.dlpack import dense_order
-from ._memory.address_space import BASE, SUPPORTED, dense, everything
+from ._memory.address_space import BASE, dense, everything
 from ._process import default_promotion, default_settings
 from ._xla import streams
 from ._xla.compile import Piece
 from ._xla.compile_options import of_update
-from .gradients import found_by
 
-# Elements of one place that a turn reads, and places. 49 gradients of 600 MB on 2 cores of an AMD EPYC, by turns, medians of six processes,
-# three of them while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27 (slow), parts of half
-# as many elements 38 to 45 (fast). A loop in C got 48 to 50 and 32. Before that one place gave 28 where four gave 33, a plain sum 26.
-PART, _PLACES = 1 << 13, 8
-_LEAST = 1 << 20  # elements of all, and of each core: for fewer the calls cost more than they spare
-_DTYPES = {"float32", "float64"}
 _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-
-
-def takes(dtype: str, size: int) -> bool:
-    """Whether a gradient of so many elements may be read here."""
-    return dtype in _DTYPES and size >= PART
-
-
-def is_worth(elements: int) -> bool:
-    """Whether so many elements, of all gradients of a CPU that may be read here, are."""
-    return SUPPORTED and elements >= _LEAST
 
 
 @functools.cache
 def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
-    """The program of one core: from (memory, numbers, order, scaling, after) to what `gradients.found_in` finds, float64 (2,).
+    """The program of one core: from (memory, numbers, order, scaling, after) to what `grad_stats.found_in` finds, float64 (2,).
 
     memory, numbers: all memory, as `dtype` and as int64. order: int64 (4,): where in `numbers` the parts begin, and how many turns take
     eight each; where the rests begin, and how many. The parts are places in `memory`, first those of the first place of each turn. A rest

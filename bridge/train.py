@@ -1,7 +1,7 @@
 """Forward, backward and update as one donated program: what `torch_api.JaxTrainStep` runs.
 
 A loss is traced once, to a jaxpr over all parameters and buffers of a module, the batch and a seed (`Forward`). It is
-differentiated with respect to the live parameters alone, whose gradients go straight into `bridge.update`; nothing but
+differentiated with respect to the live parameters alone, whose gradients go straight into `bridge._compiler.update`; nothing but
 the new values leaves the program (`Program`).
 """
 
@@ -25,6 +25,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from . import openmp, programs, step
 from ._compat.torch import foreach_copy_
+from ._compiler.plan import Plan, abstract
+from ._compiler.spec import Spec, flatten, unflatten
+from ._compiler.update import update
 from ._interop.dlpack import behind_torch
 from ._ir.queries import properties_of, reachable_inputs
 from ._memory.call_arguments import operands, results
@@ -38,10 +41,8 @@ from ._tracing.promotion import torch_dtype
 from ._xla.compile import bytes_accessed, compiled
 from ._xla.compile_options import of_training
 from .half_sums import summed_in_float32
-from .problem import Spec, flatten, unflatten
 from .products import arranged
 from .readers import stored_for_products
-from .update import Plan, abstract, update
 
 _NOTHING_MEASURED = np.zeros(2)
 _is_deleted = methodcaller("is_deleted")

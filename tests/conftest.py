@@ -14,17 +14,20 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "repository/examples bridge/_tracing/ops/op_db pieces repository/benchmarks joint_packs packs loops precision"
+LONG = "repository/examples bridge/_tracing/ops/op_db pieces repository/benchmarks bridge/_compiler/passes/batch_rows"
+LONG += " packs bridge/_compiler/passes/loop_order precision"
 LONG += " zoo distributed step bridge/_tracing/ops/recurrent train_step"
-LONG += " optim_db at_once contract/prepare_again contract/threads contract/damaged_checkpoints"
-LONG += " contract/tuple_hyperparams contract/views_keep_their_memory joint bridge/_tracing/distributions tiles"
+LONG += " optim_db bridge/_compiler/passes/gather_rows contract/prepare_again contract/threads contract/damaged_checkpoints"
+LONG += " contract/tuple_hyperparams contract/views_keep_their_memory bridge/_compiler/joint_update"
+LONG += " bridge/_tracing/distributions bridge/_compiler/chunking"
 LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer"
 LONG += " bridge/_transforms/masking optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "bridge/_tracing/as_torch bridge/_tracing/autograd_function bad_input beginning bridge/process"
 QUICK += " bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
 QUICK += " bridge/_tracing/known_values lr_scale bridge/_transforms/selectors bridge/_tracing/promotion openmp"
-QUICK += " packs_storage presets repository/project protocol report bridge/_tracing/ops/resize bridge/rules/elementwise sight split"
+QUICK += " packs_storage presets repository/project protocol report bridge/_tracing/ops/resize bridge/rules/elementwise"
+QUICK += " sight bridge/_compiler/passes/per_kind"
 QUICK += " bridge/_memory/scalar_vectors step bridge/_memory/adoption"
 QUICK += " bridge/_tracing/ops/margins bridge/_tracing/op_registry"
 QUICK += " bridge/_tracing/ops/order bridge/_tracing/ops/scatter bridge/names bridge/_interop/trees"
@@ -35,10 +38,11 @@ CHECKED = set(QUICK.split())
 # users run in zoo, optim_db, optimizer, precision and more.
 HASTY = "masked masked_optax bridge/_transforms/masking sight bridge/_memory/scalar_vectors bridge/_tracing/materialize"
 HASTY += " bridge/_tracing/ops/resize report presets protocol lr_scale"
-HASTY += " analysis at_once bridge/_memory/call_arguments checked checkpoint closure doctor contract/edges ema engine"
-HASTY += " held joint_packs loop operands"
+HASTY += " bridge/_compiler/separability bridge/_compiler/passes/gather_rows bridge/_memory/call_arguments checked"
+HASTY += " checkpoint closure doctor contract/edges ema engine"
+HASTY += " held bridge/_compiler/passes/batch_rows loop bridge/_compiler/passes/operand_limit"
 HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly"
-HASTY += " stages bridge/_memory/adoption tiles"
+HASTY += " bridge/_compiler/passes/reductions bridge/_memory/adoption bridge/_compiler/chunking"
 # The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
 REAL = {
     f"test_{name}" for name in ["compilation_cache", "cost_baseline", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]

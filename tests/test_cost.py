@@ -14,7 +14,9 @@ from oracles import FUSES, project_frames
 
 import bridge
 import torch_api
-from bridge import programs, split, update
+from bridge import programs
+from bridge._compiler import update
+from bridge._compiler.passes import per_kind
 from bridge._ir.queries import properties_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -167,7 +169,7 @@ def test_a_frozen_leaf_costs_no_byte(make):
 
 
 def test_a_program_is_the_same_whatever_was_compiled_before(monkeypatch):
-    caches = (split, "_families"), (update, "_of_any_size"), (programs, "_programs")
+    caches = (per_kind, "_families"), (update, "_of_any_size"), (programs, "_programs")
     for cache in caches:
         monkeypatch.setattr(*cache, {})
     transforms = {"a": (optax.adamw, {"lr": 1e-3}), "b": optax.sgd(0.1)}
@@ -184,7 +186,7 @@ def test_a_program_is_the_same_whatever_was_compiled_before(monkeypatch):
     for cache in caches:
         getattr(*cache).clear()
     bytes_of((300, 200, 100, 50))  # of which the same rules are kept
-    assert split._families
+    assert per_kind._families
     programs._programs.clear()
     assert bytes_of(few) == alone
 

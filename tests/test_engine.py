@@ -13,7 +13,8 @@ import torch
 from oracles import random_params
 
 import torch_api
-from bridge import programs, step, tiles
+from bridge import programs, step
+from bridge._compiler import chunking
 from bridge._memory import adoption, allocation
 from bridge._xla import streams
 from bridge._xla.compile import Piece
@@ -136,7 +137,7 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
 
 def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "LOOPS", 16)
+    monkeypatch.setattr(chunking, "LOOPS", 16)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
     stepped(optimizer, params)
@@ -161,8 +162,8 @@ def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_the
 
 def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
     monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "LOOPS", 16)
-    params = random_params(shapes=[(20,)] * (tiles.EQUAL + 1))
+    monkeypatch.setattr(chunking, "LOOPS", 16)
+    params = random_params(shapes=[(20,)] * (chunking.EQUAL + 1))
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
     last = optimizer._launches.latest[-1].program
@@ -174,8 +175,8 @@ def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
     before = [p.detach().clone() for p in params]
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         optimizer.step()
-    first = [f"param{i}" for i in range(tiles.EQUAL + 1) if not torch.equal(params[i], before[i])]
-    assert 0 < len(first) <= tiles.EQUAL
+    first = [f"param{i}" for i in range(chunking.EQUAL + 1) if not torch.equal(params[i], before[i])]
+    assert 0 < len(first) <= chunking.EQUAL
     assert f"This step has updated {first} and no other parameter." in caught.value.__notes__
 
 

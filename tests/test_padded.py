@@ -13,7 +13,8 @@ import torch
 from oracles import FUSES, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import _process, loops, programs, reading, update
+from bridge import _process, programs, reading
+from bridge._compiler import chunking, plan
 from bridge._memory import address_space, call_arguments
 from torch_api import launch, packs
 
@@ -158,9 +159,10 @@ class FullOfOthers(call_arguments.PaddedOperands):
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
     """The broken sibling takes what stands behind the gradient for a part of it."""
+    monkeypatch.setattr(plan, "_LEAST", 1 << 14 if ahead else 1 << 30)
     monkeypatch.setattr(reading, "_LEAST", 1 << 14 if ahead else 1 << 30)
     if broken and ahead:
-        monkeypatch.setattr(update.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
+        monkeypatch.setattr(plan.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:
         monkeypatch.setattr(launch, "PaddedOperands", FullOfOthers)
     params = parameters([(PRIME,)])
@@ -340,6 +342,6 @@ def test_a_train_step_of_one_program_takes_them():
 
 
 def test_what_a_loop_of_an_odd_length_is():
-    assert loops.is_ragged(PRIME)
-    assert not loops.is_ragged(PRIME + 1)
-    assert not loops.is_ragged(9)
+    assert chunking.is_ragged(PRIME)
+    assert not chunking.is_ragged(PRIME + 1)
+    assert not chunking.is_ragged(9)

@@ -13,8 +13,10 @@ from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, moves_of_scal
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
 
 import torch_api
-from bridge import joint, pieces, programs, side_by_side, split, tiles
-from bridge import update as step
+from bridge import pieces, programs
+from bridge._compiler import chunking, joint_update
+from bridge._compiler import update as step
+from bridge._compiler.passes import batch_rows, per_kind
 from bridge.pieces import Pieces
 from torch_api import packs
 
@@ -38,7 +40,7 @@ CUT = [
 def _many(monkeypatch):
     """Few small leaves stand for many large ones."""
     monkeypatch.setitem(packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(tiles, "LOOPS", 16)
+    monkeypatch.setattr(chunking, "LOOPS", 16)
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def whole(monkeypatch):
     """Called, programs are not cut from then on."""
 
     def never():
-        for module in (joint, side_by_side):
+        for module in (joint_update, batch_rows):
             monkeypatch.setattr(module, "enough", lambda loops: math.inf)
 
     return never
@@ -164,7 +166,7 @@ def test_a_trace_of_few_elements_takes_no_others_place(monkeypatch):
     """Of three elements none is made for another size: kept, it had each size traced by itself, with numbers of its own."""
     moved_bytes = []
     for first in ([], [(3,), (7,)]):
-        monkeypatch.setattr(split, "_families", {})
+        monkeypatch.setattr(per_kind, "_families", {})
         monkeypatch.setattr(programs, "_programs", {})
         if first:
             params = random_params(shapes=first)

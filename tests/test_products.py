@@ -13,7 +13,8 @@ from jaxprs import operations
 from torch import nn
 
 import torch_api
-from bridge import leaf_update, products, train, update
+from bridge import products, train
+from bridge._compiler import leaf_update, update
 from bridge._ir import jaxpr as products_jaxpr
 from bridge._ir.queries import properties_of
 from bridge._process import x64

@@ -9,13 +9,14 @@ from oracles import FUSES, clones, movement_error
 import bridge
 import torch_api
 from bridge import _process, reading
+from bridge._compiler import plan
 from bridge._memory import address_space
 from bridge._process import x64
 from bridge._xla import compile as pieces
 from bridge._xla import streams
 
 pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="for Linux on x86-64")
-SIZES = [reading.PART, reading.PART + 1, 100_000, 2_000_003, 3 * reading.PART, 1 << 20]
+SIZES = [plan.PART, plan.PART + 1, 100_000, 2_000_003, 3 * plan.PART, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}
 
@@ -57,7 +58,7 @@ def test_elements_that_count_twice_are_noticed(monkeypatch):
         np.testing.assert_allclose(found(grads, True, False), [squares(grads), 0.0], rtol=2e-7)
 
 
-@pytest.mark.parametrize("at", [(0, 0), (1, reading.PART), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
+@pytest.mark.parametrize("at", [(0, 0), (1, plan.PART), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_one_that_is_not_finite_is_found_wherever_it_lies(at, value):
     grads = some()
@@ -67,8 +68,8 @@ def test_one_that_is_not_finite_is_found_wherever_it_lies(at, value):
 
 
 def test_a_sum_that_overflows_is_none_that_is_not_finite():
-    grads = [torch.full((1 << 20,), 3e37), torch.full((reading.PART,), 2e38)]
-    np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + reading.PART * 4e16, 0.0], rtol=1e-5)
+    grads = [torch.full((1 << 20,), 3e37), torch.full((plan.PART,), 2e38)]
+    np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + plan.PART * 4e16, 0.0], rtol=1e-5)
     assert found(grads, False, True)[1] == 0
 
 
@@ -143,7 +144,7 @@ def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
     start, optimizer = clones(params), sgd(params)
     train(params, 20, optimizer.step)
     with monkeypatch.context() as m:
-        m.setattr(reading, "SUPPORTED", False)
+        m.setattr(plan, "SUPPORTED", False)
         other = sgd(plain)
         train(plain, 20, other.step)
     assert launches(optimizer)[0].reader is not None
@@ -152,6 +153,7 @@ def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
     read = reading._Kind.shares
     monkeypatch.setattr(reading._Kind, "shares", lambda self, grads: read(self, grads)[:1])
     monkeypatch.setattr(_process, "CORES", 2)
+    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
     monkeypatch.setattr(reading, "_LEAST", 1 << 19)
     train(half, 20, sgd(half).step)
     if streams.SEVERAL:
@@ -170,7 +172,7 @@ def test_each_set_of_gradients_is_read_by_the_same_programs(monkeypatch):
         before = reading.piece.cache_info().misses
         optimizer.step()
         assert reading.piece.cache_info().misses == before
-        far = [position for position in live if params[position].numel() >= reading.PART]
+        far = [position for position in live if params[position].numel() >= plan.PART]
         assert (launches(optimizer)[0].reader is None) == (not far)
 
 
@@ -184,7 +186,7 @@ def test_a_norm_costs_one_reading_of_the_gradients():
         optimizer.step()
         counts.append(optimizer.bytes_accessed() / p.numel())
     assert counts[1] - counts[0] == pytest.approx(4, abs=0.01)
-    turn = 4 * reading._PLACES * reading.PART
+    turn = 4 * plan._PLACES * plan.PART
     program = reading.piece("float32", True, False, CPU)
     program.compile()
     # The compiler counts one turn of each loop: four parts, one rest, and the sums that stay in a cache.
@@ -215,6 +217,7 @@ def test_a_loss_scale_and_frozen_elements(monkeypatch):
     mask = {"p0": torch.zeros(700, 1000, dtype=torch.bool), "p1": True, "p3": True}
     mask["p0"][:350] = True
     optimizer = torch_api.MaskedSGD([(f"p{i}", p) for i, p in enumerate(params)], lr=1.0, mask=mask, max_grad_norm=0.5, fused=True)
+    monkeypatch.setattr(plan, "_LEAST", 1)
     monkeypatch.setattr(reading, "_LEAST", 1)
     start = clones(params)
     give(params, 0)

@@ -9,7 +9,8 @@ from oracles import FUSES, clones, movement_error, random_params, set_grads
 
 import bridge
 import torch_api
-from bridge import gradients, programs
+from bridge import programs
+from bridge._compiler import grad_stats
 from bridge._process import x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -51,7 +52,7 @@ def snapshot(optimizer, params):
 def choosing(request, monkeypatch):
     """As a program on a CPU looks at gradients, and as one on a GPU does."""
     if not request.param:
-        monkeypatch.setattr(gradients, "CHOOSING", set())
+        monkeypatch.setattr(grad_stats, "CHOOSING", set())
         monkeypatch.setattr(programs, "_programs", {})
 
 
@@ -210,7 +211,7 @@ def test_only_a_sum_that_is_not_finite_has_the_gradients_read_again(clip):
     skipped, before = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((2,), np.float64)
 
     def program(platform):
-        measure = lambda g, scaling, before: gradients.found_in(clip, g, [None] * 3, [None] * 3, scaling, before, platform)  # noqa: E731
+        measure = lambda g, scaling, before: grad_stats.found_in(clip, g, [None] * 3, [None] * 3, scaling, before, platform)  # noqa: E731
         with x64():
             return jax.make_jaxpr(measure)(grads, [counts, counts, skipped], before).jaxpr
 

@@ -10,7 +10,8 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
 import torch_api
-from bridge import programs, update
+from bridge import programs
+from bridge._compiler import update
 
 # torch 2.6's SequentialLR uses what torch 2.6 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")

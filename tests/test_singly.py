@@ -10,7 +10,9 @@ from oracles import clones, movement_error, random_grads, run_pair, set_grads
 from packing import by_themselves, packed
 
 import torch_api
-from bridge import programs, split, update
+from bridge import programs
+from bridge._compiler import update
+from bridge._compiler.passes import per_kind
 from torch_api import launch, packs
 
 SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
@@ -185,7 +187,7 @@ def test_a_gradient_in_the_wrong_row_is_seen(monkeypatch):
 def test_numbers_in_one_table_are_those_of_each_leaf(monkeypatch):
     """As a program of a GPU reads them."""
     asked = []
-    inner = split.for_each
+    inner = per_kind.for_each
     monkeypatch.setattr(update, "for_each", lambda kinds, common, apart: asked.append(apart) or inner(kinds, common, False))
     monkeypatch.setattr(programs, "_programs", {})
     compared(MAKE["AdamW"], parameters())

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import torch
 
+from bridge._compiler.spec import NO_EXTRA, Extra, Same
 from bridge._interop.dlpack import to_jax, with_memory
 from bridge._interop.tensor_storage import shortage
 from bridge._names import Path, path_name, unnest
-from bridge.problem import NO_EXTRA, Extra, Same
 
 from .plan import Leaf
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bridge import programs as step
-from bridge import tiles, update
+from bridge._compiler import chunking
+from bridge._compiler import plan as update
+from bridge._compiler.spec import Extra
 from bridge._warnings import CompilationWarning, stack_level
-from bridge.problem import Extra
 
 # After so many sets of live leaves with programs of their own, programs serve any.
 _SETS = 3
@@ -79,7 +80,7 @@ class Cache:
 
 def _of_one_set(plan: update.Plan) -> bool:
     """Whether a program is hardly of use to other sets of live leaves: of several kinds, or for a number of equal ones that no tile has."""
-    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in tiles.sizes()
+    return len(set(plan.leaves)) > 1 or len(plan.leaves) not in chunking.sizes()
 
 
 def _cause(before: Situation, now: Situation) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge.precision import BESIDE
-from bridge.problem import Field
+from bridge._compiler.spec import BESIDE, Field
 
 from . import saved_groups, wrapper_state
 from ._rules.betas import take_betas

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bridge._compiler.spec import Row
 from bridge._names import near_and_all
-from bridge.problem import Row
 
 from ._rules.optimizer_spec import Rule
 from ._rules.validators import Check, _is_one_number, _is_scalar_array, _length, as_tuple, is_number, is_sequence

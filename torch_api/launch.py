@@ -8,14 +8,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from bridge import programs, step, update
+from bridge import programs, step
 from bridge._compat.torch import foreach_copy_
+from bridge._compiler import plan as update
+from bridge._compiler.passes.gather_rows import READS
 from bridge._interop.tensor_storage import bytes_needed
 from bridge._memory import allocation, jax_buffers
 from bridge._memory.address_space import AllPlaces, Places
 from bridge._memory.call_arguments import Borrowed, Operands, PaddedOperands, operands
 from bridge._memory.scalar_vectors import Cells
-from bridge.at_once import READS
 
 from .packs import Pack
 from .plan import Leaf, Mirrors, Shown, mask_buffer

@@ -15,16 +15,18 @@ import numpy as np
 import torch
 
 from bridge import programs as step
-from bridge import tiles, update
+from bridge._compiler import chunking
+from bridge._compiler import plan as update
+from bridge._compiler.plan import is_worth, takes
+from bridge._compiler.spec import Extra
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation
 from bridge._process import uncollected
 from bridge._xla import streams
 from bridge._xla.compile import meanwhile
-from bridge.problem import Extra
 from bridge.programs import ON_ONE_CORE
-from bridge.reading import Reader, is_worth, takes
+from bridge.reading import Reader
 from bridge.transaction import Transaction
 
 from .cache import Cache, Situation
@@ -62,7 +64,7 @@ class Launches:
         trainable = [leaf for leaf in self._active if leaf.spec is not None]
         kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.alone}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if not leaf.alone}
-        frequent = tiles.enough(len(kinds) + len(packs))
+        frequent = chunking.enough(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
         self._large: dict[Any, list[Leaf]] = {}  # by kind: those in buckets that may be dissolved
@@ -246,7 +248,7 @@ class Launches:
         blocks = [block for block in blocks if not block.described.at_once]
         kinds = [None if block.described.row.unit is not None else id(block.described) for block in blocks]
         counts = [self._equals.get(block.leaves[0], 0) for block in blocks]
-        for positions in tiles.divided(kinds, counts, self._cache.restless):
+        for positions in chunking.divided(kinds, counts, self._cache.restless):
             yield [blocks[position] for position in positions]
 
     def _programs(

@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 import torch
 
-from bridge.precision import MASTER
+from bridge._compiler.spec import MASTER
 
 from ._rules.betas import spread
 from .averages import EVALUATION, write

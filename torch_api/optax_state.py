@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from bridge._compiler.state_layout import nested as dict_path
+from bridge._compiler.state_layout import owners, tails
 from bridge._interop.dlpack import to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import near, path_name
 from bridge._process import default_promotion, x64
-from bridge.problem import nested as dict_path
-from bridge.problem import owners, tails
 
 from .optimizer import OptaxOptimizer
 from .running import Param, expected, nested, parameters, scalar_device, transformation

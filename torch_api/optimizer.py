@@ -16,14 +16,14 @@ import jax
 import numpy as np
 import torch
 
-from bridge import _process, leaf_update, step
+from bridge import _process, step
+from bridge._compiler import leaf_update
+from bridge._compiler.spec import AVERAGE, GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import tree_paths
 from bridge._process import not_traced
 from bridge._warnings import stack_level
-from bridge.precision import AVERAGE
-from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge.transaction import Transaction
 
 from . import checkpoint, groups, listeners, options, packs, report, scaling

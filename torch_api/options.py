@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge import precision
+from bridge._compiler import spec
+from bridge._compiler.spec import Field
 from bridge._interop.dtypes import numpy_dtype
-from bridge.problem import Field
 
 from ._rules.validators import is_number
 from .groups import check_keywords
@@ -45,14 +45,14 @@ class Options:
             )
         return options
 
-    def kept(self, average: bool) -> precision.Kept:
+    def kept(self, average: bool) -> spec.Kept:
         """What the rows keep beside the state of their transformations; an average or none, which may change between steps."""
         dtype = None if self.state_dtype is None else str(numpy_dtype(self.state_dtype))
-        return precision.Kept(dtype, self.master_weights, self.stochastic_rounding, average)
+        return spec.Kept(dtype, self.master_weights, self.stochastic_rounding, average)
 
     def begin(self, leaf: Leaf, field: Field) -> torch.Tensor:
         """What a field kept beside the transformation's state begins with."""
-        if field.name != precision.KEY:
+        if field.name != spec.KEY:
             return leaf.local.detach().to(getattr(torch, field.dtype))
         # Parameters round independently of each other, and the same in every process that gives them the same names.
         words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import loops
+from bridge._compiler import chunking
+from bridge._compiler.spec import Field, buffer_shape
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import address_space, adoption, allocation, jax_buffers
 from bridge._memory.ownership import mappings_read_once
 from bridge._process import uncollected
 from bridge._xla import probes
-from bridge.problem import Field, buffer_shape
 
 from .plan import Leaf, Shown, has_state, is_like, is_wider, may_move
 
@@ -91,7 +91,7 @@ def is_sparse(rows: int, active: int, moved: int) -> bool:
 
 def is_padded(leaf: Leaf) -> bool:
     """Whether it is better updated in a row of its own that is longer. Its gradient is then copied to such a row."""
-    return address_space.SUPPORTED and leaf.device.type == "cpu" and loops.is_ragged(leaf.shape.numel())
+    return address_space.SUPPORTED and leaf.device.type == "cpu" and chunking.is_ragged(leaf.shape.numel())
 
 
 @uncollected()

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import torch
 
+from bridge._compiler.spec import Field, buffer_shape
 from bridge._interop.dlpack import to_torch, with_memory
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import first_short, shortage
@@ -18,7 +19,6 @@ from bridge._memory import adoption, jax_buffers
 from bridge._memory.jax_buffers import lost_like
 from bridge._memory.overlaps import first_overlap
 from bridge._transforms import selectors
-from bridge.problem import Field, buffer_shape
 
 from . import shards
 from ._rules.optimizer_spec import Rule

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from bridge import analysis, leaf_update
+from bridge._compiler import leaf_update, separability
+from bridge._compiler.spec import NOTHING, Extra, Field, Kept, Problem, Row, Spec
+from bridge._compiler.state_layout import layout
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory.adoption import pack_width
 from bridge._names import Path, tree_paths
 from bridge._process import uncollected
-from bridge.precision import NOTHING, Kept
-from bridge.problem import Extra, Field, Problem, Row, Spec, layout
 
 from . import packs
 from ._rules.optimizer_spec import Rule
@@ -60,7 +60,7 @@ class Rows:
         self._leaves, self._is_active = leaves, active
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
-        self.begun: dict[int, Any] = {}  # by unit what its state begins with, as of `analysis.begun`
+        self.begun: dict[int, Any] = {}  # by unit what its state begins with, as of `separability.begun`
         self.looked_at: list[Any] = []  # spares the first programs a trace, and is then let go: a thousand leaves are tens of megabytes
         self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
         rules = [rule_of(group) for group in groups]
@@ -85,7 +85,7 @@ class Rows:
                     self._explain(group_reader(rules[group], ())(groups[group]), [leaf for leaf, _ in own], error)
                 raise
             finally:
-                looked_at = analysis.given_up()
+                looked_at = separability.given_up()
             self.looked_at += looked_at if number in self.units else []
             row_of |= dict.fromkeys((leaf.group for leaf, _ in own), replace(row, kept=kept))
         # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
@@ -120,8 +120,8 @@ class Rows:
         layout(Problem(read(()).together(number), specs, self.skeleton))  # raises what `init` raises
         known = True
         try:
-            row = read(analysis.traced_names(read, rule.traceable, self.skeleton, specs, self._extra))
-            views = analysis.views(row, self.skeleton, specs, self._extra)
+            row = read(separability.traced_names(read, rule.traceable, self.skeleton, specs, self._extra))
+            views = separability.views(row, self.skeleton, specs, self._extra)
         except Exception:
             if self._extra.leaves or not rule.takes_extra:
                 raise
@@ -135,7 +135,7 @@ class Rows:
                 {id(leaf): i for i, leaf in enumerate(leaves)},
             )
             self._alike |= self._alike_of(leaves, self.units[number][0]) if known else {}
-            self.begun[number] = analysis.begun(self.units[number][0], self._extra)
+            self.begun[number] = separability.begun(self.units[number][0], self._extra)
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
             raise ValueError(
                 f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "
@@ -168,9 +168,9 @@ class Rows:
         plain = [(leaf, path) for leaf, path in zip(self._leaves, self.skeleton, strict=True) if id(leaf) in here or _is_plain(leaf.param)]
         specs = {id(leaf): _whole(leaf, path) for leaf, path in plain}
         some = Problem(row, tuple(spec for key, spec in specs.items() if key in here), self.skeleton)
-        if not present or not absent or not analysis.fails(some, self._extra):
+        if not present or not absent or not separability.fails(some, self._extra):
             return
-        if analysis.fails(some._replace(specs=tuple(specs.values())), self._extra):
+        if separability.fails(some._replace(specs=tuple(specs.values())), self._extra):
             return
         first, *_ = str(error).splitlines() or [""]
         named = ", ".join(f"{leaf.name!r} ({self._absence(leaf)})" for leaf in absent[:3])
@@ -193,7 +193,7 @@ class Rows:
         """How the transformation sees what this process holds of the leaf: that part, if it treats each element by itself."""
         if leaf.layout is None or not leaf.layout.sharded:
             return spec
-        if row.unit is None and analysis.in_parts(row, self.skeleton, spec, self._extra, (leaf.param.numel(), *leaf.buffer_shape)):
+        if row.unit is None and separability.in_parts(row, self.skeleton, spec, self._extra, (leaf.param.numel(), *leaf.buffer_shape)):
             return spec._replace(shape=leaf.buffer_shape, order=None)
         raise ValueError(
             f"{self._owner}: {described(leaf.param, leaf.name)}, but this transformation does not treat each element by itself, and a "
@@ -231,7 +231,7 @@ class Rows:
             return None
         if (whole or not gathered) and not padded and (width != size or self._extra.leaves):
             return None
-        if not whole and not analysis.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, (size, width)):
+        if not whole and not separability.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, (size, width)):
             return None
         return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), addressed)
 
@@ -253,7 +253,7 @@ class Rows:
         enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= packs.FEWEST}
         if not enough:
             return {}
-        kinds = analysis.kinds(problem, self._extra)
+        kinds = separability.kinds(problem, self._extra)
         return {id(leaf): kind for leaf, kind in zip(leaves, kinds, strict=True) if id(leaf) in enough}
 
     def _is_of_parts(self, leaf: Leaf) -> bool:

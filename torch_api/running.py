@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import optax
 import torch
 
+from bridge._compiler.spec import BESIDE, Field, Problem, Row, Spec
+from bridge._compiler.state_layout import layout
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import Path, tree_paths
-from bridge.precision import BESIDE
-from bridge.problem import Field, Problem, Row, Spec, layout
 
 from . import shards, wrapper_state
 from ._rules import torch_rules

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from bridge._compiler.spec import BESIDE, Field, Problem, buffer_shape, looks_across
+from bridge._compiler.state_layout import layout
 from bridge._interop.dlpack import device_of, to_torch
 from bridge._memory import allocation, jax_buffers
 from bridge._memory.jax_buffers import lost_like
 from bridge._memory.scalar_vectors import reserve
 from bridge.beginning import begin_buffers, constants
-from bridge.precision import BESIDE
-from bridge.problem import Field, Problem, buffer_shape, layout, looks_across
 
 from ._rules.optimizer_spec import Rule
 from .launch import Shared

@@ -13,12 +13,12 @@ import torch
 
 from bridge import train
 from bridge._compat.torch import version
+from bridge._compiler.spec import Spec
 from bridge._interop.containers import holds
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import nest, unnest
 from bridge._tracing.module_function import traced_call
 from bridge._warnings import stack_level
-from bridge.problem import Spec
 
 from .batch import OWNER, Batch
 from .draws import Draws

@@ -12,6 +12,7 @@ import jax
 import torch
 
 from bridge import train
+from bridge._compiler.spec import Spec
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import shortage
@@ -19,7 +20,6 @@ from bridge._memory import adoption, jax_buffers
 from bridge._memory.call_arguments import Views
 from bridge._tracing.op_registry import autocasts
 from bridge.plain import is_dense
-from bridge.problem import Spec
 
 from .batch import OWNER
 from .launch import Block

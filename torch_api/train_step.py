@@ -15,6 +15,8 @@ import torch
 
 from bridge import _process, train
 from bridge._compat.torch import OPT_CALLED
+from bridge._compiler.plan import Plan
+from bridge._compiler.spec import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge._interop.dlpack import device_of, to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import adoption, allocation, jax_buffers
@@ -22,9 +24,7 @@ from bridge._memory.call_arguments import Views, operands
 from bridge._memory.jax_buffers import lost_like
 from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
 from bridge._warnings import CompilationWarning, stack_level
-from bridge.problem import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge.transaction import Transaction
-from bridge.update import Plan
 
 from .arguments import Arguments, are_wide
 from .batch import OWNER, Batch

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from bridge._compiler.spec import Same
 from bridge._interop.tensor_storage import storage_of
-from bridge.problem import Same
 
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 _kind = attrgetter("shape", "dtype", "requires_grad")

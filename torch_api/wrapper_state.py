@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge.precision import BESIDE
+from bridge._compiler.spec import BESIDE
 
 from .shards import laid
 

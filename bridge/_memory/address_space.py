@@ -27,7 +27,7 @@ _address, _is_contiguous, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_conti
 class Scattered:
     """Traced rows of one length that lie anywhere in memory.
 
-    memory: as of `everything`. order: where each begins in `memory`, as of `bridge.at_once`.
+    memory: as of `everything`. order: where each begins in `memory`, as of `bridge._compiler.passes.gather_rows`.
     """
 
     __slots__ = ("dtype", "memory", "order", "shape")
@@ -57,7 +57,8 @@ def everything(dtype: Any) -> np.ndarray[Any, Any]:
 
 
 class Places:
-    """From the gradients of the rows that have one to the arguments of `bridge.at_once`: all memory, and where each row begins in it.
+    """From the gradients of the rows that have one to the arguments of `bridge._compiler.passes.gather_rows`: all memory, and where each
+    row begins in it.
 
     Each is read where it lies, if it is dense in the order of its parameter's memory; else it is copied. `copies` holds those that were
     made, until whoever called has seen the program to its end and clears it. Of a row without a gradient another's is read.

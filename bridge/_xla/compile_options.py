@@ -58,7 +58,8 @@ def of_training(device: Any, properties: Properties) -> dict[str, Any]:
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge._tracing.materialize` says what they are
     for, and
-    `bridge.loops`. Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write them as one function, in
+    `bridge._compiler.passes.loop_order`. Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write
+    them as one function, in
     which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses ("Unhandled opcode"). Where some are in
     what a reduction does with two numbers, none stays: it would end the process too (computation_partitioner.cc:269).
 

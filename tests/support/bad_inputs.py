@@ -14,7 +14,7 @@ import torch
 import bridge
 import torch_api
 from bridge import _process
-from bridge.problem import NO_EXTRA
+from bridge._compiler.spec import NO_EXTRA
 from bridge.transaction import Transaction
 from torch_api import (
     MaskedAdadelta,

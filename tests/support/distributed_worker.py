@@ -262,7 +262,7 @@ def check_other_rules_of_torch(_):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    # The others have no state of another kind; tests/test_analysis.py asks of each whether parts will do.
+    # The others have no state of another kind; tests/bridge/_compiler/test_separability.py asks of each whether parts will do.
     rules = {name: (getattr(bridge.rules, name), {}) for name in ("ADAGRAD", "NADAM", "RPROP", "ASGD")}
     plain = {name: torch.nn.Parameter(torch.full((5, 2), 0.5)) for name in rules}
     lying = {name: torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for name, p in plain.items()}

@@ -15,12 +15,12 @@ import optax
 import torch
 from jax.extend.core import Literal
 
+from bridge._compiler.spec import Same
 from bridge._flax_optim.optimizer import OptimizerDef
 from bridge._ir.jaxpr import inlined, numbers_of
 from bridge._names import near_and_all
 from bridge._process import default_promotion
 from bridge._transforms.lookahead import unpaired
-from bridge.problem import Same
 
 from . import betas
 from .optimizer_spec import Rule

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_api
-from bridge import update
+from bridge._compiler import plan, update
 from bridge._memory import jax_buffers
 from bridge._process import x64
 
@@ -60,7 +60,7 @@ def test_one_vector_goes_in_and_one_comes_out():
     assert [len(column) for column in donated] == [len(SHAPES), 2 * len(SHAPES)]
     assert [aval.shape for aval in arguments[0]] == [(len(SHAPES),)]
     with x64():
-        results = jax.tree.leaves(jax.eval_shape(partial(update.update, launch.program.plan), *update.abstract(launch.program.plan)))
+        results = jax.tree.leaves(jax.eval_shape(partial(update.update, launch.program.plan), *plan.abstract(launch.program.plan)))
     assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # and the result to wait for
 
 

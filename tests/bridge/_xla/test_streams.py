@@ -13,7 +13,8 @@ import torch
 
 import bridge
 import torch_api
-from bridge import step, tiles
+from bridge import step
+from bridge._compiler import chunking
 from bridge._process import x64
 from bridge._xla import streams
 from torch_api import packs
@@ -24,8 +25,8 @@ needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has
 
 @pytest.fixture(autouse=True)
 def _several_programs(monkeypatch):
-    monkeypatch.setattr(tiles, "LOOPS", 16)
-    monkeypatch.setattr(tiles, "EQUAL", 8)
+    monkeypatch.setattr(chunking, "LOOPS", 16)
+    monkeypatch.setattr(chunking, "EQUAL", 8)
 
 
 def built(seed=0, **options):

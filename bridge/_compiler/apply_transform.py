@@ -1,0 +1,186 @@
+"""One evaluation of a transformation: leaves, gradients and state in, leaves and state out, as shaped arrays or as flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bridge._ir.numerics import times
+from bridge._ir.rounding import nearest, stochastic_round
+from bridge._process import x64
+
+from .spec import AVERAGE, GRADIENTS, KEY, MASTER, Field, Layout, Problem, Row, buffer_shape, flatten, lift, lower, unflatten
+from .state_layout import layout
+
+
+class Arrays(NamedTuple):
+    """What one evaluation reads or writes: of each leaf, the fields of each leaf, the shared fields."""
+
+    params: Sequence[Any]
+    grads: Sequence[Any]
+    own: Sequence[Sequence[Any]]
+    shared: Sequence[Any]
+
+
+def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arrays:
+    """The state of shaped leaves as the transformation begins, in the layout's types; the leaves themselves, and what is kept
+    beside that state, are left out."""
+    row, plan = problem.row, layout(problem)
+    with problem.types():
+        leaves = [lift(p, row) for p in params]
+        state = jax.tree.leaves(row.transformation(values, problem.specs[0].dtype).init(problem.tree(leaves)))
+        own, shared = _taken_out(problem, plan, state, None, [{} for _ in params])
+    return Arrays([], [], own, shared)
+
+
+# ------------------------------------------------------------------ the update
+
+
+def evaluate(
+    problem: Problem, arrays: Arrays, values: Any, multipliers: Sequence[Any], scale: Any, factor: Any, extra: Mapping[str, Any]
+) -> Arrays:
+    """The transformation's update of shaped leaves; in the result `grads` is empty.
+
+    Args:
+      problem: the transformation and its leaves.
+      arrays: the leaves, their gradients and their state, shaped.
+      values: float64, the traced hyperparams of the row.
+      multipliers: one float64 scalar for each leaf of a `scaled` row; where it is 0 the leaf keeps its bits.
+      scale: what the gradients are multiplied by, or None.
+      factor: a traced 1.0 that keeps this evaluation from being merged with another, or None.
+      extra: further arguments of the transformation.
+    """
+    row, plan = problem.row, layout(problem)
+    with problem.types():
+        beside = [
+            {field.name: x for field, x in zip(fields, own, strict=True) if field.position is None}
+            for fields, own in zip(plan.own, arrays.own, strict=True)
+        ]
+        wide = [_wide(p, kept, row) for p, kept in zip(arrays.params, beside, strict=True)]
+        params = [times(p, factor) for p in wide]
+        grads = [times(times(lift(g, row), factor), scale) for g in arrays.grads]
+        state: list[Any] = [None] * plan.structure.num_leaves
+        for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
+            for field, x in zip(fields, leaf_state, strict=True):
+                if field.position is not None:
+                    if field.key is not None:
+                        state[field.position] = jax.random.wrap_key_data(x, impl=field.key)
+                    else:
+                        state[field.position] = times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor)
+        extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
+        transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
+        if extra and isinstance(transformation, optax.GradientTransformation):
+            transformation = optax.with_extra_args_support(transformation)  # one that takes none is beside one that does
+        updates, new = transformation.update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
+        new_state, structure = jax.tree.flatten(new)
+        if structure != plan.structure:
+            raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
+        moves = _moves(problem, updates, params)
+        # Added to the parameter as it is, so that the compiler sees where a constant 0 moves nothing (optax.freeze).
+        results = [_settled(row, *each, row.decay(values)) for each in zip(arrays.params, wide, moves, multipliers, beside, strict=True)]
+        own, shared = _taken_out(problem, plan, new_state, arrays, [kept for _, kept in results])
+    return Arrays([p for p, _ in results], [], own, shared)
+
+
+def evaluate_buffers(
+    problem: Problem, arrays: Arrays, values: Any, multipliers: Sequence[Any], scale: Any, factor: Any, extra: Mapping[str, Any]
+) -> Arrays:
+    """`evaluate` for flat buffers, with buffers as result."""
+    plan, specs = layout(problem), problem.specs
+    shaped = Arrays(
+        [unflatten(p, spec) for p, spec in zip(arrays.params, specs, strict=True)],
+        [unflatten(g, spec) for g, spec in zip(arrays.grads, specs, strict=True)],
+        [
+            [unflatten(b, spec) if f.shape is None else b.reshape(f.shape) for f, b in zip(fields, buffers, strict=True)]
+            for fields, buffers, spec in zip(plan.own, arrays.own, specs, strict=True)
+        ],
+        [b.reshape(f.shape) for f, b in zip(plan.shared, arrays.shared, strict=True)],
+    )
+    new = evaluate(problem, shaped, values, multipliers, scale, factor, extra)
+    params = [flatten(p, spec) for p, spec in zip(new.params, specs, strict=True)]
+    return buffered(problem, plan, new)._replace(params=params)
+
+
+def _moves(problem: Problem, updates: Any, params: Sequence[Any]) -> list[Any]:
+    """The update of each leaf; an error where the transformation gives none, or one that does not fit."""
+    try:
+        moves = problem.leaves(updates)
+    except (KeyError, TypeError, IndexError):
+        moves = [None]
+    for spec, p, move in zip(problem.specs, params, moves, strict=False):
+        if getattr(move, "shape", None) != p.shape:
+            given = "nothing for it" if move is None else f"shape {getattr(move, 'shape', move)}"
+            raise ValueError(
+                f"the transformation's update does not fit the parameters: at {'.'.join(spec.path or ('the leaf',))} the parameter has "
+                f"shape {p.shape}, the update {given}. `update` must return a tree like the gradients'."
+            )
+    return moves
+
+
+def _wide(p: Any, beside: Mapping[str, Any], row: Row) -> Any:
+    """The parameter in the type of the arithmetic: its master, but where the parameter was written to since, its own value."""
+    if MASTER not in beside:
+        return lift(p, row)
+    own = lift(p, row)
+    return jnp.where(nearest(beside[MASTER], p.dtype) == own, beside[MASTER], own)
+
+
+def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: Mapping[str, Any], decay: Any) -> tuple[Any, dict[str, Any]]:
+    """p + multiplier * update in the type of `old`, and `old` itself where the multiplier is 0, whatever the update is; and what
+    is kept beside it."""
+    kept: dict[str, Any] = {}
+    factor = None
+    if row.scaled:
+        update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
+        factor = multiplier.astype(jnp.finfo(update.dtype).dtype)
+        # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
+        update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
+    moved = p + update
+    if factor is not None and MASTER in beside:
+        moved = jnp.where(factor == 0, p, moved)  # as it is kept, so that the parameter can be rounded from what was stored
+    if KEY in beside:
+        new, kept[KEY] = stochastic_round(moved, old.dtype, beside[KEY]), beside[KEY] + jnp.asarray([0, 1], jnp.int32)
+    else:
+        new = lower(moved, old.dtype, row)
+    if factor is not None:
+        new = jnp.where(factor == 0, old, new)
+    if MASTER in beside:
+        kept[MASTER] = moved
+    if AVERAGE in beside:
+        average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
+        with x64():
+            share = (1 - decay).astype(jnp.finfo(average.dtype).dtype)
+        kept[AVERAGE] = lower(average + share * (trained - average), beside[AVERAGE].dtype, row)
+    return new, kept
+
+
+def _taken_out(
+    problem: Problem, plan: Layout, state: Sequence[Any], like: Arrays | None, beside: Sequence[Mapping[str, Any]]
+) -> tuple[list[list[Any]], list[Any]]:
+    """The leaves of a state by owner, in the types that `like` has, else in the layout's; then what is `beside` it."""
+
+    def stored(field: Field, old: Any) -> Any:
+        x: Any = state[field.position] if field.position is not None else None
+        return jax.random.key_data(x) if field.key is not None else lower(jnp.asarray(x), getattr(old, "dtype", field.dtype), problem.row)
+
+    columns = (*plan.own, plan.shared)
+    before = columns if like is None else (*like.own, like.shared)
+    *own, shared = [
+        [stored(f, old) for f, old in zip(fields, olds, strict=True) if f.position is not None]
+        + [extra[f.name] for f in fields if f.position is None and f.name in extra]
+        for fields, olds, extra in zip(columns, before, (*beside, {}), strict=True)
+    ]
+    return own, shared
+
+
+def buffered(problem: Problem, plan: Layout, state: Arrays) -> Arrays:
+    """State of shaped leaves as buffers."""
+    own = [
+        [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=False)]
+        for fields, leaf, spec in zip(plan.own, state.own, problem.specs, strict=True)
+    ]
+    return Arrays([], [], own, [x.reshape(buffer_shape(f)) for f, x in zip(plan.shared, state.shared, strict=True)])

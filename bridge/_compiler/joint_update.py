@@ -1,0 +1,314 @@
+"""Updates of transformations that must see all leaves at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from bridge._ir.classify import spreads
+from bridge._ir.jaxpr import literal, slice_of, slices
+
+from .apply_transform import Arrays, evaluate_buffers
+from .chunking import enough
+from .leaf_update import kept_in, selected_state, unless
+from .passes.batch_rows import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts, packed
+from .passes.flatten import Flat
+from .passes.hoist import Rest, known, run
+from .passes.kernel_class import Alike
+from .passes.per_kind import for_each
+from .separability import flat_of
+from .spec import Extra, Problem
+from .state_layout import layout
+
+
+class Way(NamedTuple):
+    """How an update is written.
+
+    fused: whether XLA is asked for several results from one loop.
+    pieces: whether the program will be cut in pieces.
+    ready: the function if it was traced before, to be used where it takes these inputs.
+    """
+
+    fused: bool
+    pieces: bool
+    ready: Flat | None = None
+
+
+class Old(NamedTuple):
+    """What a leaf was: its flat array, its arrays and numbers of state, which of those have its shape, and its mask of elements or None.
+
+    In a pack the arrays are rows. `multiplier`: its row of a column, or a number.
+    """
+
+    param: Any
+    state: Sequence[Any]
+    shaped: Sequence[bool]
+    mask: Any
+    multiplier: Any
+
+
+class _Leaf(NamedTuple):
+    """The rest of a leaf: its flat array, the old arrays by place, its mask, the function as of `Alike`, which takes those, what else it
+    reads, the mask, and numbers; `key`: equal where that is the same but for the size."""
+
+    rest: Rest
+    param: Any
+    old: dict[int, Any]
+    mask: Any
+    multiplier: Any
+    function: Callable[..., Any]
+    key: Any
+
+    def arrays(self, values: Mapping[Any, Any]) -> tuple[list[Any], list[Any], Any]:
+        """What the function takes of the leaf."""
+        return [self.old[at] for at in self.rest.places], [values[v] for v in self.rest.arrays], self.mask
+
+    def pack(self, values: Mapping[Any, Any]) -> Any:
+        """Equal for leaves whose arrays are rows of the same packs, and only those; None for other leaves."""
+        buffers = buffers_of(jax.tree.leaves(self.arrays(values)))
+        return None if buffers is None or self.mask is not None else (self.key, buffers)
+
+
+def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], ones: Any, skip: Any, way: Way) -> Arrays:
+    """The function's arrays, flat: where a mask is False, or all is skipped, the old ones; its shared state as it comes.
+
+    Args:
+      function: of `inputs`, a pytree of flat arrays and numbers.
+      inputs: what it takes; rows of packs as `Slot`. So may those results be that have the shape of a leaf.
+      old: the leaves.
+      ones: traced 1.0s.
+      skip: whether to keep everything, or None.
+      way: how to write it.
+    """
+    given = jax.tree.leaves(inputs)
+    found = way.ready if way.ready is not None and way.ready.takes(given) else Flat.of(function, inputs)
+    if found is None:  # a callback is called once
+        return settled(function(jax.tree.map(cut, inputs)), old, skip)
+    flat, structure = found
+    jaxpr, outvars = flat.jaxpr, flat.jaxpr.outvars
+    needed, places = known(jaxpr), structure.unflatten(range(structure.num_leaves))
+    leaves = _leaves(jaxpr, needed, places, old, way.fused)
+    apart = {at for leaf in leaves for at in leaf.rest.places}
+
+    once = {at: v for at, v in enumerate(outvars) if at not in apart}
+    before = list(dict.fromkeys([*needed, *(v for v in once.values() if not isinstance(v, Literal))]))
+    values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *flat.consts), strict=True))
+    values |= of_packs(flat, before, values)
+    values |= of_parts(flat, before, values) if way.pieces else {}
+    values |= evaluated_once(flat, before, values)
+    results: list[Any] = [None] * structure.num_leaves
+    for at, v in once.items():
+        results[at] = jnp.asarray(literal(v)) if isinstance(v, Literal) else values[v]
+    results = jax.tree.leaves(settled(structure.unflatten(results), old, skip), is_leaf=lambda x: x is None)
+    for at, x in _rests(flat, leaves, values, (ones, skip), way.pieces):
+        results[at] = x
+    return structure.unflatten(results)
+
+
+def _leaves(jaxpr: Any, needed: Sequence[Any], places: Arrays, old: Sequence[Old], fused: bool) -> list[_Leaf]:
+    """The leaves of which something is left to evaluate."""
+    behind, is_known = slices(jaxpr.eqns), set(needed)
+    found = []
+    for leaf, p, own in zip(old, places.params, places.own, strict=True):
+        shaped = {p: leaf.param} | {at: x for at, x, like in zip(own, leaf.state, leaf.shaped, strict=True) if like}
+        (size,) = leaf.param.shape
+        rest = Rest.of(behind, is_known, [(at, jaxpr.outvars[at]) for at in shaped], size)
+        if rest is not None:
+            elements = leaf.param.buffer.size if isinstance(leaf.param, Slot) else size
+            apart = fused and elements >= _LARGE and not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in rest.arrays)
+            groups = _groups(rest) if apart else [list(range(len(rest.results)))]
+            found.append(
+                _Leaf(rest, leaf.param, shaped, leaf.mask, leaf.multiplier, _evaluated(rest, groups), (rest.text((size,)), str(groups)))
+            )
+    return found
+
+
+def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common: Any, pieces: bool) -> Iterator[tuple[int, Any]]:
+    """The results of all leaves, each with its place: those of equal ones from one function, those of a whole pack from one loop."""
+    home = lambda leaf: id(leaf.param.buffer if isinstance(leaf.param, Slot) else leaf.param)  # noqa: E731
+    seen: dict[int, set[Any]] = {}
+    for leaf in leaves:
+        seen.setdefault(home(leaf), set()).add(leaf.pack(values))
+    kinds: dict[Any, list[_Leaf]] = {}
+    for leaf in leaves:
+        pack = leaf.pack(values)
+        side_by_side = pack is not None and seen[home(leaf)] == {pack}
+        kinds.setdefault((side_by_side, pack if side_by_side else (leaf.key, leaf.param.shape, leaf.mask is None)), []).append(leaf)
+    least = enough(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
+    alike = []
+    for (side_by_side, _), members in kinds.items():
+        parts = not side_by_side and len(members) >= least
+        alike.append(_alike(flat, members, values, side_by_side, parts))
+    for ((side_by_side, _), members), found in zip(kinds.items(), for_each(alike, common), strict=True):
+        if side_by_side:
+            rows = [leaf.param.index for leaf in members]
+            buffers = [x.buffer for x in members[0].arrays(values)[0]]
+            live = np.isin(np.arange(len(buffers[0])), rows)[:, None]
+            new = [x if live.all() else jnp.where(live, x, old) for x, old in zip(found[0], buffers, strict=True)]
+            found = [[Slot(x, row) for x in new] for row in rows]
+        for leaf, arrays in zip(members, found, strict=True):
+            yield from zip(leaf.rest.places, arrays, strict=True)
+
+
+def _alike(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any], side_by_side: bool, parts: bool) -> Alike:
+    """Leaves of one function; `side_by_side`: as the rows of one pack; `parts`: each is a part of the program."""
+    first, arrays = members[0], [leaf.arrays(values) for leaf in members]
+    family = "joint", first.key, first.mask is None
+    if not side_by_side and not parts:
+        numbers = [[cut(values[v]) for v in leaf.rest.numbers] for leaf in members]
+        return Alike(first.function, jax.tree.map(cut, arrays), numbers, family=family)
+    if parts:
+        columns, at = _columns(flat, members, values)
+        return Alike(first.function, jax.tree.map(cut, arrays), [columns], family=family, at=at)
+    rows, count = [leaf.multiplier.index for leaf in members], len(first.multiplier.buffer)
+    columns = columns_of(flat, rows, [leaf.rest.numbers for leaf in members], values, count)
+    return Alike(first.function, [jax.tree.map(lambda x: x.buffer, arrays[0])], [columns], count, family)
+
+
+def _columns(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any]) -> tuple[list[Any], list[int]]:
+    """Return the numbers that the leaves read, as columns, and the row of each leaf in them.
+
+    Each bucket has a table of its own for its multipliers, and the leaves outside buckets share one. A row index means one leaf only
+    within one table, so the columns of several tables are concatenated.
+    """
+    tables: dict[int, list[_Leaf]] = {}
+    for leaf in members:
+        tables.setdefault(id(leaf.multiplier.buffer), []).append(leaf)
+    starts, parts, height = {}, [], 0
+    for key, own in tables.items():
+        rows, count = [leaf.multiplier.index for leaf in own], len(own[0].multiplier.buffer)
+        parts.append(columns_of(flat, rows, [leaf.rest.numbers for leaf in own], values, count))
+        starts[key], height = height, height + count
+    columns = parts[0] if len(parts) == 1 else [jnp.concatenate(each) for each in zip(*parts, strict=True)]
+    return columns, [starts[id(leaf.multiplier.buffer)] + leaf.multiplier.index for leaf in members]
+
+
+def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:
+    """The new parameters and state where they are to be taken, those that are there."""
+
+    def one(mask: Any, after: Any, before: Any) -> Any:
+        if after is None or after is before:
+            return after
+        after, before = cut(after), cut(before)
+        return unless(skip, after if mask is None else jnp.where(mask, after, before), before)
+
+    params = [one(leaf.mask, p, leaf.param) for leaf, p in zip(old, new.params, strict=True)]
+    own = [
+        [one(leaf.mask if like else None, *each) for like, *each in zip(leaf.shaped, state, leaf.state, strict=True)]
+        for leaf, state in zip(old, new.own, strict=True)
+    ]
+    return new._replace(params=params, own=own)
+
+
+# ------------------------------------------------------------------ the rest of a leaf
+
+
+def _groups(rest: Rest) -> list[list[int]]:
+    """Which results are evaluated together: those that share nothing which is computed from arrays, the parameter last."""
+    groups: list[tuple[set[Any], list[int]]] = []
+    for i in (*range(1, len(rest.results)), 0):
+        own = {v for eqn in slice_of(rest.eqns, [rest.results[i]]) if not spreads(eqn, eqn.outvars[0].aval.size) for v in eqn.outvars}
+        free = next((group for group in groups if own.isdisjoint(group[0])), None)
+        if free is None and len(groups) < _EVALUATIONS:
+            groups.append(free := (set(), []))
+        taken, members = groups[-1] if free is None else free
+        taken.update(own)
+        members.append(i)
+    return [members for _, members in groups]
+
+
+_LARGE = 1 << 14  # elements; fewer are evaluated once, since each evaluation is compiled: 300 small leaves took 10 s at first, then 7
+_EVALUATIONS = 4  # the first as it is, each other times a traced 1.0 of its own
+
+
+def _evaluated(rest: Rest, groups: Sequence[list[int]]) -> Callable[..., Any]:
+    """The function of a leaf: see `_Leaf`."""
+    parts = [(group, slice_of(rest.eqns, [rest.results[i] for i in group])) for group in groups]
+
+    def leaf(given: Any, own: Any, common: Any) -> list[Any]:
+        (old, read, mask), (ones, skip) = given, common
+        new: list[Any] = [None] * len(old)
+        for nth, (group, eqns) in enumerate(parts):
+            arrays, numbers = dict(zip(rest.arrays, read, strict=True)), dict(zip(rest.numbers, own, strict=True))
+            values = run(eqns, arrays, numbers, ones[nth - 1] if nth else None)
+            for i in group:
+                x = values[rest.results[i]]
+                new[i] = x if mask is None else jnp.where(mask, x, old[i])
+        return unless(skip, new, old)
+
+    return leaf
+
+
+Place = tuple[int, int | None]  # of a leaf: its position among those of the plan, and its row if that is a pack
+
+
+class Columns(NamedTuple):
+    """Of all leaves of a plan, those of packs in rows: parameters, fields of state, gradients, masks of elements and numbers.
+
+    The numbers of a leaf by itself may be a row of a table too, a `Slot`.
+    """
+
+    params: Sequence[Any]
+    own: Sequence[Sequence[Any]]
+    grads: Sequence[Any]
+    masks: Sequence[Any]
+    values: Sequence[Any]
+
+
+def unit_update(
+    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[Any], common: Any, extra: Extra, way: Way | None
+) -> tuple[list[Any], Mapping[int, tuple[Any, list[Any]]]]:
+    """The new shared state, and by position new parameters and state.
+
+    Args:
+      problem: the leaves.
+      places: of each leaf.
+      given: of all leaves of the plan.
+      shared: the state that belongs to no leaf.
+      common: ones, scale, skip, and the arrays among the `extra` arguments.
+      way: how to write the update for flat leaves, cut where it looks across elements; but where that is None, or a leaf lies in another
+        order of dimensions, it is evaluated in the shapes of the leaves.
+    """
+    ones, scale, skip, further = common
+    of = lambda x, row: x if row is None else Slot(x, row)  # noqa: E731
+    values = [of(given.values[i], row) for i, row in places]
+    last = {id(x.buffer): x.buffer[:, -1] for x in values if isinstance(x, Slot)}
+    multipliers = [Slot(last[id(x.buffer)], x.index) if isinstance(x, Slot) else x[-1] for x in values]
+    leaves = []
+    for (i, row), kinds, multiplier in zip(places, layout(problem).own, multipliers, strict=True):
+        state, shaped = [of(x, row) for x in given.own[i]], [field.shape is None for field in kinds]
+        leaves.append(Old(of(given.params[i], row), state, shaped, given.masks[i], multiplier))
+    params = [kept_in(leaf.mask, leaf.param, problem) for leaf in leaves]
+    grads = [kept_in(leaf.mask, of(given.grads[i], row), problem) for leaf, (i, row) in zip(leaves, places, strict=True)]
+    state = [leaf.state for leaf in leaves]
+    if any(leaf.mask is not None for leaf in leaves):
+        state = selected_state(problem, [leaf.mask for leaf in leaves], list(map(cut, params)), state, cut(values[0]))
+    inputs = Arrays(params, grads, state, shared), cut(values[0]), multipliers, scale, further
+
+    def evaluated(inputs: Any) -> Arrays:
+        arrays, values, multipliers, scale, further = inputs
+        return evaluate_buffers(problem, arrays, values, multipliers, scale, None, extra.restored(further))
+
+    if way is None or any(spec.order is not None for spec in problem.specs):
+        new = settled(evaluated(jax.tree.map(cut, inputs)), leaves, skip)
+    else:
+        ready = flat_of(problem, extra) if scale is None else None
+        new = updated(evaluated, inputs, leaves, ones, skip, way._replace(ready=ready))
+    found: dict[int, list[tuple[int | None, list[Any]]]] = {}
+    for (position, row), p, state in zip(places, new.params, new.own, strict=True):
+        found.setdefault(position, []).append((row, [p, *state]))
+    results = {}
+    for position, rows in found.items():
+        (row, arrays_of_one), *_ = rows
+        if row is not None:
+            columns = zip(*(arrays for _, arrays in rows), strict=True)
+            old = given.params[position], *given.own[position]
+            arrays_of_one = [packed([row or 0 for row, _ in rows], *each) for each in zip(columns, old, strict=True)]
+        results[position] = arrays_of_one[0], arrays_of_one[1:]
+    return list(map(cut, new.shared)), results

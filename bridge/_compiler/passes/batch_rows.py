@@ -1,0 +1,249 @@
+"""Leaves that lie side by side in the rows of packs, in a program that sees all of them: what is alike of all rows is computed at once.
+
+XLA would run one loop after the other, each of them as long as it takes to start it, and compile each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from bridge._compiler.chunking import enough
+from bridge._ir.fingerprint import params_text
+from bridge._ir.jaxpr import bound, literal, part, slices
+from bridge._ir.numerics import is_key
+
+from .hoist import Rest, read_by, run, sums_up
+from .operand_limit import apart
+
+
+class Slot:
+    """An array or a number that is one row of a pack: of `buffer`, which has one of each leaf."""
+
+    __slots__ = ("buffer", "index")
+
+    def __init__(self, buffer: Any, index: int) -> None:
+        self.buffer, self.index = buffer, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buffer.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.buffer.dtype
+
+
+def cut(x: Any) -> Any:
+    """The array, one of its own where it is the row of a pack."""
+    return jax.lax.index_in_dim(x.buffer, x.index, keepdims=False) if isinstance(x, Slot) else x
+
+
+def pack_of(rows: Sequence[int], values: Sequence[Any]) -> Any:
+    """The one buffer that has each of these values in its row; None where there is none."""
+    first = values[0]
+    own = (isinstance(x, Slot) and (x.buffer is first.buffer and x.index == row) for x, row in zip(values, rows, strict=True))
+    return first.buffer if isinstance(first, Slot) and all(own) else None
+
+
+def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
+    """A pack with these values in these rows, and what is `old` in others."""
+    buffer = pack_of(rows, values)
+    if buffer is not None:
+        return buffer
+    given = dict(zip(rows, map(cut, values), strict=True))
+    return jnp.stack([given[r] if r in given else old[r] for r in range(len(old))])
+
+
+def buffers_of(arrays: Sequence[Any]) -> tuple[int, ...] | None:
+    """Which packs of equal height these are one row of; None where they are not."""
+    rows = [x for x in arrays if isinstance(x, Slot)]
+    if not rows or len(rows) < len(arrays) or len({(x.index, len(x.buffer)) for x in rows}) > 1:
+        return None
+    return tuple(id(x.buffer) for x in rows)
+
+
+# So often what is found lets more be computed: a norm of all, then an update, then its norms. Where each leaf waits for the one before
+# it, the others are computed leaf by leaf.
+_ROUNDS = 6
+_DEPTH = 16  # operations between a number of a row and those that it is computed from
+
+
+def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is to be known of leaves that are rows of packs, of all rows at once: sums over each, and what those are taken of.
+
+    And the numbers that this takes. XLA would run one loop after the other, each of them as long as it takes to start it.
+    """
+    if not any(isinstance(x, Slot) for x in values.values()):
+        return {}
+    there, behind = dict(values), slices(flat.jaxpr.eqns)
+    eqns = behind(needed)
+    apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if v.aval.size == 1)}
+    waiting: dict[Any, _Work] = {}
+    for eqn in eqns:
+        if len(eqn.outvars) == 1 and (sums_up(eqn) or eqn.outvars[0] in apart):
+            work = _Work.of(behind, apart, eqn)
+            waiting |= {} if work is None else {eqn.outvars[0]: work}
+    for _ in range(_ROUNDS):
+        ready = set(there)
+        for eqn in eqns:
+            if waiting.keys().isdisjoint(eqn.outvars) and all(isinstance(v, Literal) or v in ready for v in eqn.invars):
+                ready.update(eqn.outvars)
+        kinds: dict[Any, list[tuple[Any, _Work]]] = {}
+        taken: Counter[Any] = Counter()
+        for v, work in waiting.items():
+            buffers = buffers_of([there.get(x) for x in work.rest.arrays])
+            if buffers is not None and ready.issuperset(work.rest.numbers):
+                row = there[work.rest.arrays[0]].index
+                taken[row, work.text, buffers] += 1  # two of one row may read other numbers
+                kinds.setdefault((work.text, buffers, taken[row, work.text, buffers]), []).append((v, work))
+        if not kinds:
+            break
+        numbers = [x for members in kinds.values() for _, work in members for x in work.rest.numbers]
+        there |= evaluated_once(flat, list(dict.fromkeys(numbers)), there)
+        for members in kinds.values():
+            there |= _side_by_side(flat, members, there)
+            for v, _ in members:
+                del waiting[v]
+    return {v: x for v, x in there.items() if v not in values}
+
+
+def of_parts(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is summed over leaves by themselves, of those that have enough equals each from one `part`."""
+    behind, inputs = slices(flat.jaxpr.eqns), set(flat.jaxpr.invars)
+    kinds: dict[Any, list[tuple[Any, _Work]]] = {}
+    count = 0
+    for eqn in filter(sums_up, behind(needed, values.keys())):
+        work = _Work.of(behind, set(), eqn)
+        read = [] if work is None else [*work.rest.arrays, *work.rest.numbers]
+        if work is not None and inputs.issuperset(read) and not any(isinstance(values[v], Slot) for v in read):
+            kinds.setdefault((work.text, work.rest.arrays[0].aval.size), []).append((eqn.outvars[0], work))
+        count += 1
+    found: dict[Any, Any] = {}
+    for members in kinds.values():
+        if len(members) >= enough(count):
+            (_, work), *_ = members
+            function = part(lambda *given, work=work: work.of_row(given[: len(work.rest.arrays)], given[len(work.rest.arrays) :]))
+            found |= {v: function(*(values[x] for x in (*work.rest.arrays, *work.rest.numbers))) for v, work in members}
+    return found
+
+
+class _Work(NamedTuple):
+    """How an array, or what is summed up of one by `total`, is computed: see `Rest`. `text`: equal for the same arithmetic."""
+
+    rest: Rest
+    total: Any
+    text: Any
+
+    @staticmethod
+    def of(behind: Callable[..., Any], known: set[Any], eqn: Any) -> _Work | None:
+        """That of the result of an operation; None where it is neither, or computed otherwise than each element by itself."""
+        total = eqn if sums_up(eqn) and eqn.outvars[0].aval.size == 1 else None
+        array = eqn.outvars[0] if total is None else eqn.invars[0]
+        size = array.aval.size
+        if size == 1:
+            return None
+        is_there = total is not None and (array in known or not behind([array]))
+        rest = Rest([0], [array], [], [array], []) if is_there else Rest.of(behind, known - {array}, [(0, array)], size)
+        how = None if total is None else (total.primitive, params_text(total.params))
+        return None if rest is None else _Work(rest, total, (how, rest.text((size,))))
+
+    def of_row(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        """It, from what the rest reads."""
+        made = run(
+            self.rest.eqns, dict(zip(self.rest.arrays, arrays, strict=True)), dict(zip(self.rest.numbers, numbers, strict=True)), None
+        )
+        x = made[self.rest.results[0]] if self.rest.eqns else arrays[0]
+        return x if self.total is None else self.total.primitive.bind(x, **self.total.params)
+
+
+def _side_by_side(flat: Any, members: Sequence[tuple[Any, _Work]], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """These variables, all computed alike of rows of one pack."""
+    (_, work), rows = members[0], [values[work.rest.arrays[0]].index for _, work in members]
+    buffers = [values[v].buffer for v in work.rest.arrays]
+    columns = columns_of(flat, rows, [work.rest.numbers for _, work in members], values, len(buffers[0]))
+    found = jax.vmap(work.of_row)(buffers, columns)
+    return {v: Slot(found, row) if work.total is None else found[row] for row, (v, _) in zip(rows, members, strict=True)}
+
+
+def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]], values: Mapping[Any, Any], count: int) -> list[Any]:
+    """What these variables are in rows of a pack of so many, one column for each; in other rows whatever there is."""
+    made = {v: eqn for eqn in flat.jaxpr.eqns for v in eqn.outvars}
+    seen: dict[Any, Any] = {}
+
+    def column(each: tuple[Any, ...], depth: int = 0) -> Any:
+        """One column, computed as such where each row's number is computed alike from columns: of numbers XLA makes a loop for each.
+
+        A number alone where it is that of all rows; None where they are not computed alike.
+        """
+        first = each[0]
+        if isinstance(first, Literal):
+            return literal(first) if all(isinstance(v, Literal) and (v.val, v.aval) == (first.val, first.aval) for v in each) else None
+        if all(v is first for v in each):
+            return cut(values[first] if first in values else evaluated_once(flat, [first], values)[first])
+        if depth == _DEPTH or any(isinstance(v, Literal) for v in each):
+            return None
+        if each not in seen:
+            seen[each] = computed(each, depth)
+        return seen[each]
+
+    def computed(each: tuple[Any, ...], depth: int) -> Any:
+        found = [values.get(v) for v in each]
+        if isinstance(found[0], Slot):
+            buffer = pack_of(rows, found)
+            return None if buffer is None or len(buffer) != count else buffer
+        eqns: list[Any] = [made.get(v) for v in each]
+        one = eqns[0]
+        if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 or is_key(v.aval) for v in one.invars):
+            return None
+        if len({(eqn.primitive, params_text(eqn.params), len(eqn.invars)) for eqn in eqns}) > 1:
+            return None
+        operands = [column(operand, depth + 1) for operand in zip(*(eqn.invars for eqn in eqns), strict=True)]
+        if any(x is None for x in operands):
+            return None
+        axes = [0 if np.ndim(x) > v.aval.ndim else None for x, v in zip(operands, one.invars, strict=True)]
+        found = jax.vmap(partial(bound, one), in_axes=axes)(*operands) if 0 in axes else bound(one, *operands)
+        return found[0]
+
+    def whole(each: tuple[Any, ...]) -> Any:
+        found = column(each)
+        if found is None:
+            own = dict(zip(rows, (cut(values[v]) for v in each), strict=True))
+            return jnp.stack([own.get(row, own[rows[0]]) for row in range(count)])
+        return jnp.broadcast_to(found, (count, *each[0].aval.shape)) if np.ndim(found) == each[0].aval.ndim else found
+
+    return [whole(each) for each in zip(*numbers, strict=True)]
+
+
+def evaluated_once(flat: Any, wanted: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Those of the wanted variables that are not among the values, by these."""
+    jaxpr, todo = flat.jaxpr, [v for v in wanted if v not in values]
+    eqns = slices(jaxpr.eqns)(todo, values.keys())
+    given = [v for v in read_by(eqns) if v in values]
+    program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=given, outvars=todo, eqns=eqns), [])
+    cell = _cells(sum(len(eqn.invars) for eqn in eqns))
+    return dict(zip(todo, apart(program, [cut(values[v]) for v in given], cell, reciprocals=True), strict=True))
+
+
+def _cells(uses: int) -> Callable[[Any], Any]:
+    """What gives a number as one that XLA does not know to be the same, at most so many times: else it stores an array of one number that
+    two sums over arrays read."""
+    columns: dict[Any, Iterator[Any]] = {}
+    seen = []  # so that each has an identity of its own
+
+    def cell(number: Any) -> Any:
+        key = (number.dtype, number.tobytes()) if isinstance(number, np.ndarray) else id(number)
+        if key not in columns:
+            seen.append(number)
+            column = jax.lax.optimization_barrier(jnp.broadcast_to(number, (uses,)))
+            columns[key] = (jax.lax.index_in_dim(column, i, keepdims=False) for i in range(uses))
+        return next(columns[key])
+
+    return cell

@@ -1,0 +1,112 @@
+"""What is left of a traced update of many leaves where all is known that looks across elements: of each leaf, each element by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from bridge._ir.classify import REDUCTIONS, elementwise, keeps_elements, spreads
+from bridge._ir.fingerprint import kind_text, params_text
+from bridge._ir.jaxpr import literal, slice_of, source
+from bridge._ir.numerics import times
+
+
+class Rest(NamedTuple):
+    """The operations that give some results of one size, each element by itself, from arrays of that size and from numbers.
+
+    places: of the results that they give, among all.
+    """
+
+    places: list[int]
+    results: list[Any]
+    eqns: list[Any]
+    arrays: list[Any]
+    numbers: list[Any]
+
+    @staticmethod
+    def of(behind: Callable[..., Any], known: set[Any], outputs: Sequence[tuple[int, Any]], size: int) -> Rest | None:
+        """Those of these results that are not known; None where there are none, they need arrays of another size, or other operations.
+
+        Args:
+          behind: as `slices` gives it, of the program.
+          known: the variables that are there.
+          outputs: of each result its place and its variable.
+          size: of a leaf.
+        """
+        eqns = behind([v for _, v in outputs], known)
+        made = {v for eqn in eqns for v in eqn.outvars}
+        outputs = [(at, v) for at, v in outputs if not isinstance(v, Literal) and v in made]
+        given = [v for v in read_by(eqns) if v not in made]
+        arrays, numbers = ([v for v in given if (v.aval.size > 1) is large] for large in (True, False))
+        if {v.aval.size for v in (*made, *arrays)} != {size} or not all(map(by_element, eqns)):
+            return None
+        return Rest([at for at, _ in outputs], [v for _, v in outputs], eqns, arrays, numbers)
+
+    def text(self, like: tuple[int, ...]) -> tuple[str, ...]:
+        """Equal for the same arithmetic; the shape `like` as L, arrays and numbers in the order in which they are read."""
+        names = {v: f"{kind}{i}" for kind, column in (("a", self.arrays), ("n", self.numbers)) for i, v in enumerate(column)}
+        lines = [kind_text(v.aval, like) for v in (*self.arrays, *self.numbers)]
+        for n, eqn in enumerate(self.eqns):
+            operands = [f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v] for v in eqn.invars]
+            lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kind_text(eqn.outvars[0].aval, like)}")
+            names |= {v: f"%{n}.{i}" for i, v in enumerate(eqn.outvars)}
+        return *lines, *(names[v] for v in self.results)
+
+
+def known(jaxpr: Any) -> list[Any]:
+    """What is evaluated once: numbers, what looks across elements, and what that is taken of, where results need it again."""
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+    hard = [v for eqn in jaxpr.eqns if not by_element(eqn) for v in eqn.outvars]
+    rest = slice_of(jaxpr.eqns, results, hard)
+    needed = {*results, *read_by(rest)}
+    own = {v for eqn in rest for v in eqn.outvars}
+    is_array = lambda v: v.aval.size > 1 and not (v in made and spreads(made[v], v.aval.size))  # noqa: E731
+    roots = [source(eqn.invars[0], made, by_element, is_array) for eqn in jaxpr.eqns if sums_up(eqn)]
+    stored = [root for root in roots if root in own and root not in results]
+    others = [eqn for eqn in jaxpr.eqns if not by_element(eqn) and eqn.primitive.name not in REDUCTIONS]
+    stored += [v for v in read_by(others) if v in own]  # an operation that is no loop over elements has its arrays stored anyway
+    return list(dict.fromkeys([*(v for v in hard if v in needed), *stored]))
+
+
+def by_element(eqn: Any) -> bool:
+    """Whether an array is computed, each element from that element of arrays as large, and from single numbers."""
+    size = eqn.outvars[0].aval.size if eqn.outvars else 1
+    return size > 1 and (elementwise(eqn, size) or spreads(eqn, size) or keeps_elements(eqn))
+
+
+def sums_up(eqn: Any) -> bool:
+    """Whether an array is summed over, whatever is left of it."""
+    return eqn.primitive.name in REDUCTIONS and eqn.invars[0].aval.size > 1
+
+
+def read_by(eqns: Iterable[Any]) -> list[Any]:
+    """What operations read, each once."""
+    return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)))
+
+
+def run(eqns: Sequence[Any], arrays: dict[Any, Any], numbers: dict[Any, Any], factor: Any) -> dict[Any, Any]:
+    """All that these operations give, from arrays times a factor, so that nothing is shared with another evaluation: see `leaf_update`.
+
+    But a choice hands on the bits of an array as they are, and a half type is multiplied once it is wide: the product of a number
+    too small to be normal may be 0.
+    """
+    values: dict[Any, Any] = {}
+    half = [v for v in arrays if jnp.issubdtype(v.aval.dtype, jnp.floating) and jnp.finfo(v.aval.dtype).bits < 32]
+
+    def read(v: Any, as_it_is: bool) -> Any:
+        if isinstance(v, Literal):
+            return literal(v)
+        if v in arrays:
+            return arrays[v] if as_it_is or v in half else times(arrays[v], factor)
+        return numbers[v] if v in numbers else values[v]
+
+    for eqn in eqns:
+        chooses = eqn.primitive.name == "select_n"
+        found = eqn.primitive.bind(*(read(v, chooses) for v in eqn.invars), **eqn.params)
+        widens = eqn.primitive.name == "convert_element_type" and eqn.invars[0] in half
+        values[eqn.outvars[0]] = times(found, factor) if widens else found
+    return values

@@ -1,0 +1,111 @@
+"""The fields of a transformation's state by leaf, with the names that torch shows."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge._ir.numerics import is_key
+from bridge._names import Path, path_name
+from bridge._process import x64
+
+from .spec import BESIDE, Field, Layout, Problem, lift
+
+# ------------------------------------------------------------------ the state
+
+
+@functools.lru_cache(4096)
+def layout(problem: Problem) -> Layout:
+    """What state the transformation keeps for these leaves, from a trace of its `init`."""
+    row, specs = problem.row, problem.specs
+    keys: list[Any] = []
+
+    def init(values: Any, leaves: list[Any]) -> Any:
+        with problem.types():
+            state = row.transformation(problem.scalars(values), specs[0].dtype).init(problem.tree(leaves))
+            keys[:] = [jax.random.key_impl(x) if is_key(x) else None for x in jax.tree.leaves(state)]
+            return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else jnp.asarray(x), state)
+
+    with x64():
+        avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
+        wide = jax.eval_shape(lambda leaves: [lift(x, row) for x in leaves], avals)
+        computed = jax.eval_shape(init, jax.ShapeDtypeStruct((row.width,), np.float64), wide)
+        kept = jax.eval_shape(init, jax.ShapeDtypeStruct((row.width,), np.float64), avals) if row.scaled else computed
+    own: list[list[Field]] = [[] for _ in specs]
+    shared: list[Field] = []
+    flat, structure = jax.tree_util.tree_flatten_with_path(computed)
+    owner_of = owners([path for path, _ in flat], [nested(spec.path) for spec in specs])
+    for position, ((path, leaf), stored, key) in enumerate(zip(flat, jax.tree.leaves(kept), keys, strict=True)):
+        owner, name = owner_of(path)
+        alike = owner is not None and leaf.shape == wide[owner].shape
+        like_it = owner is not None and not row.scaled and leaf.ndim > 0  # of one array for each leaf, whatever its shape
+        # A number is kept as it is computed: of half parameters in float32, since bfloat16 has no 0.999, and a decay of 1 gives NaN.
+        dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype if leaf.ndim or alike else leaf.dtype)
+        may_be_asked = owner is not None and (alike or leaf.ndim > 0) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        asked = may_be_asked and row.kept.state_dtype is not None
+        dtype = str(row.kept.state_dtype) if asked else dtype
+        field = Field(name, None if alike else tuple(leaf.shape), dtype, position, key, str(leaf.dtype), asked)
+        (shared if owner is None else own[owner]).append(field)
+    taken = {tail for fields in own for field in fields for tail in tails(field.name)}
+    shared = _short_names(shared, taken | BESIDE)
+    own = [_short_names(fields, {field.name for field in shared} | BESIDE) for fields in own]
+    if row.unit is None:
+        own, shared = [sorted(own[0] + shared, key=attrgetter("position"))], []
+    for fields, spec in zip(own, specs, strict=True):
+        fields += [Field(name, shape, dtype, None, arithmetic=dtype) for name, shape, dtype in row.kept.fields(spec.dtype)]
+    return Layout(structure, tuple(map(tuple, own)), tuple(shared))
+
+
+def nested(path: Path | None) -> tuple[Any, ...]:
+    """A path in a nested dict as a key path of jax."""
+    return tuple(map(jax.tree_util.DictKey, path or ()))
+
+
+def owners(paths: Sequence[tuple[Any, ...]], leaves: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], tuple[int | None, str]]:
+    """How to tell from a path in the state which leaf it belongs to, and what it is called without the leaf's own path.
+
+    A leaf's path stands at the end (the longest such counts), or, where the state keeps several arrays a leaf (SM3),
+    before the end; then all leaves must be found in that place, and below them no tree of parameters (as below the
+    labels of a partition, which may be called as parameters are).
+    """
+    index = {path: i for i, path in enumerate(leaves)}
+    heads = {path[:n] for path in paths for n in range(len(path) + 1)}
+
+    def at_the_end(path: tuple[Any, ...]) -> int | None:
+        return next((start for start in range(len(path) + (not leaves[0])) if path[start:] in index), None)
+
+    @functools.cache
+    def holds_arrays(head: tuple[Any, ...]) -> bool:
+        below = [path for path in paths for leaf in leaves if path[: len(head) + len(leaf)] == head + leaf]
+        return all(head + leaf in heads for leaf in leaves) and all(at_the_end(path) is None for path in below)
+
+    def owner(path: tuple[Any, ...]) -> tuple[int | None, str]:
+        start = at_the_end(path)
+        if start is not None:
+            return index[path[start:]], path_name(path[:start])
+        for end in range(len(path) - 1, 0, -1):
+            for start in range(end):
+                if path[start:end] in index and holds_arrays(path[:start]):
+                    return index[path[start:end]], path_name(path[:start] + path[end:])
+        return None, path_name(path)
+
+    return owner
+
+
+def tails(name: str) -> list[str]:
+    """The ends of a dotted name, from the last part to the whole."""
+    return [name.split(".", n)[-1] for n in range(name.count("."), -1, -1)]
+
+
+def _short_names(fields: list[Field], taken: set[str]) -> list[Field]:
+    """Each field by the shortest tail of its dotted name that is its own and not `taken`: 'nu', not '0.nu'."""
+    ends = collections.Counter(tail for field in fields for tail in tails(field.name))
+    free = lambda tail: ends[tail] == 1 and tail not in taken and not tail[:1].isdigit()  # noqa: E731
+    return [f._replace(name=next(filter(free, tails(f.name)), f.name or "state")) for f in fields]

@@ -1,0 +1,235 @@
+"""A transformation traced over the leaves of a problem."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from bridge._ir.classify import ELEMENTWISE
+from bridge._ir.fingerprint import Shapeless, constant_text, kind_text, params_text
+from bridge._ir.jaxpr import inlined, numbers_of, slice_of, slices, traced
+from bridge._ir.queries import properties_of
+from bridge._process import x64
+
+from .apply_transform import Arrays, begin, evaluate
+from .passes.flatten import Flat
+from .passes.hoist import Rest, known
+from .spec import Extra, Field, Problem, Same, buffer_shape
+from .state_layout import layout
+
+_COUNTS = ("int32", "int64", "uint32", "bool")
+_BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
+_REAL = {"complex64": "float32", "complex128": "float64"}
+
+
+_SEVERAL = -1
+
+
+class _Program:
+    """The traced beginning and update of some leaves, cut along them."""
+
+    def __init__(self, problem: Problem, extra: Extra) -> None:
+        self.problem = problem
+        plan, specs = layout(problem), problem.specs
+        leaf = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
+        fields = [[(f, spec.shape) for f in own] for own, spec in zip(plan.own, specs, strict=True)] + [[(f, ()) for f in plan.shared]]
+        state = [[jax.ShapeDtypeStruct(like if f.shape is None else f.shape, f.dtype) for f, like in part] for part in fields]
+        arrays = Arrays(leaf, leaf, state[:-1], state[-1])
+        further = [jax.ShapeDtypeStruct(*x) for x in extra.leaves if not isinstance(x, Same)]
+
+        def run(arrays: Arrays, values: Any, multipliers: Any, further: list[Any]) -> tuple[Arrays, Arrays]:
+            after = evaluate(problem, arrays, values, multipliers, None, None, extra.restored(further))
+            return after, begin(problem, problem.scalars(values), arrays.params)
+
+        scalars = jax.ShapeDtypeStruct((problem.row.width,), np.float64), [jax.ShapeDtypeStruct((), np.float64)] * len(specs)
+        with x64():
+            closed, _ = traced(run, arrays, *scalars, further)
+        flat = [[jax.ShapeDtypeStruct(buffer_shape(f, spec), f.dtype) for f in own] for own, spec in zip(plan.own, specs, strict=True)]
+        leaf = [jax.ShapeDtypeStruct((math.prod(spec.shape),), spec.dtype) for spec in specs]
+        buffers = Arrays(leaf, leaf, flat, [jax.ShapeDtypeStruct(buffer_shape(f), f.dtype) for f in plan.shared])
+        self._flat_inputs, self._flat_results = (buffers, scalars, further), buffers._replace(grads=[])
+        names = [f.name for own in plan.own for f in own], [f.name for f in plan.shared]
+        each = range(len(specs))
+        owners = [i for i, own in enumerate(plan.own) for _ in own]
+        self.jaxpr, self._consts, self._shapes = closed.jaxpr, closed.consts, [spec.shape for spec in specs]
+        # Of each leaf by name: whether a field is as large as the leaf, else its shape.
+        self._fields = [{f.name: f.shape for f in (*own, *plan.shared)} for own in plan.own]
+        # What each input and output is called in the text, and the leaf that it belongs to (None: to all).
+        states = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
+        others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
+        self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
+        begun = [
+            *((f.name, i) for i, own in enumerate(plan.own) for f in own if f.position is not None),
+            *((f.name, None) for f in plan.shared),
+        ]
+        outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in begun)]
+        results = list(zip(outputs, self.jaxpr.outvars, strict=True))
+        self._after, self._begun = results[: len(specs) + len(states)], results[len(specs) + len(states) :]
+        self._results = sorted(results, key=lambda pair: pair[0][0])
+        self._constants = {var: constant_text(value) for var, value in zip(self.jaxpr.constvars, closed.consts, strict=True)}
+        self._define()
+
+    def _define(self) -> None:
+        """For each variable the operation that makes it, and the leaf that it depends on: None for none, `_SEVERAL` for more."""
+        self._owners: dict[Any, int | None] = {}
+        self._made: dict[Any, Any] = {}
+        for var, (_, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
+            self._owners[var] = owner
+        for eqn in self.jaxpr.eqns:
+            owners = {self._owners.get(v) for v in eqn.invars if not isinstance(v, Literal)} - {None}
+            owner = _SEVERAL if len(owners) > 1 else next(iter(owners), None)
+            for var in eqn.outvars:
+                self._owners[var], self._made[var] = owner, eqn
+
+    def text(self, index: int, marked: bool = True) -> str | None:
+        """All that is computed for a leaf, one operation a line, its shape as L if `marked`; None if another leaf takes part."""
+        like = self._shapes[index] if marked else None
+        lines: list[str] = []
+        self._names = dict(self._constants)
+        for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
+            if owner is None or owner == index:
+                self._names[var] = name
+        results = []
+        for (name, owner), var in self._results:
+            if owner is not None and owner != index:
+                continue
+            if not isinstance(var, Literal) and self._owners.get(var) not in (None, owner):
+                return None
+            results.append(f"{name} = {self._write(var, lines, like)}")
+        return "\n".join([*lines, *results])
+
+    def shapeless(self, index: int) -> str | None:
+        """All that is computed for a leaf that no other takes part in, without the leaf's shape; None if its shape takes part."""
+        shape, size = self._shapes[index], math.prod(self._shapes[index])
+        if size < 2:
+            return None  # one element and the whole leaf could not be told apart
+        inputs = [(var, name) for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True) if owner in (None, index)]
+        results = [(name, var) for (name, owner), var in self._results if owner in (None, index)]
+        wanted = [var for _, var in results]
+        own = self.jaxpr.replace(invars=[var for var, _ in inputs], outvars=wanted, eqns=slice_of(self.jaxpr.eqns, wanted))
+        with x64():
+            closed = inlined(own, self._consts)
+        named = {
+            var: (name, self._owners[old] == index and old.aval.shape == shape)
+            for var, (old, name) in zip(closed.jaxpr.invars, inputs, strict=True)
+        }
+        found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
+        return None if found is None else f"{found}\n{sorted(self._fields[index].items())}"
+
+    @functools.cached_property
+    def flat(self) -> Flat | None:
+        """The update alone, in flat arrays; None where it calls back into Python."""
+        if properties_of(self.jaxpr).has_callback:
+            return None
+        update = self.jaxpr.replace(outvars=[var for _, var in self._after])
+        with x64():
+            return Flat.written(ClosedJaxpr(update, self._consts), self._flat_inputs, self._flat_results)
+
+    def begun(self) -> Arrays | None:
+        """As the function of this name."""
+        number_of = numbers_of(self.jaxpr)
+        columns: list[list[Any]] = [[] for _ in self._shapes]
+        shared: list[Any] = []
+        for (_, owner), var in self._begun:
+            number = number_of(var)
+            if number is None:
+                return None
+            (shared if owner is None else columns[owner]).append(number)
+        return Arrays([], [], columns, shared)
+
+    def kinds(self) -> tuple[int | None, ...] | None:
+        """As the function of this name; None where it calls back into Python."""
+        if self.flat is None:
+            return None
+        jaxpr = self.flat.closed.jaxpr
+        name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
+        behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
+
+        # Of each array the inputs that it is, or is computed from, each element by itself; None where it is computed otherwise.
+        inputs: dict[Any, frozenset[Any] | None] = {v: frozenset([name]) for v, name in name_of.items()}
+
+        def read_from(rest: Rest | None) -> frozenset[Any] | None:
+            found = [None] if rest is None else [inputs.get(v) for v in rest.arrays]
+            return None if None in found else frozenset().union(*(each for each in found if each is not None))
+
+        for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if v in is_known and v.aval.size > 1):
+            inputs[v] = read_from(Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size))
+        outputs: list[list[tuple[int, Any]]] = [[] for _ in self._shapes]
+        for at, ((name, owner), var) in enumerate(zip((pair for pair, _ in self._after), jaxpr.outvars, strict=True)):
+            if owner is not None and self._fields[owner].get(name) is None:  # the parameter, or state of its shape
+                outputs[owner].append((at, var))
+        found: list[int | None] = []
+        seen: dict[Any, int] = {}
+        for i, (shape, own) in enumerate(zip(self._shapes, outputs, strict=True)):
+            new = [(at, v) for at, v in own if isinstance(v, Literal) or name_of.get(v) != self._after[at][0]]  # others stay as they are
+            rest = Rest.of(behind, is_known, new, math.prod(shape))
+            read = None if rest is None or len(rest.places) < len(new) else read_from(rest)
+            if rest is None or read is None or any(owner != i for _, owner in read):
+                found.append(None)
+            else:
+                fields = tuple(field._replace(position=None) for field in layout(self.problem).own[i])
+                found.append(seen.setdefault((rest.text((math.prod(shape),)), frozenset(name for name, _ in read), fields), len(seen)))
+        return tuple(found)
+
+    def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:
+        """The variable's name in the text, after the lines that compute it."""
+        if isinstance(var, Literal):
+            return f"{var.val}:{kind_text(var.aval, like)}"
+        stack = [var]
+        while stack:
+            top = stack[-1]
+            if isinstance(top, Literal) or top in self._names:
+                stack.pop()
+                continue
+            eqn = self._made[top]
+            waiting = [v for v in eqn.invars if not isinstance(v, Literal) and v not in self._names]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            operands = ", ".join(self._write(v, lines, like) for v in eqn.invars)
+            line = f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {[kind_text(v.aval, like) for v in eqn.outvars]}"
+            for position, out in enumerate(eqn.outvars):
+                self._names[out] = f"%{len(lines)}.{position}"
+            lines.append(line)
+        return self._names[var]
+
+    def may_be_each_leafs_own(self, field: Field) -> bool:
+        """Whether a shared field is a count, or a few numbers that never change; one number may be meant to be changed by hand."""
+        if field.shape == () or field.key:
+            return field.dtype in _COUNTS and not field.key
+        before = next(var for var, name in zip(self.jaxpr.invars, self._inputs, strict=True) if name == (field.name, None))
+        after = next(var for name, var in self._results if name == (field.name, None))
+        return after is before and before.aval.size <= 64
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of the only leaf is computed from that element of the leaf and its state, and from scalars."""
+        return _elementwise(self.jaxpr, self._shapes[0])
+
+
+def _elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+    if any(v.aval.shape == shape for v in jaxpr.constvars):
+        return False
+    for eqn in jaxpr.eqns:
+        shapes = {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)}
+        bodies = [_body(eqn.params[name]) for name in _BODIES if name in eqn.params]
+        if shapes <= {()}:
+            continue
+        if any(isinstance(v, Literal) and np.shape(v.val) != () for v in eqn.invars):
+            return False  # a constant for each element: it knows where in the leaf the element lies
+        spread = eqn.primitive.name == "broadcast_in_dim" and tuple(eqn.invars[0].aval.shape) == ()
+        taken_apart = eqn.primitive.name in ("slice", "squeeze", "dynamic_slice", "gather") and shapes.isdisjoint({shape})
+        if bodies and all(_elementwise(body, shape) for body in bodies) and eqn.primitive.name not in ("scan", "while", "cond"):
+            continue
+        if not (taken_apart or (shapes <= {(), shape} and (spread or eqn.primitive.name in ELEMENTWISE))):
+            return False
+    return True
+
+
+def _body(value: Any) -> Any:
+    return getattr(value, "jaxpr", value)

@@ -1,0 +1,229 @@
+"""The update as a function that jax traces: (params, state, grads, hyperparams) -> (params, state), for one static `Plan`.
+
+Every number that a user may change between steps is an element of one float64 vector, so no value of it recompiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, compress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .chunking import LARGE
+from .grad_stats import along, consequences, found_in
+from .joint_update import Columns, Way, unit_update
+from .leaf_update import ONES, Passes, joined, leaf_update, parted, passes_of, unless
+from .passes.batch_rows import Slot
+from .passes.kernel_class import Alike
+from .passes.per_kind import for_each
+from .plan import Leaf, Plan, in_rows
+from .separability import in_parts
+from .spec import Row
+
+_traces = 0
+
+
+def traces() -> int:
+    """How often an update has been traced in this process."""
+    return _traces
+
+
+def update(
+    plan: Plan,
+    params: list[Any],
+    state: list[Any],
+    vectors: list[Any],
+    kept: list[Any],
+    grads: list[Any],
+    masks: list[Any],
+    hyperparams: Any,
+    offsets: Any,
+    live: Any,
+    extra: list[Any],
+    scaling: list[Any],
+    measure: Any,
+    after: Sequence[Any] = (),
+    fused: bool = True,
+    pieces: bool = False,
+) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]:
+    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens: a result that nobody donates.
+
+    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have; `grads` as of `in_rows`.
+    `after`: zeros that are there when the program may begin. `fused`: as of `compile.compiled`. `pieces`: it will be cut by `pieces.cut`.
+    """
+    global _traces
+    _traces += 1
+    ones = hyperparams[:ONES]
+    donated, read, states = iter(params), iter(kept), iter(state)
+    leaf_masks, leaf_lives = _flags(plan, masks, live)
+    old_params = [next(donated) if leaf.inplace else next(read) for leaf in plan.leaves]
+    own = _distributed(plan, states, vectors)
+    if plan.decisive and not plan.measured:
+        measure = found_here(plan, grads, leaf_masks, leaf_lives, scaling, measure)
+    scale, skip, skipped = consequences(plan.clip, hyperparams[ONES], scaling, measure)
+    results: list[Any] = [None] * len(plan.leaves)
+    alike: dict[Any, list[int]] = {}
+    for position, leaf in enumerate(plan.leaves):
+        if leaf.row.unit is None:
+            alike.setdefault((leaf, leaf_masks[position] is None), []).append(position)
+    values = _values(plan, hyperparams, offsets, [i for at in alike.values() for i in at], pieces)
+    kinds = []
+    for (leaf, _), at in alike.items():
+        problem = plan.problem(leaf)
+        passes = _passes(plan, leaf, fused)
+        parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
+        arrays, scalars = zip(*parts, strict=True)
+        kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
+    updated = for_each(kinds, (ones, scale, skip, extra), plan.device.platform == "cpu")
+    for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
+        for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
+            new_p, *columns = result if leaf.count in (None, 1) else _where_live(leaf_lives[i], result, arrays, scalars)
+            results[i] = new_p, joined(plan.problem(leaf), *columns)
+    columns, way = Columns(old_params, own, grads, leaf_masks, values), Way(fused, pieces)
+    new_shared, together = _together(plan, columns, states, (ones, scale, skip, extra), way if plan.device.platform == "cpu" else None)
+    results = [together.get(i, result) for i, result in enumerate(results)]
+    # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
+    # the order of their arguments, and those without a buffer of their own last.
+    new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
+    new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
+    new_state, new_vectors = _collected(plan, [fields for _, fields in results])
+    token = sum((x[0] for x in after), start=ones[0].astype(jnp.float32))
+    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token]
+
+
+def _together(plan: Plan, columns: Columns, states: Iterator[Any], common: Any, way: Way | None) -> tuple[list[Any], dict[int, Any]]:
+    """The new state that belongs to no leaf, and by position the results of leaves that a transformation sees together."""
+    new_shared: list[Any] = []
+    results: dict[int, Any] = {}
+    for (problem, places), signatures in zip(plan.units, plan.shared, strict=True):
+        shared = [next(states) for _ in signatures]
+        new, found = unit_update(problem, places, columns, shared, common, plan.extra, way)
+        new_shared += unless(common[2], new, shared)
+        results |= found
+    return new_shared, results
+
+
+def _distributed(plan: Plan, state: Iterator[Any], vectors: Sequence[Any]) -> list[list[Any]]:
+    """The state of each leaf, from its arrays and from the vectors of scalars."""
+    cells = {dtype: iter(jax.lax.split(x, [1] * len(x))) for dtype, x in zip(plan.scalars, vectors, strict=True)}
+    return [
+        [next(cells[dtype]).reshape(()) if among else next(state) for (_, dtype), among in zip(leaf.state, leaf.together, strict=True)]
+        for leaf in plan.leaves
+    ]
+
+
+def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+    """The arrays of the state of each leaf, and the vectors of scalars: what `_distributed` takes."""
+    arrays: list[Any] = []
+    scalars: dict[str, list[Any]] = {dtype: [] for dtype in plan.scalars}
+    for leaf, fields in zip(plan.leaves, own, strict=True):
+        for x, (_, dtype), among in zip(fields, leaf.state, leaf.together, strict=True):
+            (scalars[dtype] if among else arrays).append(x.reshape(1) if among else x)
+    return arrays, [jnp.concatenate(column) for column in scalars.values()]
+
+
+def _passes(plan: Plan, leaf: Leaf, fused: bool) -> Passes:
+    """How often the rule of a leaf is evaluated."""
+    large = leaf.count in (None, 1) and math.prod(leaf.spec.shape) >= LARGE
+    return passes_of(plan.problem(leaf), plan.extra, plan.device, large, fused)
+
+
+def by_type(plan: Plan) -> bool:
+    """Whether the results of some leaf come from loops of one type each, behind barriers that must stay."""
+    alone = {leaf for leaf in plan.leaves if leaf.row.unit is None}
+    return plan.device.platform == "cpu" and any(_passes(plan, leaf, True).by_type for leaf in alone)
+
+
+# So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
+_KINDS = 4
+_of_any_size: dict[Any, bool] = {}
+
+
+def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
+    """Equal for leaves whose updates are the same, but for their size where that was found not to matter."""
+    size = math.prod(leaf.spec.shape)
+    rule = plan.problem(leaf)._replace(specs=(leaf.spec._replace(shape=()),)), plan.extra
+    key = rule, size if leaf.row.scaled else None
+    if key not in _of_any_size and kinds >= _KINDS:
+        if len(_of_any_size) >= 256:
+            _of_any_size.clear()
+        _of_any_size[key] = in_parts(leaf.row, plan.skeleton, leaf.spec, plan.extra, (size,))
+    return (
+        rule,
+        () if _of_any_size.get(key) else leaf.spec.shape,
+        tuple(dtype for _, dtype in leaf.state),
+        leaf.other_gradient,
+        leaf.elements,
+        passes,
+    )
+
+
+def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pieces: bool) -> list[Any]:
+    """The numbers of each leaf's row; of a pack one row of them for each of its leaves.
+
+    They are taken from the hyperparams as a table for each transformation, those of the leaves `first` in the order in which they
+    are put together again: XLA then takes the table, where of forty-seven leaves one by one it had a loop of as many results. In
+    a program that will be cut in `pieces`, those of leaves that are seen together stay rows of their table.
+    """
+    starts = [0, *accumulate(leaf.count or 1 for leaf in plan.leaves)]
+    tables: dict[tuple[Row, bool], list[int]] = {}
+    for i in (*first, *(i for i, leaf in enumerate(plan.leaves) if leaf.row.unit is not None)):
+        leaf = plan.leaves[i]
+        tables.setdefault((leaf.row, pieces and leaf.row.unit is not None and leaf.count is None), []).append(i)
+    found: dict[int, Any] = {}
+    for (kind, stay), at in tables.items():
+        counts = [plan.leaves[i].count for i in at]
+        rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in at])
+        # Rows that follow each other are a part of the vector; others are gathered by a loop of their own.
+        in_turn = bool(np.all(np.diff(rows) == 1))
+        own = offsets[rows[0] : rows[-1] + 1] if in_turn else offsets[rows]
+        table = jax.vmap(partial(_cut, hyperparams, width=kind.width))(own)
+        for i, count, row in zip(at, counts, accumulate((count or 1 for count in counts[:-1]), initial=0), strict=True):
+            if stay:
+                found[i] = Slot(table, row)
+            else:
+                found[i] = jax.lax.slice_in_dim(table, row, row + count) if count else jax.lax.index_in_dim(table, row, keepdims=False)
+    return [found[i] for i in range(len(plan.leaves))]
+
+
+def _cut(vector: Any, start: Any, width: int) -> Any:
+    return jax.lax.dynamic_slice(vector, (start,), (width,))
+
+
+def stepped(plan: Plan, params: Any, state: Any, vectors: Any, kept: Any, grads: list[Any], *others: Any) -> tuple[Any, ...]:
+    """As `update`, of flat gradients as of `abstract`: the program of a step."""
+    return update(plan, params, state, vectors, kept, in_rows(plan, grads), *others, pieces=plan.device.platform == "cpu")
+
+
+def _flags(plan: Plan, masks: Sequence[Any], live: Any) -> tuple[list[Any], list[Any]]:
+    """For each leaf its mask of elements, and for each pack which of its rows are updated; None where there is none."""
+    at, lives, given = 0, [], iter(masks)
+    for leaf in plan.leaves:
+        lives.append(None if leaf.count is None else live[at : at + leaf.count])
+        at += leaf.count or 0
+    return [next(given) if leaf.elements else None for leaf in plan.leaves], lives
+
+
+def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
+    """The new rows of a pack; those that are not `live` keep their bits."""
+    chosen = lambda after, before: jnp.where(along(live, before), after, before)  # noqa: E731
+    return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
+
+
+def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:
+    """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
+    measure = sum((x[0].astype(jnp.float64) for x in after), start=measure)
+    return found_here(plan, in_rows(plan, grads), *_flags(plan, masks, live), scaling, measure)
+
+
+def found_here(plan: Plan, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Any, before: Any) -> Any:
+    """As `found_in`, of the gradients of a plan that are not `far`."""
+    near = [not plan.far(leaf) for leaf in plan.leaves]
+    grads, masks, lives = (list(compress(x, near)) for x in (grads, masks, lives))
+    return found_in(plan.clip, grads, masks, lives, scaling, before, plan.device.platform)

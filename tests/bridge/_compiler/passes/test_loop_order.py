@@ -1,0 +1,369 @@
+"""Loops that XLA's CPU compiler would write badly: with results of several types, and in bfloat16."""
+
+import re
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
+
+import torch_api
+from bridge import _process, programs
+from bridge._compiler.passes import bf16_rounding, loop_order
+from bridge._ir.queries import Properties
+from bridge._xla import compile as fusion
+from bridge._xla import compile_options, probes
+from torch_api import packs
+
+ROWS = (129, 131)  # of an odd length, and large
+SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last is as it is
+HALF = torch.bfloat16
+
+stays = pytest.mark.skipif(not probes.stay(), reason="no barrier stays, or each result has a loop of its own")
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch):
+    """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs of this test alone."""
+    monkeypatch.setattr(_process, "CORES", 2)
+    monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
+    monkeypatch.setattr(programs, "_programs", {})
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in shapes]
+
+
+def text_of(optimizer):
+    return "\n".join(launch.program.update.as_text() for launch in optimizer._launches.latest)
+
+
+def whole(text, size):
+    """The results of loops over so many elements, each loop's types joined by commas; and how often such an array is copied."""
+    arrays = re.findall(r"= \(?([^=]*?)\)? fusion\([^\n]*kind=kLoop", text)
+    kinds = [",".join(re.findall(rf"(\w+)\[{size}\]", found)) for found in arrays]
+    return sorted(filter(None, kinds)), len(re.findall(rf"\w+\[{size}\]\S* copy\(", text))
+
+
+def as_it_is(monkeypatch):
+    """From here on everything is written as without this file's subject."""
+    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(probes, "stay", lambda: False)
+
+
+# ---------------------------------------------------------------------- numbers, of odd lengths too
+
+
+NUMBERS = {
+    "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch_api.MaskedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "RMSprop": (torch_api.MaskedRMSprop, torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_numbers_are_torchs(name):
+    masked, original, options = NUMBERS[name]
+    params = parameters()
+    params[1].data = params[1].data.to(memory_format=torch.channels_last)
+    start, others = clones(params), clones(params)
+    run_pair(masked(params, **options), params, original(others, **options), others, 20)
+    assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("masked", "dtype", "options", "bound"),
+    [
+        (torch_api.MaskedAdamW, torch.float32, {"max_grad_norm": 1.0, "ema_decay": 0.9}, 1e-6),
+        (torch_api.MaskedAdamW, torch.float32, {"mask": True}, 1e-6),
+        (torch_api.MaskedLamb, torch.float32, {}, 1e-6),
+        (torch_api.MaskedAdam, torch.float64, {"amsgrad": True}, 1e-13),
+        (torch_api.MaskedAdam, torch.complex64, {}, 1e-6),
+        (torch_api.MaskedAdamW, HALF, {"stochastic_rounding": True}, 0.0),  # whose bits are of an element's position
+        (torch_api.MaskedAdamW, torch.float32, {"state_dtype": HALF}, 1e-4),
+        (torch_api.MaskedAdamW, HALF, {"master_weights": True}, 1e-3),
+        (torch_api.MaskedAdam, torch.float32, {"state_dtype": torch.float64, "weight_decay": 0.1}, 1e-6),
+        (torch_api.MaskedSGD, torch.float32, {"momentum": 0.9, "state_dtype": torch.float16, "weight_decay": 0.1}, 1e-4),
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_numbers_are_those_of_loops_as_they_are(masked, dtype, options, bound, monkeypatch):
+    params = parameters(dtype=dtype)
+    start, others = clones(params), clones(params)
+    grads = [random_grads(params) for _ in range(20)]
+    elements = {f"p{i}": torch.rand(p.shape) < 0.5 for i, p in enumerate(params)}
+    options = options | ({"mask": elements} if options.get("mask") else {})
+    made = []
+    for mine in (params, others):
+        optimizer = masked([(f"p{i}", p) for i, p in enumerate(mine)], lr=0.01, **options)
+        for given in grads:
+            set_grads(mine, given)
+            optimizer.step()
+        made.append(optimizer)
+        as_it_is(monkeypatch)
+    for p, q, s in zip(params, others, start, strict=True):
+        assert movement_error(p, q, s) <= bound
+        assert made[0].state[p].keys() == made[1].state[q].keys()
+        for name, x in made[0].state[p].items():
+            assert torch.allclose(x, made[1].state[q][name], rtol=1e-2 if x.itemsize == 2 else 1e-5)
+    if bound == 0.0:
+        assert same(params, others)
+
+
+@FUSES
+@stays
+def test_barriers_of_others_go_as_ever():
+    """`jax.checkpoint` writes some: kept, they made a step 1.8 times as long."""
+
+    def function(x):
+        return jax.grad(lambda y: jnp.sum(jax.checkpoint(jnp.tanh)(y)))(x) * -0.01
+
+    (p,) = params = parameters([(16899,)])
+    optimizer = torch_api.OptaxOptimizer([("w", p)], optax.stateless(lambda g, _: jax.tree.map(function, g)))
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    assert " opt-barrier(" not in text_of(optimizer)
+
+
+# ---------------------------------------------------------------------- results of several types
+
+TYPES = {
+    "state in bfloat16": (torch.float32, {"state_dtype": HALF}, 28, ["bf16,bf16", "f32"]),
+    "average": (torch.float32, {"state_dtype": HALF, "ema_decay": 0.9}, 36, ["bf16,bf16", "f32,f32"]),
+    "amsgrad": (torch.float32, {"state_dtype": HALF, "amsgrad": True}, 34, ["bf16,bf16,bf16", "f32"]),
+    "state in float64": (torch.float32, {"state_dtype": torch.float64}, 64, ["f32", "f64,f64"]),
+    "master weights": (HALF, {"master_weights": True}, 32, ["bf16", "bf16,bf16", "f32"]),
+    "state in float32": (HALF, {"state_dtype": torch.float32}, 30, ["bf16", "f32,f32"]),
+}
+
+
+@FUSES
+@stays
+@pytest.mark.parametrize("name", TYPES)
+def test_results_of_several_types_are_written_without_a_copy(name, monkeypatch):
+    dtype, options, most, kinds = TYPES[name]
+    counts = []
+    for _ in range(2):
+        (p,) = params = parameters([(18432,)], dtype)
+        optimizer = torch_api.MaskedAdamW(params, lr=0.01, **options)
+        address = p.data_ptr()
+        set_grads(params, random_grads(params))
+        optimizer.step()
+        places = [x.data_ptr() for x in optimizer.state[p].values()]
+        optimizer.step()
+        assert [p.data_ptr(), *(x.data_ptr() for x in optimizer.state[p].values())] == [address, *places]
+        counts.append((optimizer.bytes_accessed() / p.numel(), *whole(text_of(optimizer), "18432")))
+        as_it_is(monkeypatch)
+    (moved, found, copies), (before, _, copied) = counts
+    assert moved == pytest.approx(most, rel=0.01)
+    assert (found, copies) == (kinds, 0)
+    assert before > 1.05 * moved or name == "state in float32"  # where nothing was copied before
+    assert copied > 0 or before < 1.15 * moved  # XLA stores a float64 array in the place of a copy
+
+
+def test_float64_state_is_that_of_the_paper():
+    """By a loop for the parameter and one for the state, against float64 NumPy, a float32 parameter's rounding apart."""
+    (p,) = params = parameters([(18432,)])
+    optimizer = torch_api.MaskedAdamW(params, lr=0.01, weight_decay=0.1, state_dtype=torch.float64)
+    reference, start = NumpyAdam(lr=0.01, weight_decay=0.1, decoupled=True), p.detach().clone()
+    broken, theirs, others = NumpyAdam(lr=0.01, weight_decay=0.1, betas=(0.9, 0.99), decoupled=True), start.double().numpy(), None
+    others = theirs
+    for _ in range(20):
+        (g,) = random_grads(params)
+        set_grads(params, [g])
+        optimizer.step()
+        theirs, others = (each.step(x, g.double().numpy()) for each, x in ((reference, theirs), (broken, others)))
+    assert movement_error(p, torch.from_numpy(theirs), start) < 1e-5
+    assert movement_error(p, torch.from_numpy(others), start) > 1e-3
+
+
+def compiled(function, count, *arrays):
+    """one_type_each(function, count) as a program that is given the first arrays away."""
+    ordered = jax.jit(loop_order.one_type_each(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
+    return fusion.compiled(ordered.lower(*arrays), True, compile_options.of_barriers(Properties()))
+
+
+@FUSES
+@stays
+def test_what_another_loop_has_stored_is_read_not_computed_again():
+    """A half parameter is its float32 master rounded: the loop for halves reads the one that was stored before it."""
+    half, full = jnp.zeros(18432, jnp.bfloat16), jnp.ones(18432, jnp.float32)
+
+    def update(p, master, g):
+        new = master - jnp.sin(g)
+        return new.astype(p.dtype), new
+
+    text = compiled(update, 2, half, full, full).as_text()
+    assert text.count(" sine(") == 1
+    assert whole(text, "18432") == (["bf16", "f32"], 0)
+
+
+@FUSES
+@stays
+def test_the_loop_comes_last_that_replaces_what_others_read():
+    """p needs the old m, and m needs the old p: what is smaller is copied."""
+    half, full = jnp.zeros(18432, jnp.bfloat16), jnp.ones(18432, jnp.float32)
+
+    def update(p, m, g):
+        new = m.astype(p.dtype) * 0.9 + g + 0.1 * p
+        return p - new, new.astype(m.dtype)
+
+    given = [np.asarray(x) for x in (full, half, full)]
+    program = compiled(update, 2, full, half, full)
+    assert re.findall(r"(\w+)\[18432\]\S* copy\(", program.as_text()) == ["bf16"]
+    p, m = program(*(jnp.array(x) for x in given))
+    q, n = update(*map(jnp.asarray, given))
+    np.testing.assert_allclose(p, q, rtol=1e-6)
+    np.testing.assert_allclose(m.astype("f4"), n.astype("f4"), rtol=1e-2)
+
+
+def test_without_barriers_that_stay_nothing_is_written_otherwise(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=nothing")  # the user's own, which a program's would replace
+    probes.stay.cache_clear()
+    try:
+        assert not probes.stay()
+    finally:
+        monkeypatch.undo()
+        probes.stay.cache_clear()
+
+
+@stays
+def test_what_barriers_hold_is_told_from_what_moves():
+    def function(x, y):
+        x, y = jax.lax.optimization_barrier([x, y])
+        return jnp.sin(x), y
+
+    given = jnp.ones((8, 128), jnp.bfloat16), jnp.ones(100, bool)
+    program = jax.jit(function).lower(*given).compile(compiler_options=compile_options.of_barriers(Properties()))
+    assert probes.held(program) == 8 * 128 * 2 + 100
+    assert probes.held(jax.jit(jnp.sin).lower(given[0]).compile()) == 0
+
+
+@FUSES
+@stays
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
+    given = [jnp.ones(1 << 12) for _ in range(count)]
+
+    def moved(keep):
+        function = lambda xs: [jnp.sin(x) for x in keep([jnp.cos(x) * 2 for x in xs])]  # noqa: E731
+        program = jax.jit(function).lower(given).compile(compiler_options=compile_options.of_barriers(Properties()))
+        return fusion.bytes_accessed(program) - probes.held(program)
+
+    stored = moved(list) + 2 * count * (4 << 12)  # written and read
+    assert moved(jax.lax.optimization_barrier) == pytest.approx(stored, rel=1e-3)
+
+
+# ---------------------------------------------------------------------- results in bfloat16
+
+
+def rounded(x, computed=False):
+    """x, float32, given or times 1, by operations on bits, as jax compiles them."""
+    one = np.float32(1)
+    closed = bf16_rounding.by_bits(jax.make_jaxpr(lambda x, one: (x * one if computed else x).astype(jnp.bfloat16))(x, one))
+    assert not any(eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.bfloat16 for eqn in closed.jaxpr.eqns)
+    return np.asarray(jax.jit(jax.extend.core.jaxpr_as_fun(closed))(x, one)[0])
+
+
+def every_kind_of_number():
+    """Of each sign and exponent, zero, subnormals, infinity and NaN among them: around each bfloat16 and half-way to the next."""
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return (upper[:, None] | low).reshape(-1).view(np.float32)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_rounding_by_bits_is_rounding_to_the_nearest(computed):
+    x = every_kind_of_number()
+    if computed:  # the processor takes subnormals as zeros there
+        x = x[(np.abs(x) >= np.finfo(np.float32).smallest_normal) | (x == 0) | np.isnan(x)]
+    ours, theirs = rounded(x, computed), torch.from_numpy(x).to(HALF)
+    quiet = ~(np.isnan(x) & ((x.view(np.uint32) & 0x400000) == 0))  # no arithmetic gives another NaN
+    same_bits = ours.view(np.uint16) == theirs.view(torch.uint16).numpy()
+    assert same_bits[~np.isnan(x)].all()
+    assert torch.isnan(torch.from_numpy(ours.view(np.uint16).copy()).view(HALF))[torch.from_numpy(np.isnan(x))].all()
+    assert np.isnan(x).sum() > 1000
+    # The broken sibling: without a bound on NaNs those whose bits are all set, as GPUs write them, become zeros.
+    loosened = x.view(np.uint32) + np.uint32(0x7FFF) + ((x.view(np.uint32) >> 16) & 1) >> 16
+    assert not np.isnan((loosened.astype(np.uint32) << 16).view(np.float32)[np.isnan(x) & quiet]).all()
+
+
+def test_what_has_no_result_in_bfloat16_is_left_as_it_is():
+    closed = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * 2)(jnp.ones(3))
+    assert bf16_rounding.by_bits(closed) is closed
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_result_that_others_are_computed_from_is_left_to_xla():
+    """Its rounding may be left out then."""
+    closed = jax.make_jaxpr(lambda x: (y := x.astype(jnp.bfloat16), y.astype(jnp.float32) * 2))(jnp.ones(3))
+    assert bf16_rounding.by_bits(closed) is closed
+
+
+@FUSES
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("make", "least"),
+    {
+        "schedule-free": (lambda params: torch_api.MaskedScheduleFreeAdamW(params, lr=0.01), 14),
+        "optax.adamw": (lambda params: torch_api.OptaxOptimizer(params, optax.adamw(1e-2)), 14),
+        "Lion, master weights": (lambda params: torch_api.MaskedLion(params, lr=0.01, master_weights=True), 28),
+        "stochastic rounding": (lambda params: torch_api.MaskedAdamW(params, lr=0.01, stochastic_rounding=True), 14),
+    }.values(),
+    ids=["schedule-free", "optax.adamw", "Lion, master weights", "stochastic rounding"],
+)
+def test_rounding_by_bits_moves_no_more_bytes(make, least):
+    params = parameters([(18000,), (18000,)], HALF)
+    optimizer = make(params)
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    assert optimizer.bytes_accessed() / 36000 == pytest.approx(least, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("masked", "options", "last"),
+    [
+        (torch_api.MaskedAdamW, {}, True),
+        (torch_api.MaskedSGD, {"momentum": 0.9}, True),
+        (torch_api.MaskedLion, {}, True),
+        (torch_api.MaskedAdamW, {"ema_decay": 0.9}, False),  # the average is of the rounded parameter
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_bfloat16_updates_are_those_of_xlas_own_rounding(masked, options, last, monkeypatch):
+    params = parameters([(18000,), (40,), (40,), (40,), (40,)], HALF)
+    others, grads = clones(params), [random_grads(params) for _ in range(20)]
+    for mine in (params, others):
+        optimizer = masked(mine, lr=0.01, weight_decay=0.1, **options)
+        for given in grads:
+            set_grads(mine, given)
+            optimizer.step()
+        assert (" bitcast-convert(" in text_of(optimizer)) == (last and mine is params)
+        monkeypatch.setattr(programs, "_programs", {})
+        monkeypatch.setattr("bridge._compiler.passes.per_kind._families", {})
+        monkeypatch.setattr("bridge._compiler.passes.per_kind.by_bits", lambda closed: closed)
+    assert same(params, others)
+
+
+def test_a_nan_that_is_stored_as_it_was_given_stays_one():
+    (p,) = params = parameters([(18000,)])
+    optimizer = torch_api.MaskedRprop(params, lr=0.01, state_dtype=HALF)
+    set_grads(params, random_grads(params))
+    p.grad.view(torch.int32)[5] = 0x7F800001
+    optimizer.step()
+    assert torch.isnan(optimizer.state[p]["prev"]).nonzero().tolist() == [[5]]
+
+
+def test_a_nan_of_a_gpu_stays_one():
+    (p,) = params = parameters([(18000,)], HALF)
+    optimizer = torch_api.MaskedAdamW(params, lr=0.01, master_weights=True)
+    set_grads(params, random_grads(params))
+    optimizer.step()
+    optimizer.state[p]["master_param"].view(torch.int32)[5] = 0x7FFFFFFF
+    p.data[5] = float("nan")
+    optimizer.step()
+    assert torch.isnan(p).nonzero().tolist() == [[5]]

@@ -1,0 +1,397 @@
+"""Tiles: many equal leaves are updated some at a time, by programs that serve whichever of them have a gradient."""
+
+import gc
+import itertools
+import math
+import re
+import warnings
+
+import jax
+import numpy as np
+import pytest
+import torch
+from oracles import clones, random_grads, same, set_grads
+from packing import feed, near, run, some, states
+
+import bridge
+import torch_api
+from bridge._compiler import chunking
+from bridge._warnings import CompilationWarning
+from torch_api import packs
+
+SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_by_themselves(monkeypatch):
+    """Small leaves stand for large ones: none is packed, and tiles are of 24, 4 and 1."""
+    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
+    monkeypatch.setattr(chunking, "LOOPS", 16)
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    return [torch.nn.Parameter(0.1 * torch.randn(shape, dtype=dtype)) for shape in shapes]
+
+
+def pair(masked, original, shapes=SHAPES, **options):
+    params = parameters(shapes)
+    others = clones(params)
+    return [(masked(params, **options), params), (original(others, **options), others)], clones(params)
+
+
+def sizes(optimizer):
+    """How many leaves each program of the last step took."""
+    return [len(launch.leaves) for launch in optimizer._launches.latest]
+
+
+PAIRS = {
+    "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch_api.MaskedSGD, torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    "NAdam": (torch_api.MaskedNAdam, torch.optim.NAdam, {"lr": 0.01}),
+}
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SGD", "NAdam"))])
+def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compile_nothing(name):
+    masked, original, options = PAIRS[name]
+    runs, start = pair(masked, original, **options)
+    (ours, params), (_, others) = runs
+    compiled = []
+    for _ in range(30):
+        grads = some(params)
+        held = [(p.detach().clone(), {k: t.clone() for k, t in ours.state.get(p, {}).items()}) for p in params]
+        feed(runs, grads)
+        compiled.append(ours.cache_info().compilations)
+        for p, g, (value, state) in zip(params, grads, held, strict=True):
+            assert torch.equal(p, value) == (g is None)
+            assert g is not None or same(ours.state.get(p, {}).values(), state.values())
+    near(params, others, start)
+    for p, q in zip(params, others, strict=True):
+        assert runs[0][0].state[p].keys() == runs[1][0].state[q].keys()
+        assert "step" not in ours.state[p] or float(ours.state[p]["step"]) == float(runs[1][0].state[q]["step"])
+    by_shape = {}
+    for program in ours._cache._programs:
+        if len({leaf.spec for leaf in program.plan.leaves}) == 1:
+            by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
+    every = {spec: {sum(shape == s for s in SHAPES) for shape in SHAPES if math.prod(shape) == spec.shape[0]} for spec in by_shape}
+    assert all(len(counts) <= 4 and counts <= {24, 4, 1} | every[spec] for spec, counts in by_shape.items()), by_shape
+    assert compiled[-1] == compiled[14], "live sets of a restless optimizer are tiles that there are already"
+    assert ours.cache_info().programs <= 4 * 3 + 4
+
+
+def test_tiles_are_of_equal_leaves_and_the_rest_is_one_program():
+    runs, _ = pair(torch_api.MaskedSGD, torch.optim.SGD, lr=0.1)
+    (ours, params), _ = runs
+    run(runs, 1)
+    assert sorted(sizes(ours)) == [1, 9, 14, 18], "where all are live they are no more programs than kinds"
+    launches = ours._launches.latest
+    assert sorted(id(p) for launch in launches for p in (leaf.param for leaf in launch.leaves)) == sorted(map(id, params))
+    assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
+    assert len({launch.program for launch in launches}) == ours.cache_info().programs == 4
+    feed(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
+    assert sorted(sizes(ours)) == [1] * 3 + [4] * 9, "else programs that serve any number"
+    feed(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
+    assert sorted(sizes(ours)) == [1] * 3 + [4] * 9
+    assert ours.cache_info().programs == 4 + 2 + 2 + 1
+
+
+def test_frozen_leaves_that_are_ever_others_compile_no_program_for_their_number_any_more():
+    """Each set is all that may be trained; the fourth is the last for which there are programs that no other set can use."""
+    runs, start = pair(*PAIRS["AdamW"][:2], **PAIRS["AdamW"][2])
+    (ours, params), (_, others) = runs
+    run(runs, 1)
+    made = [{len(program.plan.leaves) for program in ours._cache._programs}]
+    frozen = set()
+    for i in range(7):
+        frozen |= {i, 18 + i}
+        ours.set_trainable(lambda name, p, one=params[i], other=params[18 + i]: p is one or p is other, False)
+        before = set(ours._cache._programs)
+        feed(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
+        made.append({len(program.plan.leaves) for program in ours._cache._programs - before} - {24, 4, 1})
+    near(params, others, start)
+    assert made == [{18, 14, 9, 1}, {17, 13}, {16, 12}, {15, 11}, set(), set(), set(), set()]
+
+
+def test_few_leaves_are_one_program():
+    params = parameters([(5, 7)] * chunking.LOOPS)
+    ours = torch_api.MaskedSGD(params, lr=0.1)
+    run([(ours, params)], 1)
+    assert sizes(ours) == [chunking.LOOPS]
+
+
+def test_some_leaves_are_one_program_and_of_more_those_with_equals_have_programs_of_their_own(monkeypatch):
+    monkeypatch.setattr(chunking, "LOOPS", 40)
+    params = parameters([(5, 7)] * 31 + [(23,)] * 9)
+    ours = torch_api.MaskedSGD(params, lr=0.1)
+    run([(ours, params)], 1)
+    assert sizes(ours) == [40]
+    params = parameters([(5, 7)] * 30 + [(23,)] * 8 + [(3,)] * 3)
+    ours = torch_api.MaskedSGD(params, lr=0.1)
+    run([(ours, params)], 1)
+    assert sorted(sizes(ours)) == [3, 8, 15, 15]
+    assert ours.cache_info().compilations == 3
+    assert chunking.enough(40) > 1e9 > chunking.enough(41) == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 23, 24, 25, 36, 48, 49, 1000])
+def test_equal_leaves_that_are_all_live_are_as_few_programs_as_may_be(count):
+    found = list(chunking.evenly(range(count)))
+    assert [i for tile in found for i in tile] == list(range(count))
+    assert len(found) == math.ceil(count / chunking.EQUAL)
+    assert len({len(tile) for tile in found[:-1]}) <= 1
+    assert all(len(found[-1]) <= len(tile) <= chunking.EQUAL for tile in found)
+
+
+@pytest.mark.parametrize(("equal", "found"), [(24, [24, 4, 1]), (16, [16, 4, 1]), (2, [2, 1]), (1, [1])])
+def test_sizes_of_tiles(monkeypatch, equal, found):
+    monkeypatch.setattr(chunking, "EQUAL", equal)
+    assert chunking.sizes() == found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_leaf_is_in_one_tile(seed):
+    random = np.random.default_rng(seed)
+    kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
+    frequent = [kinds.count(kind) + (kind == 2) if kind in (0, 1, 2) else 0 for kind in kinds]
+    for few, restless in itertools.product((False, True), repeat=2):
+        found = list(chunking.divided(kinds, [f * (not few) for f in frequent], restless))
+        assert sorted(i for tile in found for i in tile) == list(range(60))
+        mixed = [tile for tile in found if len({kinds[i] for i in tile}) > 1]
+        assert len(mixed) <= 1
+        assert all(kinds[i] is None for tile in mixed for i in tile) or not restless
+        if few and not restless:
+            assert len(found) == 1
+
+
+# ---------------------------------------------------------------------- all gradients together
+
+
+def test_the_norm_is_over_all_programs_and_live_leaves_as_torchs():
+    params = parameters()
+    start, others = clones(params), clones(params)
+    ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=0.7)
+    theirs = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    for step in range(6):
+        grads = [g if g is None else (50.0, 0.01)[step % 2] * g for g in (random_grads(params) if step < 2 else some(params))]
+        set_grads(params, grads)
+        set_grads(others, grads)
+        torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 0.7)
+        ours.step()
+        theirs.step()
+        assert len(sizes(ours)) > 3
+    near(params, others, start)
+
+
+@pytest.mark.parametrize("where", [0, 20, 35, 41])
+@pytest.mark.parametrize("bound", [None, pytest.param(0.5, marks=pytest.mark.slow)], ids=["plain", "clipped"])
+def test_of_a_scaled_loss_one_bad_gradient_skips_the_programs_of_all(where, bound):
+    params = parameters()
+    start, others = clones(params), clones(params)
+    ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, fused=True, max_grad_norm=bound)
+    theirs = torch.optim.SGD(others, lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    scaler.scale(torch.zeros(()))  # which makes its tensors
+    for step in range(4):
+        grads = random_grads(params)
+        set_grads(params, [g * scaler.get_scale() for g in grads])
+        values, state = clones(params), [t.clone() for t in states(ours, params)]
+        if step == 2:
+            params[where].grad.view(-1)[3] = torch.inf
+        scaler.step(ours)
+        scaler.update()
+        assert same(params, values) == (step == 2)
+        if step == 2:
+            assert same(states(ours, params), state)
+        else:
+            set_grads(others, grads)
+            torch.nn.utils.clip_grad_norm_(others, bound or torch.inf)
+            theirs.step()
+        assert ours.skipped_steps == (step >= 2)
+        assert len(sizes(ours)) > 3
+    assert scaler.get_scale() == 32.0
+    near(params, others, start)
+
+
+# ---------------------------------------------------------------------- what is compiled, and why
+
+
+def test_cache_info_counts():
+    params = parameters()
+    ours = torch_api.MaskedSGD(params, lr=0.0789, momentum=0.9, dampening=0.25)
+    assert ours.cache_info() == (0, 0, 0, 0)
+    before = bridge.compilations()
+    run([(ours, params)], 3)
+    first = ours.cache_info()
+    assert (first.hits, first.misses) == (2, 1)
+    assert first.compilations == bridge.compilations() - before
+    assert first.programs == len({launch.program for launch in ours._launches.latest})
+    grads = random_grads(params)
+    grads[0] = None
+    for _ in range(2):
+        feed([(ours, params)], grads)
+    run([(ours, params)], 1)
+    assert ours.cache_info()[:2] == (4, 2)
+    twin = torch_api.MaskedSGD(clones(params), lr=0.5, momentum=0.8, dampening=0.125)
+    run([(twin, twin.param_groups[0]["params"])], 1)
+    assert twin.cache_info() == (0, 1, first.programs, 0)
+
+
+def named(count=3, shape=(3, 19)):
+    params = parameters([shape] * count)
+    return [(f"w{i}", p) for i, p in enumerate(params)], params
+
+
+def thaw(optimizer, params):
+    optimizer.set_trainable("w1", True)
+
+
+def freeze(optimizer, params):
+    optimizer.set_trainable("w2", False)
+
+
+def amsgrad(optimizer, params):
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.state.clear()
+
+
+def maximize(optimizer, params):
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def other_dtype(optimizer, params):
+    params[0].grad, params[0].data = None, params[0].data.to(torch.float64)
+
+
+def clip(optimizer, params):
+    optimizer.max_grad_norm = 1.0
+
+
+def scaled(optimizer, params):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+
+
+def without_gradient(optimizer, params):
+    params[2].requires_grad_(False)
+
+
+CAUSES = {
+    "thawed": (thaw, r"'w1' take part now$"),
+    "frozen": (freeze, r"'w2' do not, frozen or without gradient$"),
+    "requires_grad": (without_gradient, r"'w2' do not, frozen or without gradient$"),
+    "amsgrad": (amsgrad, r"amsgrad is True, was False, of 'w0', 'w2'"),
+    "maximize": (maximize, r"maximize is True, was False, of 'w0', 'w2'$"),
+    "dtype": (other_dtype, r"the dtype is float64, was float32, of 'w0'"),
+    "max_grad_norm": (clip, r"max_grad_norm is set now$"),
+    "scaled": (scaled, r"the gradients are those of a scaled loss$"),
+}
+
+
+@pytest.mark.parametrize(("change", "cause"), CAUSES.values(), ids=CAUSES.keys())
+def test_the_warning_names_the_cause(change, cause):
+    shape = 3, 20 + list(CAUSES).index(next(k for k, v in CAUSES.items() if v[0] is change))  # no other test has these programs
+    pairs, params = named(shape=shape)
+    ours = torch_api.MaskedAdamW(pairs, mask=["w0", "w2"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([(ours, params)], 2)
+    compiled = ours.cache_info().compilations
+    change(ours, params)
+    with pytest.warns(CompilationWarning, match=rf"^MaskedAdamW\.step compiled a program more: .*{cause}") as caught:
+        run([(ours, params)], 1)
+    assert len(caught) == 1
+    assert ours.cache_info().compilations == compiled + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run([(ours, params)], 2)
+
+
+def test_the_warning_points_to_who_called_step():
+    pairs, params = named(shape=(3, 31))
+    ours = torch_api.MaskedAdamW(pairs)
+    run([(ours, params)], 1)
+    set_grads(params, [None, *random_grads(params[1:])])
+    with pytest.warns(CompilationWarning) as caught:
+        ours.step()
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_that_is_made_an_error_loses_nothing():
+    pairs, params = named(shape=(3, 32))
+    others = clones(params)
+    start = clones(params)
+    ours, theirs = torch_api.MaskedAdamW(pairs, lr=0.01), torch.optim.AdamW(others, lr=0.01)
+    run([(ours, params), (theirs, others)], 1)
+    grads = [None, *random_grads(params[1:])]
+    set_grads(params, grads)
+    values = clones(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CompilationWarning):
+            ours.step()
+        assert same(params, values)
+        feed([(ours, params), (theirs, others)], grads)
+    near(params, others, start)
+
+
+def test_no_number_warns_or_misses():
+    pairs, params = named(shape=(3, 41))
+    ours = torch_api.MaskedAdamW(pairs, max_grad_norm=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(ours, 0.1, total_steps=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(10):
+            run([(ours, params)], 1)
+            schedule.step()
+            ours.param_groups[0] |= {"weight_decay": 0.1 * step, "eps": 1e-8 + 1e-9 * step}
+            ours.max_grad_norm = 1.0 + step
+    assert ours.cache_info()[:2] == (9, 1)
+
+
+def test_a_pattern_that_was_seen_compiles_nothing_and_warns_nothing():
+    params = parameters()
+    ours = torch_api.MaskedSGD([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, momentum=0.9)
+    run([(ours, params)], 1)
+    ours.set_trainable(re.compile("w(3|19|33|41)$"), False)
+    run([(ours, params)], 1)
+    compiled = bridge.compilations()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for trainable in (True, False, True):
+            ours.set_trainable(re.compile("w(3|19|33|41)$"), trainable)
+            run([(ours, params)], 2)
+    assert bridge.compilations() == compiled
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_state_bytes_are_torchs():
+    runs, _ = pair(torch_api.MaskedAdamW, torch.optim.AdamW, lr=0.01)
+    run(runs, 2)
+    size = lambda o: sum(t.nbytes for s in o.state.values() for t in s.values())  # noqa: E731
+    assert size(runs[0][0]) == size(runs[1][0]) > 0
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
+def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, monkeypatch):
+    monkeypatch.setitem(packs.GATHERED, "cpu", limit)
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    params = parameters()
+    ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=1.0)
+    run([(ours, params)], 2)
+    run([(ours, params)], 2, some)
+    held = {leaf.memory for leaf in ours._leaves}
+    expected = {memory.array.unsafe_buffer_pointer() for memory in held}
+    assert len(held) == (2 if limit else len(params))  # of two padded widths
+    assert len(jax.live_arrays()) - len(before) > len(held)
+    del ours, held
+    gc.collect()
+    left = [array for array in jax.live_arrays() if id(array) not in before]
+    assert {array.unsafe_buffer_pointer() for array in left} == expected
+    del left, params
+    gc.collect()
+    assert not [array for array in jax.live_arrays() if id(array) not in before]
