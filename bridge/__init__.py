@@ -1,11 +1,13 @@
 """The JAX side of maskbridge, and the way between torch and jax."""
 
 from . import matrix_rules, rules
+from ._autograd.jax_function import jax_function
 from ._compiler.update import traces
 from ._flax_optim.definitions import LAMB, LARS, Adafactor, Adagrad, Adam, GradientDescent, Momentum, RMSProp, WeightNorm
 from ._flax_optim.optimizer import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from ._interop.trees import load_module_tree, module_buffers, module_tree, to_jax, to_torch, write_buffers
 from ._names import tied_names
+from ._runtime.cache import compilations
 from ._tracing.module_function import module_function
 from ._transforms.lookahead import lookahead
 from ._transforms.masking import (
@@ -31,8 +33,6 @@ from ._transforms.masking import (
 from ._transforms.selectors import resolve_labels, resolve_mask
 from ._xla import multi_output_fusion as _multi_output_fusion
 from .doctor import doctor
-from .functions import jax_function
-from .programs import compilations
 
 __all__ = [
     "LAMB",

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from .doctor import doctor
-from .facts import gather
+from .environment import gather
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ._process import was_forked
 from ._xla.multi_output_fusion import FUSION_FLAG, SWITCH
-from .facts import Facts, gather
+from .environment import Facts, gather
 
 # As pyproject.toml has them: at least, and below.
 BOUNDS = {

@@ -14,34 +14,35 @@ import pytest
 import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "repository/examples bridge/_tracing/ops/op_db pieces repository/benchmarks bridge/_compiler/passes/batch_rows"
+LONG = "repository/examples bridge/_tracing/ops/op_db bridge/_runtime/outline repository/benchmarks bridge/_compiler/passes/batch_rows"
 LONG += " packs bridge/_compiler/passes/loop_order precision"
-LONG += " zoo distributed step bridge/_tracing/ops/recurrent train_step"
+LONG += " zoo distributed bridge/_runtime/execute bridge/_tracing/ops/recurrent train_step"
 LONG += " optim_db bridge/_compiler/passes/gather_rows contract/prepare_again contract/threads contract/damaged_checkpoints"
 LONG += " contract/tuple_hyperparams contract/views_keep_their_memory bridge/_compiler/joint_update"
 LONG += " bridge/_tracing/distributions bridge/_compiler/chunking"
 LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user optax_optimizer"
 LONG += " bridge/_transforms/masking optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
-QUICK = "bridge/_tracing/as_torch bridge/_tracing/autograd_function bad_input beginning bridge/process"
+QUICK = "bridge/_tracing/as_torch bridge/_tracing/autograd_function bad_input bridge/_runtime/initial_state bridge/process"
 QUICK += " bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
-QUICK += " bridge/_tracing/known_values lr_scale bridge/_transforms/selectors bridge/_tracing/promotion openmp"
+QUICK += " bridge/_tracing/known_values lr_scale bridge/_transforms/selectors bridge/_tracing/promotion bridge/_runtime/openmp"
 QUICK += " packs_storage presets repository/project protocol report bridge/_tracing/ops/resize bridge/rules/elementwise"
 QUICK += " sight bridge/_compiler/passes/per_kind"
-QUICK += " bridge/_memory/scalar_vectors step bridge/_memory/adoption"
+QUICK += " bridge/_memory/scalar_vectors bridge/_runtime/execute bridge/_memory/adoption"
 QUICK += " bridge/_tracing/ops/margins bridge/_tracing/op_registry"
 QUICK += " bridge/_tracing/ops/order bridge/_tracing/ops/scatter bridge/names bridge/_interop/trees"
 QUICK += " bridge/_interop/dtypes repository/contract_imports"
 CHECKED = set(QUICK.split())
 # Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
-# time was LLVM's, and elementwise updates move the same bytes (test_step.py). Numbers are compared with those of others from the code that
-# users run in zoo, optim_db, optimizer, precision and more.
+# time was LLVM's, and elementwise updates move the same bytes (test_execute.py). Numbers are compared with those of others from the code
+# that users run in zoo, optim_db, optimizer, precision and more.
 HASTY = "masked masked_optax bridge/_transforms/masking sight bridge/_memory/scalar_vectors bridge/_tracing/materialize"
 HASTY += " bridge/_tracing/ops/resize report presets protocol lr_scale"
 HASTY += " bridge/_compiler/separability bridge/_compiler/passes/gather_rows bridge/_memory/call_arguments checked"
-HASTY += " checkpoint closure doctor contract/edges ema engine"
+HASTY += " checkpoint closure bridge/doctor contract/edges ema bridge/_runtime/in_flight"
 HASTY += " held bridge/_compiler/passes/batch_rows loop bridge/_compiler/passes/operand_limit"
-HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned pieces reading scaling schedulers singly"
+HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned bridge/_runtime/outline"
+HASTY += " bridge/_runtime/streaming_stats scaling schedulers singly"
 HASTY += " bridge/_compiler/passes/reductions bridge/_memory/adoption bridge/_compiler/chunking"
 # The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
 REAL = {
@@ -95,11 +96,11 @@ def hasty_code(monkeypatch):
     """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
     import hasty
 
-    from bridge import train
+    from bridge._train import train_program
     from bridge._xla import compile_options
 
     asked = compile_options.of_training
-    monkeypatch.setattr(train, "of_training", lambda *of: asked(*of) | hasty.EFFORT)
+    monkeypatch.setattr(train_program, "of_training", lambda *of: asked(*of) | hasty.EFFORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,13 +112,13 @@ def _hasty_updates(request):
         return
     import hasty
 
-    from bridge import pieces, programs, reading
+    from bridge._runtime import cache, executable, outline, streaming_stats
     from bridge._xla import compile_options
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (programs, reading):
+        for module in (executable, streaming_stats):
             patch.setattr(module, "of_update", lambda device: compile_options.of_update(device) | hasty.options())
-        for module, name in ((programs, "_programs"), (programs, "_recent"), (pieces, "_tiles")):
+        for module, name in ((cache, "_programs"), (cache, "_recent"), (outline, "_tiles")):
             patch.setattr(module, name, type(getattr(module, name))())
         yield
 

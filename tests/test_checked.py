@@ -9,8 +9,8 @@ from packing import programs, states, take_few_for_many
 
 import bridge
 import torch_api
-from bridge import reading
 from bridge._compiler import plan
+from bridge._runtime import streaming_stats
 from bridge._xla import probes
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101), (7,), (3, 5)]
@@ -53,7 +53,7 @@ def decisive(optimizer):
 def test_rows_are_read_where_they_lie_and_move_as_torchs(bound, monkeypatch):
     take_few_for_many(monkeypatch, 8)
     monkeypatch.setattr(plan, "_LEAST", 1)
-    monkeypatch.setattr(reading, "_LEAST", 1)
+    monkeypatch.setattr(streaming_stats, "_LEAST", 1)
     params, ours_by, theirs_by = parameters(), scaler(), scaler()
     start, others = clones(params), clones(params)
     ours, theirs = adamw(params, max_grad_norm=bound), torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)

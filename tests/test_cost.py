@@ -14,10 +14,10 @@ from oracles import FUSES, project_frames
 
 import bridge
 import torch_api
-from bridge import programs
 from bridge._compiler import update
 from bridge._compiler.passes import per_kind
 from bridge._ir.queries import properties_of
+from bridge._runtime import cache as programs
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

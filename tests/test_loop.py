@@ -11,7 +11,7 @@ import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 
 import torch_api
-from bridge import programs
+from bridge._runtime import cache
 
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam, {"amsgrad": True}),
@@ -56,19 +56,19 @@ def test_two_hundred_optimizers_in_the_backward_pass_compile_ten_programs_and_ar
     options = {"lr": 0.0123, **options}  # numbers are no part of a program: those of other tests may serve too
     model, twin = Deep(), Deep()
     twin.load_state_dict(model.state_dict())
-    compiled = programs.compilations()
+    compiled = cache.compilations()
     optimizers, alive = in_backward(model, lambda params: ours(params, **options))
     whole = ours(twin.parameters(), **options)
     xs = torch.randn(4, 12)
     model(xs[0]).backward()
-    assert programs.compilations() - compiled <= 10
+    assert cache.compilations() - compiled <= 10
     assert all(row["write-back"] == "inplace" for o in optimizers.values() for row in o.report().rows)
     assert len({p.data_ptr() for p in optimizers}) == 200
     for x in xs[1:]:
         model(x).backward()
     assert set(alive) == {1}, "no gradient outlives its own hook"
     assert all(p.grad is None for p in optimizers)
-    assert programs.compilations() - compiled <= 10
+    assert cache.compilations() - compiled <= 10
     for x in xs:
         whole.zero_grad()
         twin(x).backward()

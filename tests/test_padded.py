@@ -13,9 +13,10 @@ import torch
 from oracles import FUSES, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import _process, programs, reading
+from bridge import _process
 from bridge._compiler import chunking, plan
 from bridge._memory import address_space, call_arguments
+from bridge._runtime import cache, streaming_stats
 from torch_api import launch, packs
 
 PRIME = 16411
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="no row is l
 def _anew(monkeypatch):
     """Two cores, whatever the machine has, and programs of this test alone."""
     monkeypatch.setattr(_process, "CORES", 2)
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -160,7 +161,7 @@ class FullOfOthers(call_arguments.PaddedOperands):
 def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
     """The broken sibling takes what stands behind the gradient for a part of it."""
     monkeypatch.setattr(plan, "_LEAST", 1 << 14 if ahead else 1 << 30)
-    monkeypatch.setattr(reading, "_LEAST", 1 << 14 if ahead else 1 << 30)
+    monkeypatch.setattr(streaming_stats, "_LEAST", 1 << 14 if ahead else 1 << 30)
     if broken and ahead:
         monkeypatch.setattr(plan.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:

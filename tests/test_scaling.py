@@ -9,9 +9,9 @@ from oracles import FUSES, clones, movement_error, random_params, set_grads
 
 import bridge
 import torch_api
-from bridge import programs
 from bridge._compiler import grad_stats
 from bridge._process import x64
+from bridge._runtime import cache
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 MAKERS = {
@@ -53,7 +53,7 @@ def choosing(request, monkeypatch):
     """As a program on a CPU looks at gradients, and as one on a GPU does."""
     if not request.param:
         monkeypatch.setattr(grad_stats, "CHOOSING", set())
-        monkeypatch.setattr(programs, "_programs", {})
+        monkeypatch.setattr(cache, "_programs", {})
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
 import torch_api
-from bridge import programs
 from bridge._compiler import update
+from bridge._runtime import cache
 
 # torch 2.6's SequentialLR uses what torch 2.6 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")
@@ -89,8 +89,8 @@ def test_thirty_steps_under_a_scheduler_are_torchs_and_compile_once(name, schedu
         seen.append(numbers(a))
         assert seen[-1] == numbers(b)
         if len(seen) == 1:
-            compiled = programs.compilations(), update.traces()
-    assert (programs.compilations(), update.traces()) == compiled
+            compiled = cache.compilations(), update.traces()
+    assert (cache.compilations(), update.traces()) == compiled
     assert len({str(x) for x in seen}) > 1, "the scheduler changed nothing: this comparison could not fail"
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
@@ -178,9 +178,9 @@ def test_schedulers_drive_transformations_of_optax(which, scheduler):
             set_grads(params, grads)
             optimizer.step()
             advance(schedule, metric)
-        compiled = compiled or programs.compilations()
+        compiled = compiled or cache.compilations()
         assert [g["lr"] for g in a.param_groups] == [g["lr"] for g in b.param_groups]
-    assert programs.compilations() == compiled
+    assert cache.compilations() == compiled
     assert max(map(movement_error, ours, theirs, start)) < 3e-5
 
 
@@ -194,11 +194,11 @@ def test_schedulers_cycle_the_momentum_of_a_factory(scheduler):
     seen, compiled = set(), None
     for _ in range(STEPS):
         run_pair(a, ours, b, theirs, 1, after=lambda: [schedule.step() for schedule in schedules])
-        compiled = compiled or programs.compilations()
+        compiled = compiled or cache.compilations()
         assert numbers(a) == numbers(b)
         seen.add(a.param_groups[0]["momentum"])
     assert len(seen) > 5
-    assert programs.compilations() == compiled
+    assert cache.compilations() == compiled
     assert max(map(movement_error, ours, theirs, start)) < 3e-5
 
 

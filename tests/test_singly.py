@@ -10,9 +10,9 @@ from oracles import clones, movement_error, random_grads, run_pair, set_grads
 from packing import by_themselves, packed
 
 import torch_api
-from bridge import programs
 from bridge._compiler import update
 from bridge._compiler.passes import per_kind
+from bridge._runtime import cache
 from torch_api import launch, packs
 
 SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
@@ -189,6 +189,6 @@ def test_numbers_in_one_table_are_those_of_each_leaf(monkeypatch):
     asked = []
     inner = per_kind.for_each
     monkeypatch.setattr(update, "for_each", lambda kinds, common, apart: asked.append(apart) or inner(kinds, common, False))
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
     compared(MAKE["AdamW"], parameters())
     assert asked

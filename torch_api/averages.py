@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from bridge._compat.torch import foreach_copy_
-from bridge.transaction import Transaction
+from bridge._runtime.transaction import Transaction
 
 EVALUATION = "eval"  # what `Exchange.inside` is between the calls of `eval` and `train` of a schedule-free optimizer
 

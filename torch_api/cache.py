@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bridge import programs as step
 from bridge._compiler import chunking
 from bridge._compiler import plan as update
 from bridge._compiler.spec import Extra
+from bridge._runtime import cache, executable
 from bridge._warnings import CompilationWarning, stack_level
 
 # After so many sets of live leaves with programs of their own, programs serve any.
@@ -46,7 +46,7 @@ class Cache:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self.hits = self.misses = self._compilations = self._sets = 0
-        self._programs: set[step.Program] = set()
+        self._programs: set[executable.Program] = set()
         self._last: Situation | None = None
 
     @property
@@ -58,11 +58,11 @@ class Cache:
         """Whether sets of live leaves change so often that programs should serve any."""
         return self._sets > _SETS
 
-    def programs(self, plans: Sequence[update.Plan]) -> list[step.Program]:
+    def programs(self, plans: Sequence[update.Plan]) -> list[executable.Program]:
         """The programs of these plans."""
-        before = step.compilations()
-        found = step.programs(plans)
-        self._compilations += step.compilations() - before
+        before = cache.compilations()
+        found = cache.programs(plans)
+        self._compilations += cache.compilations() - before
         self._sets += any(_of_one_set(p.plan) for p in set(found) - self._programs)
         self._programs.update(found)
         return found

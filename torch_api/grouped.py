@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from bridge import _names
+from bridge._runtime.transaction import Transaction
 from bridge._transforms import selectors
 from bridge._warnings import stack_level
-from bridge.transaction import Transaction
 
 from . import groups, options
 from ._rules import betas

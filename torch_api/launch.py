@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from bridge import programs, step
 from bridge._compat.torch import foreach_copy_
 from bridge._compiler import plan as update
 from bridge._compiler.passes.gather_rows import READS
@@ -17,6 +16,7 @@ from bridge._memory import allocation, jax_buffers
 from bridge._memory.address_space import AllPlaces, Places
 from bridge._memory.call_arguments import Borrowed, Operands, PaddedOperands, operands
 from bridge._memory.scalar_vectors import Cells
+from bridge._runtime import executable, in_flight, launch
 
 from .packs import Pack
 from .plan import Leaf, Mirrors, Shown, mask_buffer
@@ -56,17 +56,17 @@ class Block:
         return [given.get(row) or (self.positions[0], self.leaves[0].order) for row in self.rows]
 
 
-class Launch(step.Launch):
+class Launch(launch.Launch):
     """The launch of some blocks, leaves by themselves before packs."""
 
     __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "shared")
 
-    def __init__(self, blocks: Sequence[Block], program: programs.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
+    def __init__(self, blocks: Sequence[Block], program: executable.Program, shared: Sequence[Shared], offsets: Sequence[int]) -> None:
         self.program, self.shared, self.reader, self.ready = program, shared, None, False
         self._blocks, self._offsets = blocks, offsets
         self.leaves = [leaf for block in blocks for leaf in block.leaves]
         self.device = self.leaves[0].device
-        self.room = sum(leaf.local.nbytes + step.APART for leaf in self.leaves if leaf.memory is None and leaf.device.type == "cpu")
+        self.room = sum(leaf.local.nbytes + in_flight.APART for leaf in self.leaves if leaf.memory is None and leaf.device.type == "cpu")
         self.packs = [block.pack for block in blocks if block.pack is not None]
         self.rows, self.joined, self.gathered, self.targets = [], [], [], []
         for block in blocks:

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import torch
 
-from bridge import programs as step
 from bridge._compiler import chunking
 from bridge._compiler import plan as update
 from bridge._compiler.plan import is_worth, takes
@@ -23,11 +22,12 @@ from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation
 from bridge._process import uncollected
+from bridge._runtime import executable
+from bridge._runtime.executable import ON_ONE_CORE
+from bridge._runtime.streaming_stats import Reader
+from bridge._runtime.transaction import Transaction
 from bridge._xla import streams
 from bridge._xla.compile import meanwhile
-from bridge.programs import ON_ONE_CORE
-from bridge.reading import Reader
-from bridge.transaction import Transaction
 
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
@@ -60,7 +60,7 @@ class Launches:
         self.known: dict[Any, list[list[Launch]]] = {}
         self._described: dict[Leaf, update.Leaf] = {}
         self._kinds: dict[update.Leaf, update.Leaf] = {}
-        self._programs_of: dict[Any, step.Program] = {}
+        self._programs_of: dict[Any, executable.Program] = {}
         trainable = [leaf for leaf in self._active if leaf.spec is not None]
         kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.alone}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if not leaf.alone}
@@ -253,7 +253,7 @@ class Launches:
 
     def _programs(
         self, divided: Sequence[Sequence[Block]], on_device: Sequence[Sequence[Any]], extra: Extra, scaled: bool, checked: bool
-    ) -> list[step.Program]:
+    ) -> list[executable.Program]:
         several = [len(part) > 1 for part in on_device for _ in part]
         plans: dict[Any, update.Plan] = {}
         keys = []

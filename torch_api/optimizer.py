@@ -16,15 +16,16 @@ import jax
 import numpy as np
 import torch
 
-from bridge import _process, step
+from bridge import _process
 from bridge._compiler import leaf_update
 from bridge._compiler.spec import AVERAGE, GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import tree_paths
 from bridge._process import not_traced
+from bridge._runtime import execute
+from bridge._runtime.transaction import Transaction
 from bridge._warnings import stack_level
-from bridge.transaction import Transaction
 
 from . import checkpoint, groups, listeners, options, packs, report, scaling
 from ._rules import betas, validators
@@ -424,7 +425,7 @@ class OptaxOptimizer(GroupedOptimizer):
         try:
             for launches in on_device:
                 scales = self._scaling.arrays(launches[0].device, given.get("grad_scale"), given.get("found_inf")) if scaled else ()
-                moved, skipped = step.run(launches, grads, hyperparams, further, scales, landed)
+                moved, skipped = execute.run(launches, grads, hyperparams, further, scales, landed)
                 if scaled:
                     self._scaling.keep(launches[0].device, skipped[0])
                 if moved:

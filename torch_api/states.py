@@ -20,7 +20,7 @@ from bridge._interop.dlpack import device_of, to_torch
 from bridge._memory import allocation, jax_buffers
 from bridge._memory.jax_buffers import lost_like
 from bridge._memory.scalar_vectors import reserve
-from bridge.beginning import begin_buffers, constants
+from bridge._runtime.initial_state import begin_buffers, constants
 
 from ._rules.optimizer_spec import Rule
 from .launch import Shared

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge import train
 from bridge._compat.torch import version
 from bridge._compiler.spec import Spec
 from bridge._interop.containers import holds
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import nest, unnest
 from bridge._tracing.module_function import traced_call
+from bridge._train import loss_jaxpr
 from bridge._warnings import stack_level
 
 from .batch import OWNER, Batch
@@ -88,13 +88,13 @@ def _checked(loss: Any) -> Any:
     return loss.reshape(())
 
 
-def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> train.Forward:
+def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> loss_jaxpr.Forward:
     """The loss, traced for this kind of batch; nothing is written to the module."""
     specs = [
         {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
     ]
     function, draws = TracedLoss(module, loss_fn, has_aux, watch, items), Draws(module, loss_fn)
-    forward = train.Forward(function, specs[0], specs[1], items.arrays, narrow=not function.keeps_64_bits)
+    forward = loss_jaxpr.Forward(function, specs[0], specs[1], items.arrays, narrow=not function.keeps_64_bits)
     sources = draws.sources()
     if sources:
         warnings.warn(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import torch
 
-from bridge import train
+from bridge._autograd.fast_signature import is_dense
 from bridge._compiler.spec import Spec
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
@@ -19,7 +19,7 @@ from bridge._interop.tensor_storage import shortage
 from bridge._memory import adoption, jax_buffers
 from bridge._memory.call_arguments import Views
 from bridge._tracing.op_registry import autocasts
-from bridge.plain import is_dense
+from bridge._train import train_program
 
 from .batch import OWNER
 from .launch import Block
@@ -47,24 +47,24 @@ class Parts:
         self.read: list[Any] = []
         self.looked_at: list[tuple[int, torch.Tensor, Any, Views | None]] = []
         self._signatures: list[tuple[tuple[int, ...], str]] = []
-        self._found: dict[str, train.Given] = {}
+        self._found: dict[str, train_program.Given] = {}
         self._places: dict[Any, int] = {}
         with torch.inference_mode(False):
             for name in changed:
                 self._found[name] = self._changed(watch.buffers[name])
 
-    def _changed(self, buffer: torch.Tensor) -> train.Given:
+    def _changed(self, buffer: torch.Tensor) -> train_program.Given:
         memory, order, _, _ = adoption.place(buffer, alone=True)
         spec = _spec(buffer, order)
         if memory is not None:
             self.memories.append(memory)
             self.in_place.append(buffer)
-            return train.Given("buffers", len(self.memories) - 1, None, spec)
+            return train_program.Given("buffers", len(self.memories) - 1, None, spec)
         self.copied.append(buffer)
         self.copied_order.append(order)
-        return train.Given("copied", len(self.copied) - 1, None, spec)
+        return train_program.Given("copied", len(self.copied) - 1, None, spec)
 
-    def given(self, blocks: Sequence[Block]) -> tuple[dict[str, train.Given], tuple[Any, ...]]:
+    def given(self, blocks: Sequence[Block]) -> tuple[dict[str, train_program.Given], tuple[Any, ...]]:
         """Of each tensor where the program of these blocks finds it; and the signatures of the arrays in `read`."""
         donated = [block.leaves[0].memory for block in blocks if block.leaves[0].memory is not None]
         kept = [block.leaves[0] for block in blocks if block.pack is None and block.leaves[0].memory is None]
@@ -76,11 +76,11 @@ class Parts:
             memory, row = jax_buffers.located(tensor)
             if id(tensor) in in_torch:
                 leaf = self._live[id(tensor)]
-                self._found[name] = train.Given("kept", in_torch[id(tensor)], None, _spec(tensor, leaf.order))
+                self._found[name] = train_program.Given("kept", in_torch[id(tensor)], None, _spec(tensor, leaf.order))
             elif memory in in_memory:
-                self._found[name] = train.Given(*in_memory[memory], row, _spec(tensor, _order(tensor)))
+                self._found[name] = train_program.Given(*in_memory[memory], row, _spec(tensor, _order(tensor)))
             else:
-                self._found[name] = train.Given("read", self._reading(tensor, memory), row, _spec(tensor, _order(tensor)))
+                self._found[name] = train_program.Given("read", self._reading(tensor, memory), row, _spec(tensor, _order(tensor)))
         return self._found, tuple(self._signatures)
 
     def _reading(self, tensor: torch.Tensor, memory: jax_buffers.Memory | None) -> int:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 
-from bridge import _process, train
+from bridge import _process
 from bridge._compat.torch import OPT_CALLED
 from bridge._compiler.plan import Plan
 from bridge._compiler.spec import GRADIENTS, NO_EXTRA, Extra, Same
@@ -23,8 +23,9 @@ from bridge._memory import adoption, allocation, jax_buffers
 from bridge._memory.call_arguments import Views, operands
 from bridge._memory.jax_buffers import lost_like
 from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
+from bridge._runtime.transaction import Transaction
+from bridge._train import call, loss_jaxpr, train_program
 from bridge._warnings import CompilationWarning, stack_level
-from bridge.transaction import Transaction
 
 from .arguments import Arguments, are_wide
 from .batch import OWNER, Batch
@@ -49,7 +50,7 @@ class Ready(NamedTuple):
     read: arrays and memories, None where a tensor is to be looked at in each call; `imported`: the arrays; `looked_at`: as of `Parts`.
     """
 
-    program: train.Program
+    program: train_program.Program
     launch: Launch
     buffers: list[jax_buffers.Memory]
     in_place: list[torch.Tensor]
@@ -106,7 +107,7 @@ class JaxTrainStep:
         self.accumulate, self.has_aux = accumulate, has_aux
         self._launches: Any = None  # those of the optimizer that all that is ready was made for
         self._forwards: dict[Any, Any] = {}
-        self._programs: dict[Any, train.Program] = {}
+        self._programs: dict[Any, train_program.Program] = {}
         self._sums: dict[str, jax_buffers.Memory] = {}
         self._pending, self._summed = 0, frozenset()
         # Which call updates is settled before its hooks run: with several calls to an update those of other threads wait for their turn.
@@ -229,7 +230,7 @@ class JaxTrainStep:
             before += [(x, x.detach().clone()) for x in _beside(ready, self._device)]
         landed: list[Launch] = []
         try:
-            outcome = train.run(ready.program, launch, train.Arrays(*about, seed, numbers, further, not self._pending, written), landed)
+            outcome = call.run(ready.program, launch, call.Arrays(*about, seed, numbers, further, not self._pending, written), landed)
             self._follow(ready, outcome)
             if checked:
                 self._refuse_not_finite(ready, outcome, updates)
@@ -241,7 +242,7 @@ class JaxTrainStep:
             optimizer._take_back(asked)
         return (outcome.loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else outcome.loss
 
-    def _follow(self, ready: Ready, outcome: train.Outcome) -> None:
+    def _follow(self, ready: Ready, outcome: call.Outcome) -> None:
         """Look at the new places after results came to lie elsewhere."""
         if outcome.moved:
             self.optimizer._launches.follow([ready.launch])
@@ -251,7 +252,7 @@ class JaxTrainStep:
                 jax_buffers.renewed(memory)
             self._look()
 
-    def _refuse_not_finite(self, ready: Ready, outcome: train.Outcome, updates: bool) -> None:
+    def _refuse_not_finite(self, ready: Ready, outcome: call.Outcome, updates: bool) -> None:
         """Raise for what `jax_debug_nans` and `jax_debug_infs` look for, in the loss, what it returns beside, and what was updated."""
         named = [("the loss", outcome.loss), *((f"aux result {i}", x) for i, x in enumerate(outcome.aux))]
         if updates:
@@ -293,7 +294,7 @@ class JaxTrainStep:
         if self._loss_like is None or (self._loss_like.dtype == np.float64) is not wide:
             with x64():
                 self._loss_like = jax.numpy.zeros((), np.float64 if wide else np.float32)
-        return optimizer._arguments({"grad": Same(GRADIENTS), "value": self._loss_like, "value_fn": train.VALUE_FN} | given)
+        return optimizer._arguments({"grad": Same(GRADIENTS), "value": self._loss_like, "value_fn": train_program.VALUE_FN} | given)
 
     # ------------------------------------------------------------------ what a call needs
 
@@ -315,7 +316,7 @@ class JaxTrainStep:
         self._ready, self._traced, self._lives = {}, {}, {}
         self._launches = optimizer._launches
 
-    def _live(self, forward: train.Forward, updates: bool) -> tuple[int, ...]:
+    def _live(self, forward: loss_jaxpr.Forward, updates: bool) -> tuple[int, ...]:
         """The parameters that this call trains: those that the loss reaches, or that an earlier one did whose gradient waits."""
         summed = self._summed if updates else frozenset()
         live = self._lives.get((forward, summed))
@@ -370,16 +371,16 @@ class JaxTrainStep:
         sums = [self._sum(name) for name in names]
         kinds = tuple((name, str(memory.array.dtype)) for name, memory in zip(names, sums, strict=True))
 
-        def compiled(blocks: Sequence[Block], plan: Plan) -> train.Program:
+        def compiled(blocks: Sequence[Block], plan: Plan) -> train_program.Program:
             tensors, read = parts.given(blocks)
             trained = tuple(tuple((self._names[id(leaf.param)], leaf.slot) for leaf in block.leaves) for block in blocks)
             names = {} if extra is NO_EXTRA else self._optimizers_names()
-            task = train.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
+            task = train_program.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
             key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
             self._watch.look()  # buffers have moved, and weights that were not aligned
             if key not in self._programs:
                 with transaction.interruptible():
-                    program = train.Program(task, updates)
+                    program = train_program.Program(task, updates)
                 self._programs[key] = program
                 self._compilations += 1
                 self._warn()

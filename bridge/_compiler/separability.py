@@ -189,7 +189,7 @@ def flat_of(problem: Problem, extra: Extra) -> Flat | None:
     """The update of leaves together, in flat arrays, if it was looked at and somebody holds it.
 
     As `evaluate_buffers` takes and gives them: a pytree (arrays, values, multipliers, arrays among the further arguments). A further
-    argument that is no array may mean another thing where it is traced next: `train.VALUE_FN` is the loss of the program around it.
+    argument that is no array may mean another thing where it is traced next: `train_program.VALUE_FN` is the loss of the program around it.
     """
     if any(isinstance(x, Same) for x in extra.leaves):
         return None

@@ -54,8 +54,8 @@ def update(
 ) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]:
     """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens: a result that nobody donates.
 
-    The arguments after the plan are as of `abstract`: what a `bridge.step.Launch` and a step have; `grads` as of `in_rows`.
-    `after`: zeros that are there when the program may begin. `fused`: as of `compile.compiled`. `pieces`: it will be cut by `pieces.cut`.
+    The arguments after the plan are as of `abstract`: what a `bridge._runtime.launch.Launch` and a step have; `grads` as of `in_rows`.
+    `after`: zeros that are there when the program may begin. `fused`: as of `compile.compiled`. `pieces`: it will be cut by `outline.cut`.
     """
     global _traces
     _traces += 1

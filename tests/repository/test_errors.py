@@ -39,7 +39,7 @@ OUT_OF_REACH = {
     ("bridge/_interop/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
     ("torch_api/plan.py", "{}: parameter {} has a gradient, but"): "its bytes cannot be compared: tests/contract/test_freed_storages.py",
     ("torch_api/optimizer.py", "search.error"): "what the user's own closure raised",
-    ("bridge/transaction.py", "error"): "what a signal handler raised: tests/contract/test_signals.py",
+    ("bridge/_runtime/transaction.py", "error"): "what a signal handler raised: tests/contract/test_signals.py",
     ("torch_api/optimizer.py", "ValueError(name)"): "caught below, where check_group says what is wrong",
     ("torch_api/_rules/betas.py", "KeyError(key)"): "what a dict raises for a key that it has not",
     ("torch_api/selectors.py", "pickle.PicklingError("): "caught below: the pickle of the optimizer then has a note instead",

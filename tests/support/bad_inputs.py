@@ -15,7 +15,7 @@ import bridge
 import torch_api
 from bridge import _process
 from bridge._compiler.spec import NO_EXTRA
-from bridge.transaction import Transaction
+from bridge._runtime.transaction import Transaction
 from torch_api import (
     MaskedAdadelta,
     MaskedAdafactor,

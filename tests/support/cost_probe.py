@@ -11,7 +11,9 @@ import pytest
 
 import bridge
 import torch_api
-from bridge import _process, programs, reading, train
+from bridge import _process
+from bridge._runtime import cache, executable, streaming_stats
+from bridge._train import train_program
 from bridge._xla import multi_output_fusion
 from torch_api import launches
 
@@ -44,14 +46,14 @@ def fixed_environment() -> Iterator[None]:
     LLVM optimizes nothing, which takes half the time and changes no count: XLA has fused its loops before.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_process, programs):
+        for module in (_process, executable):
             patch.setattr(module, "CORES", CORES)
-        for module in (programs, launches):
+        for module in (executable, launches):
             patch.setattr(module, "ON_ONE_CORE", _ON_ONE_CORE)
-        patch.setattr(programs, "_OPERATIONS", 40 * _ON_ONE_CORE)
-        patch.setattr(programs, "_programs", WeakValueDictionary())
-        patch.setattr(programs, "_recent", {})
-        for module, name in ((programs, "of_update"), (reading, "of_update"), (train, "of_training")):
+        patch.setattr(executable, "_OPERATIONS", 40 * _ON_ONE_CORE)
+        patch.setattr(cache, "_programs", WeakValueDictionary())
+        patch.setattr(cache, "_recent", {})
+        for module, name in ((executable, "of_update"), (streaming_stats, "of_update"), (train_program, "of_training")):
             patch.setattr(module, name, _without_llvm(getattr(module, name)))
         yield
 

@@ -106,8 +106,8 @@ def jitted(function):
 CLOSE = 1e-6 if jax.__version_info__ >= (0, 10) else 1e-5
 
 
-# For tests of bytes. The oldest jaxlib writes the results of a leaf by itself from one loop (test_step.py), but not all of those that are
-# seen together, sum, or are of several types, and it counts other bytes for a barrier of several arrays.
+# For tests of bytes. The oldest jaxlib writes the results of a leaf by itself from one loop (test_execute.py), but not all of those that
+# are seen together, sum, or are of several types, and it counts other bytes for a barrier of several arrays.
 FUSES = pytest.mark.skipif(
     not requested() or jax.__version_info__ < (0, 10), reason="this XLA does not write all results from one loop, or counts otherwise"
 )

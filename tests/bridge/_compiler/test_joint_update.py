@@ -11,11 +11,11 @@ from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, prog
 from oracles import CLOSE, FUSES, movement_error, random_grads, random_params, run_pair, same, set_grads
 
 import torch_api
-from bridge import programs
 from bridge._compiler import joint_update
 from bridge._compiler.passes import batch_rows, per_kind
 from bridge._compiler.plan import abstract
 from bridge._compiler.update import stepped
+from bridge._runtime import cache
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 # Two of one shape, two of one size, convolutions, a number, one element, and fewer elements than count as numbers.
@@ -34,7 +34,7 @@ def plain(monkeypatch):
         return joint_update.settled(function(jax.tree.map(batch_rows.cut, inputs)), old, skip)
 
     monkeypatch.setattr(joint_update, "updated", whole)
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
 
 
 def operations_of(optimizer):
@@ -201,7 +201,7 @@ def test_equal_leaves_are_traced_once(monkeypatch):
     traced = []
     evaluated = joint_update._evaluated
     monkeypatch.setattr(joint_update, "_evaluated", lambda *of: lambda *given: traced.append(None) or evaluated(*of)(*given))
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
     monkeypatch.setattr(per_kind, "_families", {})
     params = random_params(shapes=[(130 + i, 300) for i in range(6)] * 4)
     moved(clipped(optax.adamw(0.05, b1=0.83)), params, [random_grads(params)])

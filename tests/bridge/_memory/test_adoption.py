@@ -17,7 +17,7 @@ import torch
 
 import torch_api
 from bridge._memory import adoption, allocation, jax_buffers
-from bridge.step import elsewhere
+from bridge._runtime.in_flight import elsewhere
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 LAYOUTS = {

@@ -12,9 +12,10 @@ import torch
 from oracles import clones, movement_error, random_grads, random_params, run_pair, set_grads
 
 import torch_api
-from bridge import _process, programs
+from bridge import _process
 from bridge._compat import jax as compat
 from bridge._ir.queries import properties_of
+from bridge._runtime import cache, executable
 from bridge._xla import compile_options, inline_execution, probes
 from torch_api import launches as launch_sets
 from torch_api import packs
@@ -132,8 +133,8 @@ def test_where_it_cannot_be_had_there_is_none(monkeypatch):
 def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
     found = []
     for call in (inline_execution.inline, lambda kept, device: None):
-        monkeypatch.setattr(programs, "inline", call)
-        monkeypatch.setattr(programs, "_programs", {})
+        monkeypatch.setattr(executable, "inline", call)
+        monkeypatch.setattr(cache, "_programs", {})
         torch.manual_seed(0)
         optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=20)
         found.append([p.detach().clone() for p in params])
@@ -144,7 +145,7 @@ def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
 
 @INLINE
 def test_one_form_of_a_program_is_kept_and_the_other_is_read_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
     optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=2)
     (launch,) = launches(optimizer)
     assert "update" not in vars(launch.program)
@@ -165,8 +166,8 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
     optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2))
     (launch,) = launches(optimizer)
     assert launch.program.alone is not launch.program.update
-    monkeypatch.setattr(programs, "inline", lambda kept, device: asked.append(1))
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(executable, "inline", lambda kept, device: asked.append(1))
+    monkeypatch.setattr(cache, "_programs", {})
     params = random_params(shapes=[(1 << 11, 1 << 10)] * 2 + [(8, n) for n in range(1, 40)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(torch_api.packs.GATHERED, "cpu", 0)
@@ -180,7 +181,7 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
 @INLINE
 def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small(monkeypatch):
     many = 32
-    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / _process.CORES)
+    monkeypatch.setattr(executable, "_LOOPS_A_CORE", many / _process.CORES)
     for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
         optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(size + 16 * n,) for n in range(count)], steps=2)
         (launch,) = launches(optimizer)
@@ -240,15 +241,15 @@ def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeyp
     shapes = [(300, 300), (300,)]
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) == 0
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(600, 600), (600,)])[0]) > 0
-    monkeypatch.setattr(programs, "on_one_core", lambda options: options)
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(executable, "on_one_core", lambda options: options)
+    monkeypatch.setattr(cache, "_programs", {})
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the broken sibling
 
 
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
 def test_many_short_loops_run_on_one_core_each(monkeypatch):
     many, short = 32, 1 << 16
-    monkeypatch.setattr(programs, "_LOOPS_A_CORE", many / _process.CORES)
+    monkeypatch.setattr(executable, "_LOOPS_A_CORE", many / _process.CORES)
 
     def loops(count, largest=0):
         shapes = [(short + 16 * n,) for n in range(count)] + [(largest,)] * (largest > 0)
@@ -257,8 +258,8 @@ def test_many_short_loops_run_on_one_core_each(monkeypatch):
     assert loops(many) == 0
     assert loops(many - 1) > 0
     assert loops(many, largest=many * short * _process.CORES) > 0
-    monkeypatch.setattr(programs, "_SHORT_LOOP", short // 2)
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(executable, "_SHORT_LOOP", short // 2)
+    monkeypatch.setattr(cache, "_programs", {})
     assert loops(many) > 0  # the broken sibling
 
 
@@ -306,7 +307,7 @@ def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypat
 def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypatch):
     monkeypatch.setattr(packs, "GATHERED_PACK", 1)
     counts = []
-    for few in (programs.ON_ONE_CORE, 0):  # the latter is the broken sibling
+    for few in (executable.ON_ONE_CORE, 0):  # the latter is the broken sibling
         monkeypatch.setattr(launch_sets, "ON_ONE_CORE", few)
         counts.append(len(launches(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(128, 72)] * 8 + [(128,)] * 8)[0])))
     assert counts == [1, 2]

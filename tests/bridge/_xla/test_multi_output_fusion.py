@@ -12,7 +12,7 @@ import pytest
 from bridge._compat import jax as fusion_jax
 from bridge._xla import compile as fusion_compile
 from bridge._xla import multi_output_fusion
-from bridge.facts import _fuses
+from bridge.environment import _fuses
 
 # Gradients of many ways of indexing: what jaxlib 0.10.2 stumbles over when it looks for several results of one loop.
 INDEXING = """

@@ -13,9 +13,9 @@ import torch
 
 import bridge
 import torch_api
-from bridge import step
 from bridge._compiler import chunking
 from bridge._process import x64
+from bridge._runtime import execute, in_flight
 from bridge._xla import streams
 from torch_api import packs
 
@@ -86,7 +86,7 @@ def test_a_step_that_fails_gives_the_order_back(monkeypatch):
     def broken(*_):
         raise RuntimeError("lost the device")
 
-    monkeypatch.setattr(step, "elsewhere", broken)
+    monkeypatch.setattr(in_flight, "elsewhere", broken)
     with pytest.raises(RuntimeError, match="lost the device"):
         steps(params, optimizer, 1)
     assert streams._calls[0]() == own
@@ -129,8 +129,8 @@ def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, mo
     streams._ordered.cache_clear()
     monkeypatch.setattr(packs, "ADDRESSED", 0)
     params, optimizer = built()
-    found, run = [], step.run
-    monkeypatch.setattr(step, "run", lambda *given: (found.append(streams._ordered.cache_info().misses), run(*given))[1])
+    found, run = [], execute.run
+    monkeypatch.setattr(execute, "run", lambda *given: (found.append(streams._ordered.cache_info().misses), run(*given))[1])
     with jax.disable_jit(off):
         steps(params, optimizer, 2)
     assert found == [1, 1]

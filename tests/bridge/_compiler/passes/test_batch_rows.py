@@ -13,9 +13,9 @@ from oracles import CLOSE, clones, movement_error, random_grads, random_params, 
 from packing import by_themselves, near, packed, run, slots, two_sets
 
 import torch_api
-from bridge import programs
 from bridge._compiler import joint_update, separability
 from bridge._compiler.passes import batch_rows, hoist
+from bridge._runtime import cache
 from torch_api import packs
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -174,7 +174,7 @@ def test_numbers_of_their_own_are_those_of_each_row(monkeypatch):
     columns = batch_rows.columns_of
     first = lambda flat, rows, numbers, values, count: columns(flat, rows[:1], numbers[:1], values, count)  # noqa: E731
     monkeypatch.setattr(joint_update, "columns_of", first)
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
     assert max(map(movement_error, ours(), expected, start)) > 3 * CLOSE  # the broken sibling
 
 

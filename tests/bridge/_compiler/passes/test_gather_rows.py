@@ -19,9 +19,9 @@ from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run,
 
 import bridge
 import torch_api
-from bridge import programs as made
 from bridge._compiler.passes import gather_rows
 from bridge._memory import address_space
+from bridge._runtime import cache
 from bridge._xla import probes
 from torch_api import launch, packs
 
@@ -106,7 +106,7 @@ def test_gathers_that_are_shared_are_stored_and_the_bucket_is_dissolved(monkeypa
     near(ours, theirs, start, 1e-5)
     assert not leaves_at_once(optimizer)
     assert set(slots(optimizer)) == {None}
-    tried = [program for plan, program in made._programs.items() if any(leaf.at_once for leaf in plan.leaves)]
+    tried = [program for plan, program in cache._programs.items() if any(leaf.at_once for leaf in plan.leaves)]
     assert any(program.stores for program in tried if program.plan.leaves[0].spec.shape == (130 * 256,))
 
 

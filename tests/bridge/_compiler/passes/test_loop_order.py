@@ -12,9 +12,10 @@ import torch
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
-from bridge import _process, programs
+from bridge import _process
 from bridge._compiler.passes import bf16_rounding, loop_order
 from bridge._ir.queries import Properties
+from bridge._runtime import cache
 from bridge._xla import compile as fusion
 from bridge._xla import compile_options, probes
 from torch_api import packs
@@ -31,7 +32,7 @@ def _anew(monkeypatch):
     """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs of this test alone."""
     monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
 
 
 def parameters(shapes=SHAPES, dtype=torch.float32):
@@ -51,7 +52,7 @@ def whole(text, size):
 
 def as_it_is(monkeypatch):
     """From here on everything is written as without this file's subject."""
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(cache, "_programs", {})
     monkeypatch.setattr(probes, "stay", lambda: False)
 
 
@@ -343,7 +344,7 @@ def test_bfloat16_updates_are_those_of_xlas_own_rounding(masked, options, last, 
             set_grads(mine, given)
             optimizer.step()
         assert (" bitcast-convert(" in text_of(optimizer)) == (last and mine is params)
-        monkeypatch.setattr(programs, "_programs", {})
+        monkeypatch.setattr(cache, "_programs", {})
         monkeypatch.setattr("bridge._compiler.passes.per_kind._families", {})
         monkeypatch.setattr("bridge._compiler.passes.per_kind.by_bits", lambda closed: closed)
     assert same(params, others)

@@ -55,7 +55,7 @@ def test_two_parameters_move_as_few_bytes_as_there_are(make, least):
 def test_without_fewer_operands_they_move_more(monkeypatch):
     monkeypatch.setattr(per_kind, "fewer", lambda closed, size: closed)
     monkeypatch.setattr(per_kind, "_families", {})
-    monkeypatch.setattr("bridge.programs._programs", {})
+    monkeypatch.setattr("bridge._runtime.cache._programs", {})
     optimizer = stepped(MANY["ademamix"][0](), params := parameters())
     assert optimizer.bytes_accessed() / (SIZE * len(params)) > 1.5 * MANY["ademamix"][1]
 

@@ -1,0 +1,107 @@
+"""What a backward needs of its forward: from where it has each residual, and which it makes anew.
+
+A residual that is an input or an output is not kept a second time. What few elementwise operations make of the inputs is
+not kept either: each array that a program returns and torch saves costs 4 us of a call, in which a core does some
+thousand such operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
+
+from bridge._interop.dtypes import crosses
+from bridge._ir.classify import ELEMENTWISE
+
+_SLOW = {"bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "igamma", "lgamma"}
+_QUICK = (ELEMENTWISE - _SLOW) | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"}
+_CALLS = {"jit", "pjit"}
+ANEW = 4096  # elements that a backward may compute a second time
+
+
+class Sources(NamedTuple):
+    """Of each residual, in order, (kind, which): an input, an output, a constant, kept, rest, or anew; and the variables of some kinds.
+
+    kept: variables that are nowhere else; `rest`: those of them that torch has no type for; `anew`: what the backward computes again.
+    """
+
+    of: list[tuple[str, Any]]
+    kept: list[Any]
+    rest: list[Any]
+    anew: list[Any]
+
+
+def sources(closed: Any, width: int) -> Sources:
+    """Where the residuals come from, which are the outputs of a traced function after the first `width`."""
+    outvars: Any = closed.jaxpr.outvars
+    outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(v.aval)])
+    known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
+    known |= {id(v): ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
+    known |= {id(v): ("constant", value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+    anew = {id(v) for v in _made_anew(closed.jaxpr, [v for v in outvars[width:] if not isinstance(v, Literal) and id(v) not in known])}
+    found = Sources([], [], [], [])
+    for v in outvars[width:]:
+        if isinstance(v, Literal):
+            found.of.append(("constant", np.asarray(v.val, v.aval.dtype)))  # pyright: ignore[reportAttributeAccessIssue]
+            continue
+        if id(v) not in known:
+            kind = "anew" if id(v) in anew else "kept" if crosses(v.aval) else "rest"
+            variables: list[Any] = getattr(found, kind)
+            known[id(v)] = (kind, len(variables))
+            variables.append(v)
+        found.of.append(known[id(v)])
+    return found
+
+
+def reached(jaxpr: Any, targets: Iterable[Any]) -> list[int]:
+    """Which inputs the targets depend on."""
+    live = {id(v) for v in targets}
+    for eqn in reversed(jaxpr.eqns):
+        if any(id(v) in live for v in eqn.outvars):
+            live.update(map(id, eqn.invars))
+    return [i for i, v in enumerate(jaxpr.invars) if id(v) in live]
+
+
+def _made_anew(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
+    """Which of the variables cost less to compute again from the inputs than to keep, `ANEW` elements in all."""
+    makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    done: dict[int, Any] = {}
+    found = []
+    for variable in variables:
+        chain = _chain(variable, makers, done)
+        if chain is not None:
+            done |= chain
+            found.append(variable)
+    return found
+
+
+def _chain(variable: Any, makers: dict[int, Any], done: dict[int, Any]) -> dict[int, Any] | None:
+    """The operations that make a variable of the inputs and of what is done already; None if they are too many or not quick."""
+    chain: dict[int, Any] = {}
+    left, budget = [variable], ANEW - sum(map(_elements, done.values()))
+    while left:
+        v = left.pop()
+        eqn = None if isinstance(v, Literal) else makers.get(id(v))
+        if eqn is None or id(eqn) in done or id(eqn) in chain:
+            continue
+        budget -= _elements(eqn)
+        if budget < 0 or not _is_quick(eqn):
+            return None
+        chain[id(eqn)] = eqn
+        left += eqn.invars
+    return chain
+
+
+def _is_quick(eqn: Any) -> bool:
+    return all(map(_is_quick, _body(eqn))) if eqn.primitive.name in _CALLS else eqn.primitive.name in _QUICK
+
+
+def _elements(eqn: Any) -> int:
+    return sum(map(_elements, _body(eqn))) if eqn.primitive.name in _CALLS else sum(v.aval.size for v in eqn.outvars)
+
+
+def _body(eqn: Any) -> list[Any]:
+    return eqn.params["jaxpr"].jaxpr.eqns

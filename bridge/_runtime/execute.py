@@ -1,0 +1,141 @@
+"""THE compiled update: (params, grads, state, hyperparams) -> (params, state), as one XLA program or, of many leaves, a few.
+
+Parameters and state are donated and come back at their own addresses; gradients are only read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from bridge import _process
+from bridge._compat.torch import foreach_copy_
+from bridge._interop.dlpack import behind_torch
+from bridge._memory.jax_buffers import leave_held, taken
+from bridge._process import X64, calmed, refuse_fork, settings, undisturbed
+from bridge._xla import streams
+
+from . import openmp
+from .in_flight import _Flight, _is_deleted, _memory
+from .launch import Launch
+
+__all__ = ["Outcome", "run"]
+
+_elements, _calls_back, _read, _room = (
+    attrgetter("program.elements"),
+    attrgetter("program.calls_back"),
+    methodcaller("read"),
+    attrgetter("room"),
+)
+
+
+class Outcome(NamedTuple):
+    """What a step leaves behind: whether a memory came to lie elsewhere; of scaled gradients the new count of skipped updates, else an
+    empty list."""
+
+    moved: bool
+    skipped: list[Any]
+
+
+_NOTHING_MEASURED = np.zeros(2)
+
+
+def run(
+    launches: Sequence[Launch],
+    grads: Sequence[torch.Tensor],
+    hyperparams: np.ndarray,
+    extra: Sequence[Any],
+    scaling: Sequence[Any],
+    landed: list[Any],
+) -> Outcome:
+    """One step on one device: every program, in order, then a wait for all of their results, which are then in the tensors.
+
+    To be called within a transaction.
+
+    Args:
+      launches: what is updated.
+      grads: the gradients of all live leaves.
+      hyperparams: float64 (width,): ONES times 1.0, the norm bound, then the rows.
+      extra: the arrays among the further arguments, in the order of the plans' `extra`.
+      scaling: of `scaled` plans the loss scale and the count of infinities found, float32, and the count of skipped
+        updates, int32; all of shape (1,).
+      landed: gets each launch whose results are in the tensors, also where an error is raised.
+    """
+    if _process._forked:
+        refuse_fork()
+    flight, skipped, side_by_side = _Flight(launches, landed), [], []
+    flight.room, flight.may_fail = sum(map(_room, launches)), any(map(_calls_back, launches))
+    # A norm over all must be known before the first program begins; else each begins while the next is made ready.
+    waves = (launches,) if launches[0].program.plan.measured else zip(launches)
+    further, after = (list(extra), list(scaling)), []
+    device, reader, elements = launches[0].program.plan.device, launches[0].reader, sum(map(_elements, launches))
+    flight.on_cpu = on_cpu = device.platform == "cpu"
+    with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
+        numbers: Any = hyperparams if on_cpu else _on_device(hyperparams.tobytes(), device)
+        if on_cpu and len(launches) > 1:
+            numbers, (flight.order, *side_by_side) = streams.opened(hyperparams, device)
+        flight.reader, measure = reader, _NOTHING_MEASURED if reader is None else reader(grads, scaling)
+        for wave in waves:
+            for launch in wave:
+                if not launch.ready:
+                    launch.prepare()
+                if launch.mirrored:
+                    foreach_copy_(launch.mirrors, launch.mirrored)
+                for positions, rows in launch.joined:  # in half the time of a copy of each
+                    torch.cat(list(map(grads.__getitem__, positions)), out=rows)
+                if launch.gathered:
+                    foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
+            if not on_cpu:
+                if _collected(wave) or not after:
+                    after = [behind_torch(device)]
+            elif not (flight.landing or reader) and openmp.pause and elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
+                openmp.pause(openmp.SOFT)
+            given = []
+            for launch in wave:
+                if launch.program.scattered:
+                    flight.copies.append(launch.flat.copies)
+                given.append(launch.flat([*map(grads.__getitem__, launch.positions), *launch.rows]))
+                if launch.program.measure is not None:
+                    measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure, after)
+            for launch, gradients in zip(wave, given, strict=True):
+                memories = [*map(_memory, launch.inplace), *launch.state]
+                split = len(launch.inplace)
+                read = launch.kept_operands(launch.kept) if launch.kept else []
+                if side_by_side:
+                    streams.choose(side_by_side[len(flight.landing) % len(side_by_side)])
+                scalars = list(map(_read, launch.scalars))
+                old = taken(memories)
+                own = old[:split], old[split:], scalars, read, gradients, launch.masks
+                call = launch.program.update if len(launches) > 1 else launch.program.alone
+                new_params, new_state, new_scalars, new_kept, skipped, tokens = call(
+                    *own, numbers, launch.offsets, launch.live, *further, measure, after
+                )
+                if not all(map(_is_deleted, old)):
+                    leave_held(memories, old)
+                copied = launch.kept, launch.kept_order, new_kept, launch.mirrored, launch.mirrors
+                flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars), copied))
+                for memory, array in zip(memories, arrays, strict=True):
+                    memory.array = array
+                if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:
+                    flight.landing[-2][0].clear()  # torch's stream waits once, for the last
+                torch.autograd.graph.increment_version(launch.params)
+                del own, old  # arrays that were donated: gone while the program runs, not behind it
+    return Outcome(flight.moved, skipped)
+
+
+@functools.lru_cache(64)
+def _on_device(numbers: bytes, device: Any) -> jax.Array:
+    """float64 numbers on a device: most steps have those of the step before."""
+    return jax.device_put(np.frombuffer(numbers), device)
+
+
+def _collected(launches: Sequence[Launch]) -> bool:
+    """Collect the numbers of these launches; whether the stream of a GPU was then asked for anything that they read."""
+    copies = [cells.collect() for launch in launches for cells in launch.scalars]
+    return any(copies) or any(launch.rows or launch.mirrored for launch in launches)

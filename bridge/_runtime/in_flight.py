@@ -1,0 +1,143 @@
+"""The time from the first donation until all results are where torch looks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import jax
+import numpy as np
+
+from bridge import _process
+from bridge._interop.dlpack import wait_for
+from bridge._memory.jax_buffers import Memory, write_back
+from bridge._memory.scalar_vectors import Cells
+from bridge._process import refuse_fork
+from bridge._xla import streams
+
+from .launch import Launch
+from .streaming_stats import Reader
+
+_memory, _address, _pointer, _is_deleted = (
+    attrgetter("memory"),
+    attrgetter("address"),
+    methodcaller("unsafe_buffer_pointer"),
+    methodcaller("is_deleted"),
+)
+
+
+APART = 256  # bytes between two results in memory, at most
+
+
+class _Flight:
+    """The time from the first donation until all results are where torch looks."""
+
+    __slots__ = ("copies", "landed", "landing", "launches", "may_fail", "moved", "on_cpu", "order", "reader", "results", "room")
+    on_cpu: bool  # whether the programs run there
+    may_fail: bool  # whether some may fail while they run
+
+    def __init__(self, launches: Sequence[Launch], landed: list[Any]) -> None:
+        self.launches, self.landed = launches, landed
+        # Of each call what to wait for, and where its results belong: those in memories, those of scalars, those that are copied.
+        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, ...]]] = []
+        self.results: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = [], [], [], [], []  # as of `write_back`
+        self.copies: list[list[Any]] = []  # of gradients that are read where they lie
+        self.room = 0  # bytes that the calls allocate for results which are copied
+        self.moved = False
+        self.reader: Reader | None = None  # of gradients that must stay until it has read them
+        self.order: int | None = None  # of this thread's executions, to go back to
+
+    def __enter__(self) -> _Flight:
+        if self.room:
+            try:  # while nothing has changed: XLA asks for it when it has taken what is donated
+                np.empty(self.room, np.uint8)
+            except MemoryError as error:
+                error.add_note("The step needs this memory for its results, which are copied. Nothing was updated.")
+                raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        landing, each = zip(self.launches, self.landing, strict=False), None
+        try:
+            # All results of one execution become ready together. Without this wait a call may still be reading the
+            # gradients while torch zeroes them: seen with large operands, never with small ones.
+            for each in landing:
+                launch, (tokens, memories, arrays, scalars, copied) = each
+                try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
+                    self.moved |= elsewhere(memories, arrays)
+                finally:
+                    if self.on_cpu:  # as wait_for, which would ask them
+                        for token in tokens:
+                            token.block_until_ready()
+                    else:
+                        wait_for(tokens, self.may_fail)
+                for cells, vector in zip(*scalars, strict=True):
+                    if cells.length:
+                        ctypes.memmove(cells.address, _pointer(vector), cells.length)
+                    else:
+                        cells.write(vector)
+                self.landed.append(launch)
+                for results, new in zip(self.results, copied, strict=True):
+                    results += new
+        except BaseException:
+            if each is not None:
+                self._land_after(each, landing)
+            raise
+        finally:
+            try:
+                if self.order is not None:
+                    streams.choose(self.order)
+                for copies in self.copies:
+                    copies.clear()
+                if self.reader is not None:
+                    self.reader.end()
+            finally:
+                if self.results[0] or self.results[3]:
+                    write_back(*self.results, self.on_cpu)
+
+    def _land_after(self, failed: Any, others: Iterable[Any]) -> None:
+        """Of a call that failed delete what holds the error, not values: it would be passed on; see those behind it to their end."""
+        for launch, (tokens, memories, arrays, scalars, copied) in (failed, *others):
+            try:
+                wait_for(tokens, self.may_fail)
+                for cells, vector in zip(*scalars, strict=True):
+                    cells.write(vector)
+                self.landed.append(launch)
+                for results, new in zip(self.results, copied, strict=True):
+                    results += new
+            except Exception:  # noqa: BLE001 - the first is being raised
+                _delete_errors(arrays)
+            self.moved |= elsewhere(
+                [m for m, x in zip(memories, arrays, strict=True) if not x.is_deleted()], [x for x in arrays if not x.is_deleted()]
+            )
+
+
+def _delete_errors(arrays: Sequence[jax.Array]) -> None:
+    """Delete those that hold the error of a failed execution, not values: they would pass it on to whatever takes them."""
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except Exception:  # noqa: BLE001 - whatever the program failed with, which is being raised
+            array.delete()
+
+
+def flight(device: Any, launch: Launch, room: int, may_fail: bool, landed: list[Any]) -> _Flight:
+    """The flight of one program that is no update alone; `room`: as of a launch; `may_fail`: while it runs; `landed`: as of `run`."""
+    if _process._forked:
+        refuse_fork()
+    alone = _Flight([launch], landed)
+    alone.on_cpu, alone.room, alone.may_fail = device.platform == "cpu", room, may_fail
+    return alone
+
+
+def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
+    """Whether a result of a donated call lies elsewhere than the memory that it was computed in.
+
+    So it is where something outside held a buffer (a numpy view of one of `jax.live_arrays()`, say) and XLA copied it.
+    Tensors over that memory must then look again: see `jax_buffers.renewed`.
+    """
+    if list(map(_pointer, arrays)) == list(map(_address, memories)):
+        return False
+    return any(memory.address != _pointer(array) and array.size for memory, array in zip(memories, arrays, strict=True))

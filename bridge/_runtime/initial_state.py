@@ -1,0 +1,77 @@
+"""What the state of a transformation begins with: read from its traced `init`, so that state of one number needs no program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from bridge._compiler.apply_transform import Arrays, begin, buffered
+from bridge._compiler.spec import Problem, buffer_shape, unflatten
+from bridge._compiler.state_layout import layout
+from bridge._ir.jaxpr import inlined, numbers_of, slice_of
+from bridge._memory import allocation
+from bridge._process import default_settings, x64
+
+
+def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays | None = None) -> Arrays:
+    """`begin` for buffers, with buffers as result that nothing else has, because all are donated.
+
+    An `init` may hand out the parameters, one array twice, or a constant of its own (Muon's coefficients): what is no single number
+    is copied, each original let go before the next is. `known`: as of `separability.begun`, of this problem; `init` is then not traced.
+    """
+    device = next(iter(params[0].devices()))
+    if known is not None:
+        plan = layout(problem)
+        columns = [*zip(plan.own, known.own, problem.specs, strict=True), (plan.shared, known.shared, None)]
+        kept = [([field for field in fields if field.position is not None], *others) for fields, *others in columns]
+        kinds = [(buffer_shape(f, spec), x) for fields, column, spec in kept for f, x in zip(fields, column, strict=True)]
+        full = jax.block_until_ready(_full(kinds, device))
+        return jax.tree.unflatten(jax.tree.structure(known), full)
+    with default_settings(), jax.default_device(device):
+        closed, result = _traced(problem, tuple(values))
+        number_of = numbers_of(closed.jaxpr)
+        outvars = closed.jaxpr.outvars
+        numbers = [number_of(var) for var in outvars]
+        others = [var for var, number in zip(outvars, numbers, strict=True) if number is None]
+        rest = closed.jaxpr.replace(outvars=others, eqns=slice_of(closed.jaxpr.eqns, others))
+        computed = jaxpr_as_fun(ClosedJaxpr(rest, closed.consts))(*params)
+        computed.reverse()
+        kinds = [(var.aval.shape, number) for var, number in zip(outvars, numbers, strict=True) if number is not None]
+        full = iter(_full(kinds, device))
+        found = [jnp.array(computed.pop(), copy=True) if number is None else next(full) for number in numbers]
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(result), found))
+
+
+def _full(kinds: Sequence[tuple[tuple[int, ...], Any]], device: Any) -> list[jax.Array]:
+    """Arrays of these shapes, each of one number in its type."""
+    return allocation.filled([(shape, number.dtype, number.item()) for shape, number in kinds], device)
+
+
+@functools.lru_cache(1024)
+def constants(problem: Problem, values: tuple[float, ...]) -> tuple[Any, ...]:
+    """For each field of a leaf that is updated by itself the number that all its elements begin with; None if there is no such number."""
+    with x64():
+        closed, _ = _traced(problem, values)
+    number_of, outvars = numbers_of(closed.jaxpr), iter(closed.jaxpr.outvars)
+    begun = [(field, None if field.position is None else number_of(next(outvars))) for field in layout(problem).own[0]]
+    return tuple(value.item() if value is not None and field.key is None else None for field, value in begun)
+
+
+def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[Any, Any]:
+    """The program from flat leaves to the buffers of the state, without calls, and what it gives as an `Arrays`."""
+    numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
+    plan, specs = layout(problem), problem.specs
+
+    def init(leaves: Sequence[Any]) -> Arrays:
+        shaped = [unflatten(p, spec) for p, spec in zip(leaves, specs, strict=True)]
+        return buffered(problem, plan, begin(problem, numbers, shaped))
+
+    flat = [jax.ShapeDtypeStruct((int(np.prod(spec.shape)),), spec.dtype) for spec in specs]
+    closed, result = jax.make_jaxpr(init, return_shape=True)(flat)
+    return inlined(closed.jaxpr, closed.consts), result

@@ -1,0 +1,60 @@
+"""The traced loss of a train step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from bridge._compiler.spec import Spec
+from bridge._ir.queries import properties_of, reachable_inputs
+from bridge._process import default_settings
+from bridge._tracing.jax_calls import in_32_bits
+
+
+class Forward:
+    """A traced loss, and what its program tells: `function(params, buffers, batch, seed)` to (loss, aux, buffers), all but the loss lists.
+
+    function: traced with 64-bit types on.
+    params, buffers: the shapes and dtypes of the module's tensors by name; `function` gets lists in their order.
+    batch: arrays, or anything that has shape and dtype.
+    narrow: whether code in jax in it sees types of 32 bits nevertheless.
+
+    reaches: the parameters that the loss can have a gradient of. changed: the buffers that come back as others. random:
+    whether the seed matters.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        params: Mapping[str, Spec],
+        buffers: Mapping[str, Spec],
+        batch: Sequence[Any],
+        narrow: bool = False,
+    ) -> None:
+        self.function = function
+        self.params, self.buffers = dict(params), dict(buffers)
+        self.batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch]
+        given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
+        seed = jax.ShapeDtypeStruct((), np.int64)
+        with default_settings():
+            traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
+        closed, (_, aux, _) = traced
+        closed = closed.replace(jaxpr=in_32_bits(closed.jaxpr)) if narrow else closed
+        self.aux, self.narrow = len(aux), narrow
+        jaxpr: Any = closed.jaxpr
+        self.calls_back = properties_of(jaxpr).has_callback
+        count = len(self.params)
+        self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reachable_inputs(jaxpr, [0]) if i < count)].tolist())
+        own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.aux :]
+        self.changed = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
+        self.random = len(jaxpr.invars) - 1 in reachable_inputs(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
+        self._evaluate: Any = jaxpr_as_fun(closed)
+        self.jaxpr = closed
+
+    def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
+        loss, *rest = self._evaluate(*params, *buffers, *batch, seed)
+        return loss, rest[: self.aux], rest[self.aux :]

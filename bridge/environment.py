@@ -1,0 +1,149 @@
+"""What is true of this process and its machine for torch and jax together: only read, nothing started and nothing changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from ._compat.jax import by_program, client_started
+from ._compat.torch import storage_holders
+from ._interop import dlpack
+from ._runtime import openmp
+from ._xla.compile import compiled
+
+PACKAGES = ("jax", "jaxlib", "torch", "optax", "numpy", "ml_dtypes", "torch2jax")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm60-plugin", "jax-rocm7-plugin", "libtpu")
+_SIZES = (1, 3, 16, 100, 1000, 4097)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Versions by package (None: not installed), the environment, and what both sides see.
+
+    `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
+    started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
+    whether XLA writes two results of a program of ours from one loop (`by_program`: each can ask for it), and `importer`, `exporter`,
+    whether the calls beneath the public ones are used. `threads_end`: a step may end torch's threads. `misaligned`: sizes at which
+    torch gave memory that is not aligned to 64 bytes.
+    """
+
+    env: Mapping[str, str]
+    versions: Mapping[str, str | None]
+    python: str = ""
+    torch_cuda: str | None = None
+    torch_gpus: int = 0
+    plugins: tuple[str, ...] = ()
+    jax_devices: tuple[tuple[str, int], ...] | None = None
+    failure: str | None = None
+    x64: bool = False
+    fuses: bool | None = None
+    by_program: bool = True
+    misaligned: tuple[int, ...] = ()
+    importer: bool | None = None
+    exporter: bool | None = None
+    counts_holders: bool = True
+    start_method: str = "spawn"
+    forked: bool = False
+    cores: int = 1
+    torch_threads: int = 1
+    threads_end: bool = False
+    cache_dir: str | None = None
+    cache_writable: bool = field(default=True)
+
+    @property
+    def started(self) -> bool:
+        return self.jax_devices is not None
+
+    @property
+    def may_start_gpu(self) -> bool:
+        """Whether jax, once it starts, may take an accelerator."""
+        return bool(self.plugins) and self.env.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
+
+
+def gather(forked: bool = False, start: bool = False) -> Facts:
+    """The facts of this process. `forked`: whether it was forked from one in which jax had started. `start`: start it first."""
+    devices, failure = _devices() if (start or client_started()) and not forked else (None, None)
+    started = devices is not None
+    has_cpu = started and _has_cpu()
+    versions = {name: _version(name) for name in PACKAGES}
+    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    return Facts(
+        env=dict(os.environ),
+        versions=versions,
+        python=platform.python_version(),
+        torch_cuda=torch.version.cuda,
+        torch_gpus=torch.cuda.device_count() if torch.version.cuda else 0,
+        plugins=tuple(name for name in _PLUGINS if _version(name) is not None),
+        jax_devices=devices,
+        failure=failure,
+        x64=bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
+        fuses=_fuses() if has_cpu else None,
+        by_program=by_program(),
+        misaligned=tuple(n for n in _SIZES if torch.empty(n).data_ptr() % dlpack.ALIGNMENT),
+        importer=dlpack._importer("cpu") is not dlpack._public_import if has_cpu else None,
+        exporter=dlpack._exporter() is not torch.from_dlpack if has_cpu else None,
+        counts_holders=storage_holders(torch.empty(1)) > 0,
+        start_method=multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+        forked=forked,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch_threads=torch.get_num_threads(),
+        threads_end=openmp.pause is not None,
+        cache_dir=cache,
+        cache_writable=cache is None or "://" in str(cache) or _writable(str(cache)),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:
+    """Platform and number of jax's devices, or why there are none."""
+    found: dict[str, int] = {}
+    try:
+        devices = jax.local_devices()
+    except Exception as error:  # noqa: BLE001 - jax raises RuntimeError, and AssertionError without a text
+        return None, " ".join(str(error).split()) or type(error).__name__
+    for device in devices:
+        found[device.platform] = found.get(device.platform, 0) + 1
+    return tuple(sorted(found.items())), None
+
+
+def _has_cpu() -> bool:
+    try:
+        return dlpack.cpu() is not None
+    except RuntimeError:
+        return False
+
+
+def _fuses() -> bool:
+    """Whether XLA's CPU compiler writes two results from one loop for us, read from a small compiled program."""
+    anew = time.time_ns() % 2**20 / 2**10  # else the persistent cache may answer for a process that asked in time
+
+    def two(x: Any) -> Any:
+        return x * anew, jnp.sin(x) + x
+
+    with jax.default_device(dlpack.cpu()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a cache that cannot be used, which has its own finding
+        text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")), fused=True).as_text()
+    return (text or "").count(" fusion(") == 1
+
+
+def _writable(folder: str) -> bool:
+    while folder and not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder or ".") and os.access(folder or ".", os.W_OK)

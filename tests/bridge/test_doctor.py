@@ -1,0 +1,290 @@
+"""The doctor: each problem is made to appear, by facts or by a real process with that environment."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import bridge
+from bridge._xla.multi_output_fusion import FUSION_FLAG
+from bridge.doctor import BOUNDS, diagnosed
+from bridge.environment import Facts, gather
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = {
+    "jax": "0.10.2",
+    "jaxlib": "0.10.2",
+    "torch": "2.13.0+cu126",
+    "optax": "0.2.8",
+    "numpy": "2.4.6",
+    "ml_dtypes": "0.6.0",
+    "torch2jax": "0.1.0",
+}
+ASKED = {"XLA_FLAGS": f"--xla_backend_extra_options={FUSION_FLAG}", "OMP_WAIT_POLICY": "passive"}
+# A machine without problems, before jax has started; then with GPUs on both sides, and jax running.
+HEALTHY = Facts(ASKED, VERSIONS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
+QUIET = ASKED | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+ON_GPU = dataclasses.replace(
+    HEALTHY, env=QUIET, torch_cuda="12.6", torch_gpus=2, plugins=("jax-cuda12-plugin",), jax_devices=(("gpu", 2),), fuses=True,
+    importer=True, exporter=True,
+)  # fmt: skip
+RANK = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def changed(facts=HEALTHY, env=None, without=(), **values):
+    new = {name: value for name, value in (facts.env if env is None else facts.env | env).items() if name not in without}
+    return dataclasses.replace(facts, env=new, **values)
+
+
+PROBLEMS = {
+    "jax too old": (
+        changed(versions=VERSIONS | {"jax": "0.7.2", "jaxlib": "0.7.2"}),
+        "versions",
+        "error",
+        r"'jax>=0.8,<0.12'",
+        r"pip install 'jax>=0.8",
+    ),
+    "torch of the next major": (changed(versions=VERSIONS | {"torch": "3.0.0"}), "versions", "error", "'torch>=2.8,<3'", "pip install"),
+    "optax is missing": (changed(versions=VERSIONS | {"optax": None}), "versions", "error", "'optax>=0.2.5,<0.3'", "pip install"),
+    "torch2jax is missing": (changed(versions=VERSIONS | {"torch2jax": None}), "versions", "warning", "module_function", "pip install"),
+    "jaxlib ahead": (changed(versions=VERSIONS | {"jaxlib": "0.11.0"}), "versions", "error", "newer than jax 0.10.2", "jax==0.11.0"),
+    "no GPU for jax": (
+        changed(ON_GPU, plugins=(), jax_devices=(("cpu", 1),)),
+        "devices",
+        "error",
+        "cannot be updated",
+        r"maskbridge\[cuda\]",
+    ),
+    "cuDNN of torch came first": (
+        changed(ON_GPU, jax_devices=(("cpu", 1),)),
+        "devices",
+        "error",
+        "cannot be updated",
+        "import jax before torch",
+    ),
+    "no plugin, not started": (changed(ON_GPU, plugins=(), jax_devices=None), "devices", "error", "no plugin", r"maskbridge\[cuda\]"),
+    "jax kept off": (changed(ON_GPU, env={"JAX_PLATFORMS": "cpu"}), "devices", "warning", "JAX_PLATFORMS=cpu keeps jax off", "unset"),
+    "other numbers": (changed(ON_GPU, torch_gpus=1), "devices", "warning", "torch sees 1 GPUs, jax has 2 gpu", "CUDA_VISIBLE_DEVICES"),
+    "no CPU for jax": (changed(ON_GPU, env={"JAX_PLATFORMS": "cuda"}), "devices", "note", "leaves out the CPU", "JAX_PLATFORMS=cuda,cpu"),
+    "no GPU for torch": (changed(ON_GPU, torch_gpus=0, torch_cuda=None), "devices", "warning", "where no tensor is", "JAX_PLATFORMS=cpu"),
+    "jax does not start": (
+        changed(env={"JAX_PLATFORMS": "cuda"}, failure="AssertionError"),
+        "devices",
+        "error",
+        r"the CPU alone, jax does not start \(JAX_PLATFORMS=cuda\): AssertionError",
+        r"^unset JAX_PLATFORMS, or pip install 'maskbridge\[cuda\]'",
+    ),
+    "jax does not start by itself": (changed(ON_GPU, jax_devices=None, failure="no"), "devices", "error", "start: no", "JAX_PLATFORMS=cpu"),
+    "not started": (changed(ON_GPU, jax_devices=None), "devices", "note", "jax has not started", r"doctor\(start=True\)"),
+    "a rank that sees all": (
+        changed(ON_GPU, env=RANK),
+        "visible devices",
+        "warning",
+        "each of 2 processes",
+        r"JAX_CUDA_VISIBLE_DEVICES=\$LOCAL_RANK",
+    ),
+    "a rank that sees two": (
+        changed(ON_GPU, env=RANK | {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        "visible devices",
+        "warning",
+        "LOCAL_RANK=1",
+        "PREALLOCATE",
+    ),
+    "75% of the GPU": (changed(ON_GPU, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]), "preallocation", "warning", "75%", "PREALLOCATE=false"),
+    "x64": (changed(x64=True), "x64", "note", "makes float64", "not needed"),
+    "another jaxlib": (changed(ON_GPU, without=["XLA_FLAGS"], fuses=False), "XLA flags", "warning", "jaxlib does not know", "0.8 to 0.10"),
+    "flag too late": (
+        changed(ON_GPU, fuses=False, by_program=False),
+        "XLA flags",
+        "warning",
+        "jax started without it",
+        "import bridge before",
+    ),
+    "jax came first": (
+        changed(ON_GPU, without=["XLA_FLAGS"], fuses=False, by_program=False),
+        "XLA flags",
+        "warning",
+        "before bridge was imported",
+        "first",
+    ),
+    "opted out": (
+        changed(env={"MASKBRIDGE_XLA_FLAGS": "0"}, without=["XLA_FLAGS"]),
+        "XLA flags",
+        "note",
+        "MASKBRIDGE_XLA_FLAGS=0",
+        "unset",
+    ),
+    "own options": (
+        changed(env={"XLA_FLAGS": "--xla_backend_extra_options=a"}, by_program=False),
+        "XLA flags",
+        "note",
+        "your own options",
+        FUSION_FLAG,
+    ),
+    "alignment": (changed(misaligned=(3, 100)), "alignment", "warning", "tensors of 3, 100 floats", "copy=None"),
+    "public import": (changed(ON_GPU, importer=False), "fast paths", "note", "^import by jax's public call", "private names"),
+    "public both ways": (changed(ON_GPU, importer=False, exporter=False), "fast paths", "note", "import and export by", "report"),
+    "nobody counts holders": (changed(counts_holders=False), "write-back", "warning", "updated by a copy", "torch between"),
+    "forked": (changed(forked=True), "processes", "error", "was forked after jax", "forkserver"),
+    "fork": (changed(start_method="fork"), "processes", "note", "once jax has started", "multiprocessing_context"),
+    "fork, and jax runs": (changed(ON_GPU, start_method="fork"), "processes", "note", "jax runs here", "forkserver"),
+    "spinning threads": (changed(without=["OMP_WAIT_POLICY"]), "threads", "note", "spin", "GOMP_SPINCOUNT=10000"),
+    "too many threads": (changed(torch_threads=16), "threads", "warning", "16 threads of torch on 8 cores", "set_num_threads"),
+    "no cache": (changed(cache_dir=None), "compilation cache", "note", "compiles anew", "JAX_COMPILATION_CACHE_DIR"),
+    "cache not writable": (
+        changed(cache_dir="/c", cache_writable=False),
+        "compilation cache",
+        "warning",
+        "/c cannot be written",
+        "another folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("facts", [HEALTHY, ON_GPU], ids=["CPU", "GPU"])
+def test_a_machine_without_problems_has_none(facts):
+    report = diagnosed(facts)
+    assert report.exit_code == 0
+    assert {row["level"] for row in report.rows} == {"ok"}
+    assert not any(row["fix"] for row in report.rows)
+    assert "nothing stands in the way: 0 errors, 0 warnings, 0 notes" in str(report)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_each_problem_is_found_with_its_fix_and_nothing_else_is(name):
+    facts, check, level, found, fix = PROBLEMS[name]
+    report = diagnosed(facts)
+    rows = [row for row in report.rows if row["level"] != "ok"]
+    assert [(row["check"], row["level"]) for row in rows] == [(check, level)]
+    assert re.search(found, rows[0]["found"]), rows
+    assert re.search(fix, rows[0]["fix"]), rows
+    assert report.exit_code == (level == "error")
+    assert rows[0]["found"] in str(report)
+    assert f"-> {rows[0]['fix']}" in str(report)
+
+
+def test_what_looks_alike_but_is_well():
+    for facts in (
+        changed(ON_GPU, env=RANK | {"CUDA_VISIBLE_DEVICES": "1"}, torch_gpus=1, jax_devices=(("gpu", 1),)),
+        changed(ON_GPU, env=RANK | {"JAX_CUDA_VISIBLE_DEVICES": "1"}),
+        changed(env=RANK),
+        changed(ON_GPU, env={"XLA_PYTHON_CLIENT_MEM_FRACTION": ".3"}, without=["XLA_PYTHON_CLIENT_PREALLOCATE"]),
+        changed(versions=VERSIONS | {"jax": "0.8.0", "jaxlib": "0.8.0", "torch": "2.8.0", "numpy": "2.0.0"}),
+        changed(versions=VERSIONS | {"torch": "2.14.0a0+git123"}),
+        changed(env={"GOMP_SPINCOUNT": "0"}, without=["OMP_WAIT_POLICY"]),
+        changed(env={"GOMP_SPINCOUNT": "10000"}, without=["OMP_WAIT_POLICY"]),
+        changed(threads_end=True, without=["OMP_WAIT_POLICY"]),
+    ):
+        assert {row["level"] for row in diagnosed(facts).rows} == {"ok"}, facts
+
+
+def test_the_bounds_are_those_of_the_project():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert set(dependencies) == {f"{name}>={low}{f',<{high}' if high else ''}" for name, (low, high) in BOUNDS.items()}
+
+
+def test_this_process():
+    facts = gather()
+    assert facts.versions.keys() == BOUNDS.keys()
+    assert facts.counts_holders
+    assert facts.misaligned == ()
+    assert bridge.doctor().exit_code == 0
+
+
+def run(code, **env):
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "MASKBRIDGE_XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    }
+    command = [sys.executable, "-W", "error", *code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=kept | env, check=False)
+
+
+def test_it_starts_nothing_and_changes_nothing():
+    done = run(["-c", """
+import os, jax, torch, bridge
+from bridge._compat.jax import client_started
+before = dict(os.environ), {name: value for name, value in jax.config.values.items()}
+report = bridge.doctor()
+assert not client_started() and not torch.cuda.is_initialized()
+assert before == (dict(os.environ), {name: value for name, value in jax.config.values.items()})
+assert "chosen when jax starts" in str(report) and "each update asks" in str(report)
+report = bridge.doctor(start=True)
+assert client_started()
+rows = {row["check"]: row for row in report.rows}
+assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
+"""])  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
+    """Where no program can ask by itself, here by a hook of which jax knows nothing."""
+    late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names; names.by_program = lambda: False"
+    late += "; bridge._compat.jax.by_program = bridge._compat.jax.by_program = names.by_program; print(bridge.doctor())"
+    done = run(["-c", late.format("import os; os.environ['MASKBRIDGE_XLA_FLAGS'] = '1'")])
+    assert "jax had started before bridge was imported" in done.stdout
+    done = run(["-c", late.format(f"import os; os.environ['XLA_FLAGS'] = '--xla_backend_extra_options={FUSION_FLAG}'")])
+    assert "jax started without it" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_knows():
+    code = """
+import os, warnings, jax, bridge
+jax.local_devices()
+warnings.simplefilter("ignore")
+child = os.fork()
+if not child:
+    os._exit(10 + bridge.doctor().exit_code)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), bridge.doctor().exit_code)
+"""
+    assert run(["-c", code]).stdout.split() == ["11", "0"]
+
+
+def test_the_command_prints_the_report_and_its_exit_code(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    done = run(["-m", "bridge"], OMP_NUM_THREADS="1", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "jax has 1 cpu" in done.stdout
+    assert "1 threads of torch" in done.stdout
+    assert "cache cannot be written to" in done.stdout
+    assert "nothing stands in the way" in done.stdout
+
+
+def test_a_jax_that_does_not_start_is_a_finding_among_the_others():
+    done = run(["-m", "bridge", "--start"], JAX_PLATFORMS="nowhere")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert re.search(r"error +devices +torch sees .*jax does not start \(JAX_PLATFORMS=nowhere\): .*nowhere", done.stdout), done.stdout
+    assert "-> unset JAX_PLATFORMS" in done.stdout
+    checks = {row["check"] for row in bridge.doctor().rows}
+    assert all(re.search(f"^[a-z]+ +{check} ", done.stdout, re.MULTILINE) for check in checks), done.stdout
+
+
+def test_an_error_without_a_text_is_named(monkeypatch):
+    def fails():
+        raise AssertionError
+
+    monkeypatch.setattr("jax.local_devices", fails)
+    report = bridge.doctor(start=True)
+    (row,) = [row for row in report.rows if row["check"] == "devices"]
+    assert (row["level"], report.exit_code) == ("error", 1)
+    assert row["found"].endswith(": AssertionError")
+
+
+@pytest.mark.slow
+def test_the_exit_code_says_that_something_does_not_work(tmp_path):
+    # The first package that metadata finds under this name: as if an older optax were installed.
+    folder = tmp_path / "optax-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.1.0\n")
+    done = run(["-m", "bridge"], PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "'optax>=0.2.5,<0.3'" in done.stdout
+    assert "something does not work: 1 error" in done.stdout
+    assert run(["-m", "bridge", "--begin"]).returncode == 2
