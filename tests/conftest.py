@@ -15,7 +15,7 @@ import torch
 
 # Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
 LONG = "repository/examples bridge/_tracing/ops/op_db bridge/_runtime/outline repository/benchmarks bridge/_compiler/passes/batch_rows"
-LONG += " packs bridge/_compiler/passes/loop_order precision"
+LONG += " torch_api/_params/buckets bridge/_compiler/passes/loop_order precision"
 LONG += " zoo distributed bridge/_runtime/execute bridge/_tracing/ops/recurrent train_step"
 LONG += " optim_db bridge/_compiler/passes/gather_rows contract/prepare_again contract/threads contract/damaged_checkpoints"
 LONG += " contract/tuple_hyperparams contract/views_keep_their_memory bridge/_compiler/joint_update"
@@ -25,8 +25,9 @@ LONG += " bridge/_transforms/masking optimizer"
 # What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
 QUICK = "bridge/_tracing/as_torch bridge/_tracing/autograd_function bad_input bridge/_runtime/initial_state bridge/process"
 QUICK += " bridge/_compat/compat bridge/_interop/dlpack repository/docs gpu"
-QUICK += " bridge/_tracing/known_values lr_scale bridge/_transforms/selectors bridge/_tracing/promotion bridge/_runtime/openmp"
-QUICK += " packs_storage presets repository/project protocol report bridge/_tracing/ops/resize bridge/rules/elementwise"
+QUICK += " bridge/_tracing/known_values torch_api/_params/lr_scale bridge/_transforms/selectors bridge/_tracing/promotion"
+QUICK += " bridge/_runtime/openmp"
+QUICK += " torch_api/_params/bucket_state presets repository/project protocol report bridge/_tracing/ops/resize bridge/rules/elementwise"
 QUICK += " sight bridge/_compiler/passes/per_kind"
 QUICK += " bridge/_memory/scalar_vectors bridge/_runtime/execute bridge/_memory/adoption"
 QUICK += " bridge/_tracing/ops/margins bridge/_tracing/op_registry"
@@ -37,12 +38,13 @@ CHECKED = set(QUICK.split())
 # time was LLVM's, and elementwise updates move the same bytes (test_execute.py). Numbers are compared with those of others from the code
 # that users run in zoo, optim_db, optimizer, precision and more.
 HASTY = "masked masked_optax bridge/_transforms/masking sight bridge/_memory/scalar_vectors bridge/_tracing/materialize"
-HASTY += " bridge/_tracing/ops/resize report presets protocol lr_scale"
+HASTY += " bridge/_tracing/ops/resize report presets protocol torch_api/_params/lr_scale"
 HASTY += " bridge/_compiler/separability bridge/_compiler/passes/gather_rows bridge/_memory/call_arguments checked"
-HASTY += " checkpoint closure bridge/doctor contract/edges ema bridge/_runtime/in_flight"
+HASTY += " checkpoint closure bridge/doctor contract/edges torch_api/_params/ema bridge/_runtime/in_flight"
 HASTY += " held bridge/_compiler/passes/batch_rows loop bridge/_compiler/passes/operand_limit"
-HASTY += " optax_optimizer optax_state packs packs_storage padded partitioned bridge/_runtime/outline"
-HASTY += " bridge/_runtime/streaming_stats scaling schedulers singly"
+HASTY += " optax_optimizer optax_state torch_api/_params/buckets torch_api/_params/bucket_state torch_api/_params/padded"
+HASTY += " partitioned bridge/_runtime/outline"
+HASTY += " bridge/_runtime/streaming_stats scaling schedulers torch_api/_params/singly"
 HASTY += " bridge/_compiler/passes/reductions bridge/_memory/adoption bridge/_compiler/chunking"
 # The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
 REAL = {

@@ -17,7 +17,7 @@ from bridge._interop.dlpack import to_jax, with_memory
 from bridge._interop.tensor_storage import shortage
 from bridge._names import Path, path_name, unnest
 
-from .plan import Leaf
+from ._params.record import Leaf
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64, torch.int64: torch.int32}
 _NARROW_NUMPY = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("f8", "f4"), ("c16", "c8"), ("i8", "i4"))}

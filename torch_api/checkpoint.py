@@ -13,11 +13,12 @@ import torch
 
 from bridge._compiler.spec import BESIDE, Field
 
-from . import saved_groups, wrapper_state
+from ._params import saved_groups, wrapper_state
+from ._params.param_groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, make_plain, make_tuples, put_back_lr_scale
+from ._params.record import Leaf
+from ._params.record_state import has_state
+from ._params.sharding import laid
 from ._rules.betas import take_betas
-from .groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, make_plain, make_tuples, put_back_lr_scale
-from .plan import Leaf, has_state
-from .shards import laid
 
 FROZEN = "step"  # all that the state of a frozen parameter was in the state_dict of 0.1
 

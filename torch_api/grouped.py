@@ -15,13 +15,14 @@ from bridge._runtime.transaction import Transaction
 from bridge._transforms import selectors
 from bridge._warnings import stack_level
 
-from . import groups, options
+from . import options
+from ._params import param_groups
+from ._params.record import Leaf, check_leaves, followed
+from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.optimizer_spec import Rule
 from .held import Keeper
-from .plan import Leaf, check_leaves, followed
-from .selectors import Selectors
 
 _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
 
@@ -89,14 +90,14 @@ class GroupedOptimizer(Keeper, ABC):
             for key in param_group.keys() & _OF_THE_CONSTRUCTOR:
                 raise ValueError(f"{owner}: {key!r} is in a param group; expected it as an argument of the constructor, for all groups.")
             param_group = betas.spread(owner, param_group, self._betas_of(rule))
-            groups.make_tuples(param_group, rule)
-            groups.check_group(owner, self.defaults | param_group, rule)
-            self._warn_of_lr_scale(groups.take_lr_scale(param_group, *self._default_lr(param_group)))
+            param_groups.make_tuples(param_group, rule)
+            param_groups.check_group(owner, self.defaults | param_group, rule)
+            self._warn_of_lr_scale(param_groups.take_lr_scale(param_group, *self._default_lr(param_group)))
             param_group = self._with_betas(param_group)
         mask = param_group.pop("mask", None) if isinstance(param_group, dict) else None
         refuse_decay_mask(owner, mask)
         with self._all_or_nothing():
-            super().add_param_group(groups.without_duplicates(owner, param_group))
+            super().add_param_group(param_groups.without_duplicates(owner, param_group))
             group, number = self.param_groups[-1], len(self.param_groups) - 1
             leaves = self._new_leaves(group)
             for leaf, decision in zip(leaves, selectors.column(mask, self._described(leaves), "mask"), strict=True):
@@ -124,7 +125,7 @@ class GroupedOptimizer(Keeper, ABC):
     def _all_or_nothing(self) -> Iterator[None]:
         """Groups, state, leaves and what was decided of them are as before if anything is raised inside."""
         listed, state = self.param_groups, vars(self).get("state")
-        before = [(group, group.get(groups.TRAINABLE_PARAMS)) for group in listed]
+        before = [(group, group.get(param_groups.TRAINABLE_PARAMS)) for group in listed]
         leaves = [(leaf, leaf.decided) for leaf in self._leaves]
         try:
             yield
@@ -136,9 +137,9 @@ class GroupedOptimizer(Keeper, ABC):
                 self.state = state
             for group, column in before:
                 if column is None:
-                    group.pop(groups.TRAINABLE_PARAMS, None)
+                    group.pop(param_groups.TRAINABLE_PARAMS, None)
                 else:
-                    group[groups.TRAINABLE_PARAMS] = column
+                    group[param_groups.TRAINABLE_PARAMS] = column
             self._leaves = [leaf for leaf, _ in leaves]
             for leaf, decided in leaves:
                 leaf.decided = decided
@@ -146,8 +147,8 @@ class GroupedOptimizer(Keeper, ABC):
 
     def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
         leaves = []
-        for name, p in zip(groups.names(group, len(self._leaves)), group["params"], strict=True):
-            groups.check_initialized(type(self).__name__, name, p)
+        for name, p in zip(param_groups.names(group, len(self._leaves)), group["params"], strict=True):
+            param_groups.check_initialized(type(self).__name__, name, p)
             leaves.append(Leaf(name, p, len(self.param_groups) - 1))
             leaves[-1].label = group.get("label")
         return leaves
@@ -163,7 +164,7 @@ class GroupedOptimizer(Keeper, ABC):
         if new:
             for leaf in new:
                 group = self.param_groups[leaf.group]
-                if not groups.is_named(group) and any("param_names" in each for each in self.param_groups):
+                if not param_groups.is_named(group) and any("param_names" in each for each in self.param_groups):
                     self._selectors.refuse_nameless(leaf.name, leaf.group)
                 leaf.ignores_mask = bool(group.get("trainable"))
             self._resolve([leaf for leaf in leaves if leaf not in new], new)
@@ -173,7 +174,7 @@ class GroupedOptimizer(Keeper, ABC):
         """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
         start, names = 0, []
         for group in self.param_groups:
-            names += groups.names(group, start)
+            names += param_groups.names(group, start)
             start += len(group["params"])
         return names
 
@@ -241,7 +242,7 @@ class GroupedOptimizer(Keeper, ABC):
                     leaf.trained, leaf.rule = trainable, rule
                     leaf.elements = None if trainable else leaf.elements
                 for index, group in enumerate(self.param_groups):
-                    group[groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
+                    group[param_groups.TRAINABLE_PARAMS] = [leaf.trained for leaf in self._leaves if leaf.group == index]
                 self._place()
                 for leaf, _ in chosen if not (trainable or keep_state) else ():
                     self.state.pop(leaf.param, None)

@@ -18,8 +18,10 @@ from bridge._memory.call_arguments import Borrowed, Operands, PaddedOperands, op
 from bridge._memory.scalar_vectors import Cells
 from bridge._runtime import executable, in_flight, launch
 
-from .packs import Pack
-from .plan import Leaf, Mirrors, Shown, mask_buffer
+from ._params.bucket_state import Pack
+from ._params.record import Leaf, Mirrors
+from ._params.record_state import mask_buffer
+from ._params.state import Shared
 
 
 class Block:
@@ -153,24 +155,3 @@ def restore(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give the tensors the values that they had, wherever they lie now."""
     for tensor, copy in before:
         tensor.detach().copy_(copy)
-
-
-class Shared:
-    """The state of a transformation that belongs to no parameter; every parameter's state shows the same tensors."""
-
-    __slots__ = ("memories", "shown")
-
-    def __init__(self, memories: tuple[jax_buffers.Memory, ...], shown: Shown) -> None:
-        self.memories, self.shown = memories, shown
-
-    def salvage(self) -> None:
-        """Give the tensors valid memory if a failed call took theirs."""
-        for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
-            if memory.is_gone:
-                view.data = torch.zeros_like(view)
-
-    def follow(self) -> None:
-        """Look at the new place of the memories after results came to lie elsewhere."""
-        self.memories = tuple(map(jax_buffers.renewed, self.memories))
-        for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
-            view.data = memory.tensor(view.device, like=view)

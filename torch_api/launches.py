@@ -29,11 +29,12 @@ from bridge._runtime.transaction import Transaction
 from bridge._xla import streams
 from bridge._xla.compile import meanwhile
 
+from ._params.buckets import is_large_row, is_sparse
+from ._params.record import Leaf, check_devices
+from ._params.record_state import check_saved, has_state, state_signature
+from ._params.state import States
 from .cache import Cache, Situation
 from .launch import Block, Launch, restore
-from .packs import is_large_row, is_sparse
-from .plan import Leaf, check_devices, check_saved, has_state, state_signature
-from .states import States
 
 _name = attrgetter("name")
 # Sets of live leaves whose launches are at hand; those of an older one are put together again from their programs.

@@ -17,8 +17,8 @@ import torch
 
 from bridge._compiler.spec import MASTER
 
+from ._params.swap import EVALUATION, write
 from ._rules.betas import spread
-from .averages import EVALUATION, write
 from .optimizer import OptaxOptimizer
 
 _MODE = "train_mode"  # in a group, False between `eval` and `train`: the key of the schedulefree package

@@ -27,24 +27,25 @@ from bridge._runtime import execute
 from bridge._runtime.transaction import Transaction
 from bridge._warnings import stack_level
 
-from . import checkpoint, groups, listeners, options, packs, report, scaling
+from . import checkpoint, listeners, options, report, scaling
+from ._params import buckets, param_groups
+from ._params.hyperparam_table import Rows
+from ._params.record import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
+from ._params.selectors import Selectors
+from ._params.state import States
+from ._params.swap import Exchange
 from ._rules import betas, validators
 from ._rules.from_optax import as_rule, gives_lr, last_factor, multiplies
 from ._rules.optimizer_spec import Rule
 from .arguments import Arguments, Closure
-from .averages import Exchange
 from .cache import Cache, CacheInfo, few_names
 from .grouped import GroupedOptimizer, devices_of
 from .held import Asks
 from .launch import Launch, restore
 from .launches import Launches
 from .options import Changeable, Options
-from .plan import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
-from .rows import Rows
 from .scaling import Scaling
-from .selectors import Selectors
 from .sight import Sight
-from .states import States
 
 _ALL = "all"  # the key of the only rule
 _FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
@@ -118,14 +119,14 @@ class OptaxOptimizer(GroupedOptimizer):
         owner = type(self).__name__
         engine = {"max_grad_norm": max_grad_norm, "writeback": writeback, "state_dtype": state_dtype, "master_weights": master_weights}
         engine |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed, "ema_decay": ema_decay}
-        torch_options = {name: hyperparams.pop(name) for name in groups.TORCH_OPTIONS & hyperparams.keys()}
+        torch_options = {name: hyperparams.pop(name) for name in param_groups.TORCH_OPTIONS & hyperparams.keys()}
         rule, defaults = as_rule(owner, tx, hyperparams)
         self._gave_lr = gives_lr(type(self), tx, hyperparams)
-        groups.make_tuples(defaults, rule)
+        param_groups.make_tuples(defaults, rule)
         if not rule.scaled:
-            groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | groups.TORCH_OPTIONS | _ENGINE)
+            param_groups.check_keywords(owner, hyperparams, rule.hyperparams.keys() | param_groups.TORCH_OPTIONS | _ENGINE)
         selectors = Selectors(owner, {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
-        self._build(groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, engine)
+        self._build(param_groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, engine)
 
     def _build(self, params: Any, rules: dict[Any, Rule], defaults: dict[str, Any], selectors: Selectors, engine: dict[str, Any]) -> None:
         """Construct with one rule for all groups, or one for each label."""
@@ -133,7 +134,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._rules, self._options = rules, Options.of(owner, engine)
         self.max_grad_norm, self.ema_decay = self._options.max_grad_norm, self._options.ema_decay
         if not self.by_label:
-            groups.check_group(owner, defaults, rules[_ALL])
+            param_groups.check_group(owner, defaults, rules[_ALL])
         if selectors["decay_mask"] is not None and not any("weight_decay" in rule.hyperparams for rule in rules.values()):
             raise ValueError(f"{owner}: decay_mask is given, but this rule has no weight_decay.")
         self._selectors = selectors
@@ -193,7 +194,7 @@ class OptaxOptimizer(GroupedOptimizer):
         leaves = self._followed()
         for leaf in leaves:
             if self._is_active(leaf) and leaf.param.requires_grad:
-                groups.check_parameter(type(self).__name__, leaf.name, leaf.param)
+                param_groups.check_parameter(type(self).__name__, leaf.name, leaf.param)
             leaf.look()  # model.to() gives all of them another dtype at once
         self._leaves, self._devices = leaves, devices_of(leaf.param for leaf in leaves)
         checkpoint.update_trainable_params(self.param_groups, leaves)
@@ -270,11 +271,11 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
         with torch.inference_mode(False):  # else the parameters would become inference tensors
-            packs.place(leaves, self.arrangement.pack_key, self._options.writeback)
+            buckets.place(leaves, self.arrangement.pack_key, self._options.writeback)
 
     def _warn_of_copies(self) -> None:
         """Warn once of parameters that could be updated in place, if nobody else held their memory; all is in order when this raises."""
-        names = [] if self._warned or self._options.writeback != "inplace" else packs.copied_by_others(self._active)
+        names = [] if self._warned or self._options.writeback != "inplace" else buckets.copied_by_others(self._active)
         if names:
             self._warned = True
             warnings.warn(
@@ -290,7 +291,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
         They stay there: a set of leaves with gradients that comes later finds them where they are.
         """
-        found = list(filter(packs.is_large_row, leaves))
+        found = list(filter(buckets.is_large_row, leaves))
         if not found:
             return False
         begun = [leaf for leaf in found if leaf.state is not None]
@@ -315,7 +316,7 @@ class OptaxOptimizer(GroupedOptimizer):
         keys = list(map(tuple, self.param_groups))
         if keys != self._group_keys:
             for group in self.param_groups:
-                groups.check_keys(type(self).__name__, group, self.rule_of(group))
+                param_groups.check_keys(type(self).__name__, group, self.rule_of(group))
             self._group_keys = keys
         get: Any = dict.get  # in C also for `betas.Group`
         signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
@@ -541,7 +542,7 @@ class OptaxOptimizer(GroupedOptimizer):
         get: Any = dict.get  # in C also for `betas.Group`
         try:
             for group, decays, scale, row, has_lr in self.arrangement.rows:
-                taken = get(group, groups.TAKEN_LR_SCALE, 1.0)
+                taken = get(group, param_groups.TAKEN_LR_SCALE, 1.0)
                 scale = scale if taken is None else scale * get(group, "lr_scale", 1.0) * taken  # groups.lr_scale, without the call
                 for name, length in row.traced:
                     value = group[name]
@@ -561,7 +562,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     values.append(scale if has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError, RuntimeError):
             for group in self.param_groups:  # says which value of which key was no number
-                groups.check_types(type(self).__name__, group, self.rule_of(group))
+                param_groups.check_types(type(self).__name__, group, self.rule_of(group))
             raise
         values += [0.0] * (self.arrangement.width - len(values))
         return np.array(values)

@@ -14,9 +14,9 @@ from bridge._compiler import spec
 from bridge._compiler.spec import Field
 from bridge._interop.dtypes import numpy_dtype
 
+from ._params.param_groups import check_keywords
+from ._params.record import Leaf
 from ._rules.validators import is_number
-from .groups import check_keywords
-from .plan import Leaf
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from bridge import _names
 from bridge._names import near, near_and_all
 from bridge._transforms import selectors as masks
 
-from . import groups
+from ._params import param_groups
+from ._params.record import Leaf
+from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.from_optax import as_rule, gives_lr
 from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
-from .plan import Leaf
-from .selectors import Selectors
 
 _NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
 
@@ -80,7 +80,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         nobody, nothing = as_rule(owner, optax.set_to_zero, {})
         rules[_NOBODY] = nobody._replace(leaf_checks=(Check(_never, self._without_label),)), nothing
         self._defaults_of = {label: defaults for label, (_, defaults) in rules.items()}
-        given = _named_groups(owner, groups.listed(owner, params))
+        given = _named_groups(owner, param_groups.listed(owner, params))
         selectors = Selectors(owner, {"labels": labels, "mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
         assigned = self._assigned(selectors, given, set(rules))
         split = [part for group, own in zip(given, assigned, strict=True) for part in self._split(group, own)]
@@ -112,7 +112,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         named = all("param_names" in group for group in (*vars(self).get("param_groups", ()), *given))
         params, names = [leaf.param for leaf in before], [leaf.name for leaf in before]
         for group in given:
-            names += groups.names(group, len(params))
+            names += param_groups.names(group, len(params))
             params += group["params"]
         nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
         leaves = masks.Leaves(names, params, nested, named, len(before), by_argument_name=True)
@@ -157,7 +157,7 @@ class PartitionedOptimizer(OptaxOptimizer):
     def _mask_of(self, group: dict[str, Any]) -> Any:
         """The mask of a group as a function of the parameter, for parts of the group: a pattern need not match in each part."""
         refuse_decay_mask(type(self).__name__, group["mask"])
-        params, names = group["params"], groups.names(group, 0)
+        params, names = group["params"], param_groups.names(group, 0)
         nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
         leaves = masks.Leaves(names, params, nested, "param_names" in group, by_argument_name=True)
         decided = masks.column(group["mask"], leaves, "mask")
@@ -275,7 +275,7 @@ class MultiOptimizer(PartitionedOptimizer):
                     raise ValueError(f"{owner}: unknown hyper_param {name!r} of pair {group['label']}. {near(name, known)}")
                 before.append((group, key, group[key]))
                 group[key] = value
-            groups.check_group(owner, group, self.rule_of(group), allowed=group)
+            param_groups.check_group(owner, group, self.rule_of(group), allowed=group)
 
 
 def _pair(given: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -295,7 +295,7 @@ def _named_groups(owner: str, params: Any) -> list[dict[str, Any]]:
     given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     result = []
     for group in given:
-        group = groups.without_duplicates(owner, dict(group))
+        group = param_groups.without_duplicates(owner, dict(group))
         entries = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if entries and all(isinstance(entry, tuple) for entry in entries):
             group["param_names"], entries = [name for name, _ in entries], [p for _, p in entries]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .groups import lr_scale
-from .plan import Leaf
+from ._params.param_groups import lr_scale
+from ._params.record import Leaf
 
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
 

@@ -13,10 +13,10 @@ from bridge._compiler.state_layout import layout
 from bridge._interop.dtypes import numpy_dtype
 from bridge._names import Path, tree_paths
 
-from . import shards, wrapper_state
+from ._params import sharding, wrapper_state
+from ._params.param_groups import group_reader, names
 from ._rules import torch_rules
 from ._rules.optimizer_spec import Rule
-from .groups import group_reader, names
 from .optimizer import OptaxOptimizer
 
 FROZEN = "frozen"  # the label of what is not trained
@@ -60,9 +60,9 @@ def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Mod
     for name, path, (p, group) in zip(known, tree_paths(known), members, strict=True):
         rule = rule_of(optimizer, groups[group])
         given = optimizer.state.get(p, {}) if id(p) in trained else {}
-        if shards.layout_of(p) is not None:
+        if sharding.layout_of(p) is not None:
             raise ValueError(
-                f"{what}: {shards.described(p, name)}, and a process holds a part of its state only. Gather it first "
+                f"{what}: {sharding.described(p, name)}, and a process holds a part of its state only. Gather it first "
                 "(torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with full_state_dict=True)."
             )
         param = Param(name, path, p, group, id(p) in trained, {}, {} if rule is None else rule.hidden)

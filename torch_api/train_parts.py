@@ -21,11 +21,11 @@ from bridge._memory.call_arguments import Views
 from bridge._tracing.op_registry import autocasts
 from bridge._train import train_program
 
+from ._params.record import Leaf
+from ._params.sharding import layout_of
 from .batch import OWNER
 from .launch import Block
 from .optimizer import OptaxOptimizer
-from .plan import Leaf
-from .shards import layout_of
 from .watch import Watch
 
 

@@ -27,12 +27,12 @@ from bridge._runtime.transaction import Transaction
 from bridge._train import call, loss_jaxpr, train_program
 from bridge._warnings import CompilationWarning, stack_level
 
+from ._params.record import Leaf
 from .arguments import Arguments, are_wide
 from .batch import OWNER, Batch
 from .cache import CacheInfo
 from .launch import Block, Launch
 from .optimizer import OptaxOptimizer
-from .plan import Leaf
 from .traced_loss import traced_loss
 from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast, refuse_keywords
 from .watch import Watch

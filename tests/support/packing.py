@@ -9,7 +9,8 @@ import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
 from bridge._memory import address_space
-from torch_api import launches, packs
+from torch_api import launches
+from torch_api._params import buckets
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
 SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
@@ -23,7 +24,7 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 def no_packs():
     """Optimizers made here have every leaf by itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(packs.GATHERED, "cpu", 0)
+        patch.setitem(buckets.GATHERED, "cpu", 0)
         yield
 
 
@@ -91,7 +92,7 @@ def same_states(one, params, other, others):
 def apart(make, params):
     """An optimizer of copies with every leaf by itself, and the copies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "ADDRESSED", 0)
+        patch.setattr(buckets, "ADDRESSED", 0)
         return by_themselves(make, params)
 
 
@@ -134,9 +135,9 @@ def read_elsewhere(shift):
 def take_few_for_many(monkeypatch, fewest):
     """So many equal leaves of middle size are rows that are read where they lie, whatever they have in all."""
     for module, name, value in (
-        (packs, "FEWEST_ADDRESSED", fewest),
-        (packs, "FEWEST_LONG", fewest),
-        (packs, "GATHERED_PACK", 1),
+        (buckets, "FEWEST_ADDRESSED", fewest),
+        (buckets, "FEWEST_LONG", fewest),
+        (buckets, "GATHERED_PACK", 1),
         (launches, "ON_ONE_CORE", 0),
     ):
         monkeypatch.setattr(module, name, value)

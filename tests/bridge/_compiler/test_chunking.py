@@ -17,7 +17,7 @@ import bridge
 import torch_api
 from bridge._compiler import chunking
 from bridge._warnings import CompilationWarning
-from torch_api import packs
+from torch_api._params import buckets
 
 SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 
@@ -25,7 +25,7 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 @pytest.fixture(autouse=True)
 def _leaves_by_themselves(monkeypatch):
     """Small leaves stand for large ones: none is packed, and tiles are of 24, 4 and 1."""
-    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
+    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
 
 
@@ -377,7 +377,7 @@ def test_state_bytes_are_torchs():
 
 @pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
 def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, monkeypatch):
-    monkeypatch.setitem(packs.GATHERED, "cpu", limit)
+    monkeypatch.setitem(buckets.GATHERED, "cpu", limit)
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     params = parameters()

@@ -508,7 +508,9 @@ def test_where_one_parameter_is_refused_none_has_moved(monkeypatch):
     def refused(*_, **__):
         raise ValueError("no such leaf")
 
-    monkeypatch.setattr("torch_api.rows.Rows.pack_key", lambda self, leaf, **_: refused() if leaf.param is params[2] else None)
+    monkeypatch.setattr(
+        "torch_api._params.hyperparam_table.Rows.pack_key", lambda self, leaf, **_: refused() if leaf.param is params[2] else None
+    )
     with pytest.raises(ValueError, match="no such leaf"):
         torch_api.MaskedSGD(params, lr=1.0)
     assert copied  # copies were under way

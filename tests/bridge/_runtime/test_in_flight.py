@@ -136,7 +136,7 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
 
 
 def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
-    monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
+    monkeypatch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
     optimizer = torch_api.MaskedAdam(params, lr=1.0)
@@ -161,7 +161,7 @@ def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_the
 
 
 def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
-    monkeypatch.setitem(torch_api.packs.GATHERED, "cpu", 0)
+    monkeypatch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
     params = random_params(shapes=[(20,)] * (chunking.EQUAL + 1))
     optimizer = torch_api.MaskedSGD(params, lr=1.0)

@@ -18,7 +18,7 @@ from bridge._compiler import update as step
 from bridge._compiler.passes import batch_rows, per_kind
 from bridge._runtime import cache, outline
 from bridge._runtime.outline import Pieces
-from torch_api import packs
+from torch_api._params import buckets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SHAPES = [(24, 16)] * 9 + [(48,)] * 6 + [(30, 20), (5,)]
@@ -39,7 +39,7 @@ CUT = [
 @pytest.fixture(autouse=True)
 def _many(monkeypatch):
     """Few small leaves stand for many large ones."""
-    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
+    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
 
 

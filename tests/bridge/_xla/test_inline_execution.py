@@ -18,7 +18,7 @@ from bridge._ir.queries import properties_of
 from bridge._runtime import cache, executable
 from bridge._xla import compile_options, inline_execution, probes
 from torch_api import launches as launch_sets
-from torch_api import packs
+from torch_api._params import bucket_state
 
 CPU = jax.devices("cpu")[0]
 
@@ -170,7 +170,7 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
     monkeypatch.setattr(cache, "_programs", {})
     params = random_params(shapes=[(1 << 11, 1 << 10)] * 2 + [(8, n) for n in range(1, 40)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torch_api.packs.GATHERED, "cpu", 0)
+        patch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
         several = torch_api.MaskedAdamW(params, lr=1e-2)
     set_grads(params, random_grads(params))
     several.step()
@@ -305,7 +305,7 @@ def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypat
 
 @pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
 def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypatch):
-    monkeypatch.setattr(packs, "GATHERED_PACK", 1)
+    monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1)
     counts = []
     for few in (executable.ON_ONE_CORE, 0):  # the latter is the broken sibling
         monkeypatch.setattr(launch_sets, "ON_ONE_CORE", few)

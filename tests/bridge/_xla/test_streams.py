@@ -17,7 +17,7 @@ from bridge._compiler import chunking
 from bridge._process import x64
 from bridge._runtime import execute, in_flight
 from bridge._xla import streams
-from torch_api import packs
+from torch_api._params import buckets
 
 COUNT = 40  # equal leaves too large for a pack
 needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has one order only")
@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_one_order(one_order, options):
 
 @needs_calls
 def test_each_program_takes_the_next_lane_and_the_thread_gets_its_order_back(monkeypatch):
-    monkeypatch.setattr(packs, "ADDRESSED", 0)  # else all of these are one program
+    monkeypatch.setattr(buckets, "ADDRESSED", 0)  # else all of these are one program
     params, optimizer = built()
     steps(params, optimizer, 1)
     own, chosen, choose = streams._calls[0](), [], streams.choose
@@ -127,7 +127,7 @@ def test_what_the_others_wait_for_is_compiled_once_for_each_length():
 @pytest.mark.parametrize("off", [False, True])
 def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, monkeypatch):
     streams._ordered.cache_clear()
-    monkeypatch.setattr(packs, "ADDRESSED", 0)
+    monkeypatch.setattr(buckets, "ADDRESSED", 0)
     params, optimizer = built()
     found, run = [], execute.run
     monkeypatch.setattr(execute, "run", lambda *given: (found.append(streams._ordered.cache_info().misses), run(*given))[1])

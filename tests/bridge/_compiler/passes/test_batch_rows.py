@@ -16,7 +16,7 @@ import torch_api
 from bridge._compiler import joint_update, separability
 from bridge._compiler.passes import batch_rows, hoist
 from bridge._runtime import cache
-from torch_api import packs
+from torch_api._params import buckets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 # Matrices, vectors, and matrices of as many elements as the vectors; rows that would be padded; a large leaf; one whose kind is rare.
@@ -190,7 +190,7 @@ def test_the_number_of_loops_does_not_grow_with_that_of_small_leaves(monkeypatch
 
     few, many = counted(6), counted(24)
     assert many <= few + 4, (few, many)
-    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
+    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
     assert counted(24) > counted(6) + 100  # the broken sibling
 
 

@@ -23,7 +23,8 @@ from bridge._compiler.passes import gather_rows
 from bridge._memory import address_space
 from bridge._runtime import cache
 from bridge._xla import probes
-from torch_api import launch, packs
+from torch_api import launch
+from torch_api._params import bucket_state, buckets
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
 AT_ONCE = 17  # the others are gathered, and by itself
@@ -177,7 +178,7 @@ def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape
     ],
 )
 def test_a_bucket_is_dissolved_where_its_other_rows_move_more_bytes_than_arrays_are_worth(rows, active, elements, sparse):
-    assert packs.is_sparse(rows, active, 28 * elements) is sparse
+    assert buckets.is_sparse(rows, active, 28 * elements) is sparse
 
 
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
@@ -203,7 +204,7 @@ def test_only_the_kind_whose_rows_are_mostly_without_a_gradient_is_dissolved():
 
 
 def test_a_bucket_is_of_bounded_size(monkeypatch):
-    monkeypatch.setattr(packs, "LARGEST", 3 * 160 * 256 * 4)
+    monkeypatch.setattr(buckets, "LARGEST", 3 * 160 * 256 * 4)
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = adamw(ours)
     theirs, start = clones(ours), clones(ours)
@@ -419,7 +420,7 @@ def test_packs_of_several_sizes_share_a_trace(name):
 
 @pytest.mark.parametrize("shape", [(32, 20, 8, 8), (16, 16, 8, 8)], ids=["read where they lie", "gathered"])
 def test_a_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypatch):
-    monkeypatch.setattr(packs, "GATHERED_PACK", 1 << 20)
+    monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1 << 20)
     ours = parameters(shapes=[shape] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)

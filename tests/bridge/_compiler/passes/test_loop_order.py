@@ -18,7 +18,7 @@ from bridge._ir.queries import Properties
 from bridge._runtime import cache
 from bridge._xla import compile as fusion
 from bridge._xla import compile_options, probes
-from torch_api import packs
+from torch_api._params import buckets
 
 ROWS = (129, 131)  # of an odd length, and large
 SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last is as it is
@@ -31,7 +31,7 @@ stays = pytest.mark.skipif(not probes.stay(), reason="no barrier stays, or each 
 def _anew(monkeypatch):
     """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs of this test alone."""
     monkeypatch.setattr(_process, "CORES", 2)
-    monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
+    monkeypatch.setattr(buckets, "is_padded", lambda leaf: False)
     monkeypatch.setattr(cache, "_programs", {})
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from bridge._names import near, without_wrappers
 
-from .groups import TRAINABLE_PARAMS, put_back_lr_scale
-from .plan import Leaf
+from .param_groups import TRAINABLE_PARAMS, put_back_lr_scale
+from .record import Leaf
 
 
 def checked(state_dict: Any) -> tuple[dict[Any, Any], list[dict[str, Any]]]:

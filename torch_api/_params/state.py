@@ -21,12 +21,34 @@ from bridge._memory import allocation, jax_buffers
 from bridge._memory.jax_buffers import lost_like
 from bridge._memory.scalar_vectors import reserve
 from bridge._runtime.initial_state import begin_buffers, constants
+from torch_api._rules.optimizer_spec import Rule
 
-from ._rules.optimizer_spec import Rule
-from .launch import Shared
-from .packs import Pack
-from .plan import Leaf, Shown, allocate, has_state, mask_buffer, param_array, scalars
-from .rows import Rows
+from .bucket_state import Pack
+from .hyperparam_table import Rows
+from .record import Leaf
+from .record_state import Shown, allocate, has_state, mask_buffer, param_array, scalars
+
+
+class Shared:
+    """The state of a transformation that belongs to no parameter; every parameter's state shows the same tensors."""
+
+    __slots__ = ("memories", "shown")
+
+    def __init__(self, memories: tuple[jax_buffers.Memory, ...], shown: Shown) -> None:
+        self.memories, self.shown = memories, shown
+
+    def salvage(self) -> None:
+        """Give the tensors valid memory if a failed call took theirs."""
+        for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
+            if memory.is_gone:
+                view.data = torch.zeros_like(view)
+
+    def follow(self) -> None:
+        """Look at the new place of the memories after results came to lie elsewhere."""
+        self.memories = tuple(map(jax_buffers.renewed, self.memories))
+        for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
+            view.data = memory.tensor(view.device, like=view)
+
 
 _address = torch.Tensor.data_ptr
 

@@ -17,17 +17,16 @@ import torch
 from bridge._compiler import leaf_update, separability
 from bridge._compiler.spec import NOTHING, Extra, Field, Kept, Problem, Row, Spec
 from bridge._compiler.state_layout import layout
-from bridge._interop.dlpack import dense_order
-from bridge._interop.dtypes import numpy_dtype
 from bridge._memory.adoption import pack_width
 from bridge._names import Path, tree_paths
 from bridge._process import uncollected
+from torch_api._rules.optimizer_spec import Rule
 
-from . import packs
-from ._rules.optimizer_spec import Rule
-from .groups import check_parameter_fits, check_types, fixed, group_reader
-from .plan import Leaf
-from .shards import described
+from . import buckets
+from .leaf_specs import _prunes, _spec, _whole
+from .param_groups import check_parameter_fits, check_types, fixed, group_reader
+from .record import Leaf
+from .sharding import described
 
 _is_none = partial(is_, None)
 
@@ -221,24 +220,26 @@ class Rows:
         row, size = self.static[leaf.row], leaf.shape.numel()
         if row.unit is not None:
             kind = self._alike.get(id(leaf))
-            return None if kind is None else packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, size, kind))
+            return None if kind is None else buckets.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, size, kind))
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
-        width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, packs.is_gathered(leaf)
+        width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, buckets.is_gathered(leaf)
         addressed = self.is_addressed(leaf)
-        padded = packs.is_padded(leaf) and not whole and not self._extra.leaves
-        if not size or not (gathered or addressed or padded or leaf.device.type in packs.SINGLY_ON):
+        padded = buckets.is_padded(leaf) and not whole and not self._extra.leaves
+        if not size or not (gathered or addressed or padded or leaf.device.type in buckets.SINGLY_ON):
             return None
         if (whole or not gathered) and not padded and (width != size or self._extra.leaves):
             return None
         if not whole and not separability.in_parts(replace(row, kept=NOTHING), self.skeleton, leaf.spec, self._extra, (size, width)):
             return None
-        return packs.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), addressed)
+        return buckets.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), addressed)
 
     def is_addressed(self, leaf: Leaf) -> bool:
         """Whether in a pack its gradient may be read where it lies: it is updated by elements, in rows of its very length."""
         fits = pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel() and not self._extra.leaves
-        return fits and self.static[leaf.row].unit is None and packs.is_addressed(leaf) and not leaf.spec.whole and self._is_of_parts(leaf)
+        return (
+            fits and self.static[leaf.row].unit is None and buckets.is_addressed(leaf) and not leaf.spec.whole and self._is_of_parts(leaf)
+        )
 
     def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, Any]:
         """By id of each leaf that may be packed: equal for those that one transformation updates alike, given what it finds out of all."""
@@ -246,11 +247,11 @@ class Rows:
             return {}  # all are then evaluated in their own shapes
         kind_of = lambda leaf: (leaf.dtype, leaf.shape.numel())  # noqa: E731
         small = [
-            leaf for leaf in leaves if leaf.layout is None and leaf.elements is None and packs.is_gathered(leaf) and leaf.shape.numel()
+            leaf for leaf in leaves if leaf.layout is None and leaf.elements is None and buckets.is_gathered(leaf) and leaf.shape.numel()
         ]
         small = [leaf for leaf in small if pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel()]
         count = Counter(map(kind_of, small))
-        enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= packs.FEWEST}
+        enough = {id(leaf) for leaf in small if count[kind_of(leaf)] >= buckets.FEWEST}
         if not enough:
             return {}
         kinds = separability.kinds(problem, self._extra)
@@ -260,7 +261,7 @@ class Rows:
         """Whether parameter and state are numbers and arrays of its shape, of types whose gradients may be read where they lie."""
         fields = self.fields(leaf)[0]
         kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
-        return kinds <= packs.ADDRESSED_TYPES and all(field.shape in (None, ()) for field in fields)
+        return kinds <= buckets.ADDRESSED_TYPES and all(field.shape in (None, ()) for field in fields)
 
     def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
         """The state of a leaf: its own, and what all leaves of its transformation share."""
@@ -332,36 +333,5 @@ def _is_plain(param: torch.Tensor) -> bool:
     return param.layout is torch.strided and (param.is_floating_point() or param.is_complex()) and not param.is_meta
 
 
-def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
-    """Whether the transformation can begin with a part of the parameters only if the others are not even None."""
-
-    def begins(row: Row) -> bool:
-        try:
-            layout(Problem(row.together(0), (spec,), skeleton))
-        except Exception:  # noqa: BLE001 - whatever it is, it is raised again for all parameters together
-            return False
-        return True
-
-    return not begins(row) and begins(replace(row, pruned=True))
-
-
-def _spec(rule: Rule, leaf: Leaf) -> Spec:
-    """A leaf before an equation of ours: flat, unless the equation needs its matrices."""
-    dtype = str(numpy_dtype(leaf.dtype))
-    matrix = rule.shaped and len(leaf.shape) > 1
-    return Spec(None, tuple(leaf.shape), dtype, _order(leaf)) if matrix else Spec(None, leaf.buffer_shape, dtype)
-
-
 def _key(leaf: Leaf) -> tuple[int, bool, float]:
     return leaf.group, bool(leaf.decay.value), leaf.lr_scale
-
-
-def _whole(leaf: Leaf, path: Path) -> Spec:
-    """The leaf in the shape that the transformation would see it in, had one process all of it."""
-    sharded = leaf.layout is not None and leaf.layout.sharded
-    return Spec(path, tuple(leaf.param.shape), str(numpy_dtype(leaf.dtype)), None if sharded else _order(leaf))
-
-
-def _order(leaf: Leaf) -> tuple[int, ...] | None:
-    order = dense_order(leaf.local)
-    return None if order is None or order == tuple(range(len(order))) else order

@@ -11,9 +11,8 @@ import torch
 
 from bridge._compiler.spec import Row
 from bridge._names import near_and_all
-
-from ._rules.optimizer_spec import Rule
-from ._rules.validators import Check, _is_one_number, _is_scalar_array, _length, as_tuple, is_number, is_sequence
+from torch_api._rules.optimizer_spec import Rule
+from torch_api._rules.validators import Check, _is_one_number, _is_scalar_array, _length, as_tuple, is_number, is_sequence
 
 # A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not. None where
 # the lr_scale has no effect on the update.

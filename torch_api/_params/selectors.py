@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bridge._transforms import selectors
-
-from ._rules.decay_masks import refuse_decay_mask
+from torch_api._rules.decay_masks import refuse_decay_mask
 
 
 class _Lost(NamedTuple):

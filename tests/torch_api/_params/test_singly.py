@@ -13,7 +13,8 @@ import torch_api
 from bridge._compiler import update
 from bridge._compiler.passes import per_kind
 from bridge._runtime import cache
-from torch_api import launch, packs
+from torch_api import launch
+from torch_api._params import bucket_state, buckets
 
 SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
 MAKE = {
@@ -31,8 +32,9 @@ MAKE = {
 
 @pytest.fixture(autouse=True)
 def _large(monkeypatch):
-    monkeypatch.setitem(packs.GATHERED, "cpu", 0)
-    monkeypatch.setattr(packs, "SINGLY_ON", {"cpu"})
+    monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
+    monkeypatch.setattr(buckets, "SINGLY_ON", {"cpu"})
+    monkeypatch.setattr(bucket_state, "SINGLY_ON", {"cpu"})
 
 
 def parameters(dtype=torch.float32):
@@ -43,7 +45,8 @@ def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
     """The movement beside that of an optimizer with every leaf by itself."""
     optimizer = make(ours)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "SINGLY_ON", set())
+        patch.setattr(buckets, "SINGLY_ON", set())
+        patch.setattr(bucket_state, "SINGLY_ON", set())
         other, theirs = by_themselves(make, ours)
     start = [p.detach().clone() for p in ours]
     for _ in range(steps):
@@ -51,7 +54,8 @@ def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
             p.grad, q.grad = (None, None) if g is None else (g, g.clone())
         optimizer.step()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packs, "SINGLY_ON", set())
+            patch.setattr(buckets, "SINGLY_ON", set())
+            patch.setattr(bucket_state, "SINGLY_ON", set())
             other.step()
     moved = [i for i, (p, s) in enumerate(zip(theirs, start, strict=True)) if not torch.equal(p, s)]
     assert moved

@@ -9,7 +9,7 @@ import torch
 
 from bridge._compiler.spec import BESIDE
 
-from .shards import laid
+from .sharding import laid
 
 # Fields of torch.optim's classes, and of optax's common transformations: in a state that is loaded these are an optimizer's, this one's or
 # another's.

@@ -17,7 +17,8 @@ from bridge import _process
 from bridge._compiler import chunking, plan
 from bridge._memory import address_space, call_arguments
 from bridge._runtime import cache, streaming_stats
-from torch_api import launch, packs
+from torch_api import launch
+from torch_api._params import buckets
 
 PRIME = 16411
 SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
@@ -136,7 +137,7 @@ def test_the_numbers_are_those_without_it(masked, dtype, options, bound, monkeyp
         for given in grads:
             give(mine, [behind(g, torch.nan) for g in given])
             optimizers[-1].step()
-        monkeypatch.setattr(packs, "is_padded", lambda leaf: False)
+        monkeypatch.setattr(buckets, "is_padded", lambda leaf: False)
     assert [len(padded(optimizer)) for optimizer in optimizers] == [ODD, 0]
     for p, q, s in zip(params, others, start, strict=True):
         assert movement_error(p, q, s) <= bound

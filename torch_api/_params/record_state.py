@@ -1,0 +1,219 @@
+"""The state of one parameter: what is saved, what is allocated, and what `optimizer.state` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from bridge._compiler.spec import Field, buffer_shape
+from bridge._interop.dlpack import to_torch
+from bridge._interop.dtypes import numpy_dtype
+from bridge._memory import adoption, jax_buffers
+
+from .record import Leaf, Mirrors
+
+
+def has_state(fields: Iterable[Field], saved: Mapping[str, Any]) -> bool:
+    """Whether there is state to go on from; a lone scalar beside moments is not (a checkpoint may hold one for a frozen parameter)."""
+    own = [field for field in fields if field.position is not None]
+    moments = [field.name for field in own if field.shape != ()]
+    return any(name in saved for name in moments or [field.name for field in own])
+
+
+def is_wider(field: Field, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> bool:
+    """Whether a saved field of the parameter's shape keeps the type that it was saved in."""
+    return field.name in saved and field.shape is None and field.name not in hidden
+
+
+def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Shape and dtype of each buffer of a leaf's state; it need not exist yet, so that compiling comes before it.
+
+    Raises:
+      ValueError: the saved state has another shape than the parameter, or lacks a field.
+    """
+    if leaf.state is not None:
+        memories = iter(leaf.state)
+        arrays = [None if field.shape == () else next(memories).array for field in fields]
+        return tuple(((), f.dtype) if x is None else (tuple(x.shape), str(x.dtype)) for f, x in zip(fields, arrays, strict=True))
+    given = has_state(fields, saved)
+    if given:
+        check_saved(leaf, fields, hidden, saved)
+    wider = lambda field: given and is_wider(field, hidden, saved)  # noqa: E731
+    return tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
+
+
+def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
+    """Raise for saved state of another shape than the parameter's, or without a field."""
+    remedy = "Delete optimizer.state[param], or load a state_dict that fits."
+    for field in fields:
+        if field.name not in hidden and field.name not in saved and field.position is not None:
+            raise ValueError(f"the state of parameter {leaf.name!r} has no {field.name!r}, only {sorted(saved)}. {remedy}")
+        if field.name in hidden or field.name not in saved:
+            continue
+        shape, expected = tuple(np.shape(saved[field.name])), tuple(leaf.shape if field.shape is None else field.shape)
+        if shape != expected and field.shape != ():
+            owner = "the parameter has" if field.shape is None else "expected is"
+            raise ValueError(f"state {field.name!r} of parameter {leaf.name!r} has shape {shape}, but {owner} {expected}. {remedy}")
+
+
+class Shown:
+    """State by field name: the `tensors` that `optimizer.state` has, and those over jax-owned memory, `views`, mostly the same.
+
+    They differ where the user has put a tensor there that must stay where it is: shared memory, a view into a flat buffer.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.views: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, view: torch.Tensor, given: Any = None, moves: bool = True) -> None:
+        """Show the tensor that was `given` for a field rather than a new view, so that whoever holds it sees each update.
+
+        It comes to look where the view does if it `moves`, as of `may_move`.
+        """
+        self.tensors[name] = self.views[name] = view
+        if not is_like(given, view):
+            return
+        self.tensors[name] = given
+        if (given.data_ptr(), given.stride()) != (view.data_ptr(), view.stride()):
+            if not moves:
+                return
+            base = given._base
+            given.data = view
+            if base is not None and base.numel() == view.numel():  # else it keeps alive the memory that the tensor has left
+                base.data = view.as_strided((view.numel(),), (1,))
+        self.views[name] = given
+
+    def joined(self, other: Shown, order: Sequence[str] = ()) -> Shown:
+        """What shows both, the fields of `order` first."""
+        result = Shown()
+        tensors, views = self.tensors | other.tensors, self.views | other.views
+        for name in dict.fromkeys((*(name for name in order if name in tensors), *tensors)):
+            result.tensors[name], result.views[name] = tensors[name], views[name]
+        return result
+
+    @property
+    def mirrors(self) -> Mirrors:
+        """The tensors that stay where they are, each with its view."""
+        return [(self.tensors[name], view) for name, view in self.views.items() if self.tensors[name] is not view]
+
+
+_kind = attrgetter("shape", "dtype", "device", "layout")
+
+
+def is_like(given: Any, view: torch.Tensor) -> bool:
+    """Whether a value of a field is a tensor that can be shown in the place of a view of the same kind."""
+    plain = type(given) in (torch.Tensor, torch.nn.Parameter) and _kind(given) == _kind(view)
+    return plain and not given.requires_grad and not given.is_inference()
+
+
+def may_move(leaf: Leaf, name: str, given: Any) -> bool:
+    """Whether a tensor in the place of a field may move: it owns its storage alone, or it is the optimizer's.
+
+    To be asked before the tensor is read: a copy that jax makes of it holds it for a while.
+    """
+    known = leaf.scalars.get(name)
+    return isinstance(given, torch.Tensor) and (
+        jax_buffers.located(given)[0] is not None
+        or (known is not None and _place(given) == _place(known))
+        or not adoption.cannot_own(given)
+    )
+
+
+def allocate(
+    leaf: Leaf,
+    fields: Sequence[Field],
+    hidden: Mapping[str, float],
+    fresh: Mapping[str, Any] | None,
+    saved: Mapping[str, Any],
+    taken: set[jax_buffers.Memory],
+    begin: Callable[[Leaf, Field], torch.Tensor],
+) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
+    """Memories for fields of state, begun from `fresh` buffers by name or from saved tensors, and what shows each.
+
+    `taken` are the memories that others have: nothing may be donated twice. `begin` has what `fresh` has not: the fields
+    that are kept beside the transformation's state.
+
+    Returns:
+      The memories, and what shows them, with the parameter's shape and strides where the field has its shape.
+    """
+    memories, shown = [], Shown()
+    for field in fields:
+        like = leaf.local.detach() if field.shape is None else None
+        given, moves = None, False
+        if fresh is not None and field.name in fresh:
+            memory = jax_buffers.register(fresh[field.name])
+        elif field.name in hidden:
+            memory = adoption.own(torch.full((), hidden[field.name], device=leaf.device))
+        else:
+            given = saved.get(field.name)  # else it may be the parameter itself, which another optimizer may have put into jax's memory
+            moves = may_move(leaf, field.name, given)
+            tensor = torch.as_tensor(begin(leaf, field) if given is None else given, device=leaf.device)
+            tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
+            memory = jax_buffers.memory_of(tensor) if given is not None and (like is None or tensor.stride() == leaf.strides) else None
+            given = None if memory in taken else given  # it is that of another parameter
+            if memory is None or memory in taken:
+                memory = adoption.own(tensor, like=like)
+        taken.add(memory)
+        memories.append(memory)
+        if field.name not in hidden:
+            view = memory.tensor(leaf.device, like)
+            view = view if like is None or leaf.layout is None else leaf.layout.distributed(view)
+            shown.add(field.name, view.view(field.shape) if field.shape else view, given if leaf.layout is None else None, moves)
+    return tuple(memories), shown
+
+
+def scalars(
+    leaf: Leaf,
+    fields: Iterable[Field],
+    hidden: Mapping[str, float],
+    fresh: Mapping[str, Any] | None,
+    saved: Mapping[str, Any],
+    taken: Mapping[int, Leaf],
+) -> tuple[dict[str, torch.Tensor], Shown]:
+    """The 0-d fields of a leaf that is updated by itself, by name: `fresh` numbers or arrays, or as they were saved; and what shows them.
+
+    A tensor that was the leaf's own before goes on being it, by whatever views others see it. One that the user has put there and that
+    must stay where it is becomes it. `taken`: the addresses of scalars, and whose they are.
+    """
+    found, shown = {}, Shown()
+    for field in fields:
+        dtype = getattr(torch, field.dtype)
+        value: Any = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
+        value = to_torch(value) if isinstance(value, jax.Array) else value
+        known, spare = leaf.scalars.get(field.name), leaf.spare.pop(field.name, None)
+        new: torch.Tensor = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
+        given: Any = value if fresh is None and is_like(value, new) and taken.get(value.data_ptr(), leaf) is leaf else None
+        if given is not None and known is not None and _place(given) == _place(known):
+            new = known
+        elif given is not None and not may_move(leaf, field.name, given) and not given.data_ptr() % given.itemsize:
+            new = given
+        else:
+            new.copy_(torch.as_tensor(value).detach().reshape(()))
+            if given is not None:
+                given.data = new
+        found[field.name] = new
+        if field.name not in hidden:
+            shown.add(field.name, new.detach(), given)
+    return found, shown
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return tensor.data_ptr(), tensor.dtype, tensor.device
+
+
+def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+    """Return a mask of elements in the order of the parameter's buffer."""
+    return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
+
+
+def param_array(leaf: Leaf) -> Any:
+    """The parameter's buffer as jax has it, or a copy."""
+    if leaf.memory is not None and leaf.slot is None:
+        return jax_buffers.readable(leaf.memory)
+    return adoption.own(leaf.local, like=leaf.local).array
