@@ -13,11 +13,11 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
 
 test: $(VENV)/.installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # What takes too long for every change: each operator of torch's database with each kind of samples, some minutes on 2 cores.
@@ -44,7 +44,7 @@ test-bench: $(VENV)/.installed
 
 # The table of all transformations and that of bad inputs, from running them.
 docs: $(VENV)/.installed
-	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/test_zoo.py tests/repository/test_errors.py tests/bridge/_tracing/ops/test_op_db.py::test_the_page_has_each_operator
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/torch_api/test_zoo.py tests/repository/test_errors.py tests/bridge/_tracing/ops/test_op_db.py::test_the_page_has_each_operator
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed
@@ -60,7 +60,7 @@ test-wheel: $(VENV)/.installed
 	$(PYTHON) -m venv .venv-wheel && .venv-wheel/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c requirements/constraints.txt
 	cd dist && ../.venv-wheel/bin/python -c "import bridge, torch_api; print(torch_api.__file__)"
 	mkdir -p dist/run && cp -r tests pyproject.toml dist/run/ && cd dist/run && ../../.venv-wheel/bin/python -m pip install -q pytest -c ../../requirements/constraints.txt \
-		&& ../../.venv-wheel/bin/python -m pytest -q tests/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/test_checkpoint.py
+		&& ../../.venv-wheel/bin/python -m pytest -q tests/torch_api/test_optimizer.py tests/bridge/_memory/test_adoption.py tests/torch_api/test_state_dict.py
 
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from ._compat.jax import client_started
 from ._compat.torch import DYNAMO, disable_dynamo
-from ._xla.multi_output_fusion import request
 
 X64: Any = jax.enable_x64  # without a call of ours, for a warm step
 
@@ -138,7 +137,6 @@ def was_forked() -> bool:
     return _forked
 
 
-request()
 os.register_at_fork(after_in_child=_after_fork)
 
 

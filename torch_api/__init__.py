@@ -2,8 +2,14 @@
 
 from bridge._warnings import CompilationWarning
 
-from .cache import CacheInfo
-from .masked import (
+from ._step.recompile_reasons import CacheInfo
+from ._train.step import JaxTrainStep
+from .optax_optimizers import MaskedAdaBelief, MaskedLamb, MaskedLars, MaskedLion, MaskedScheduleFreeAdamW, MaskedYogi
+from .optax_state import load_optax_state, to_optax_state
+from .optimizer import OptaxOptimizer
+from .partitioned import MultiOptimizer, PartitionedOptimizer
+from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
+from .torch_optimizers import (
     MaskedAdadelta,
     MaskedAdafactor,
     MaskedAdagrad,
@@ -18,12 +24,6 @@ from .masked import (
     MaskedRprop,
     MaskedSGD,
 )
-from .masked_optax import MaskedAdaBelief, MaskedLamb, MaskedLars, MaskedLion, MaskedScheduleFreeAdamW, MaskedYogi
-from .optax_state import load_optax_state, to_optax_state
-from .optimizer import OptaxOptimizer
-from .partitioned import MultiOptimizer, PartitionedOptimizer
-from .presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
-from .train_step import JaxTrainStep
 
 __all__ = [
     "CacheInfo",

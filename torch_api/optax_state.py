@@ -21,7 +21,7 @@ from bridge._names import near, path_name
 from bridge._process import default_promotion, x64
 
 from .optimizer import OptaxOptimizer
-from .running import Param, expected, nested, parameters, scalar_device, transformation
+from .transformation_of import Param, expected, nested, parameters, scalar_device, transformation
 
 # torch's fields by the names that optax gives to the same numbers. Some have no such name: torch's amsgrad keeps the maximum
 # before the bias correction, optax's after it; torch's Rprop keeps the last gradient, optax.rprop the last update.

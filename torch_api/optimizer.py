@@ -27,7 +27,8 @@ from bridge._runtime import execute
 from bridge._runtime.transaction import Transaction
 from bridge._warnings import stack_level
 
-from . import checkpoint, listeners, options, report, scaling
+from . import options, report
+from . import state_dict as checkpoint
 from ._params import buckets, param_groups
 from ._params.hyperparam_table import Rows
 from ._params.record import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
@@ -37,15 +38,17 @@ from ._params.swap import Exchange
 from ._rules import betas, validators
 from ._rules.from_optax import as_rule, gives_lr, last_factor, multiplies
 from ._rules.optimizer_spec import Rule
-from .arguments import Arguments, Closure
-from .cache import Cache, CacheInfo, few_names
-from .grouped import GroupedOptimizer, devices_of
-from .held import Asks
-from .launch import Launch, restore
-from .launches import Launches
+from ._step import grad_scaler, hooks
+from ._step.bound_executable import Launch, restore
+from ._step.closure import Closure
+from ._step.extra_args import Arguments
+from ._step.grad_scaler import Scaling
+from ._step.guards import Sight
+from ._step.launch_cache import Launches
+from ._step.recompile_reasons import Cache, CacheInfo, few_names
+from ._step.state_watch import Asks
+from .optimizer_base import GroupedOptimizer, devices_of
 from .options import Changeable, Options
-from .scaling import Scaling
-from .sight import Sight
 
 _ALL = "all"  # the key of the only rule
 _FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
@@ -333,7 +336,7 @@ class OptaxOptimizer(GroupedOptimizer):
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """torch's, of a step: hooks and a mark for profilers around it, which take as long as a small update, only where somebody hears."""
-        heard, found = torch.optim.Optimizer.profile_hook_step(func), listeners.FOUND
+        heard, found = torch.optim.Optimizer.profile_hook_step(func), hooks.FOUND
 
         @not_traced
         @functools.wraps(func)
@@ -411,7 +414,7 @@ class OptaxOptimizer(GroupedOptimizer):
         hyperparams = self._hyperparams()
         scaled = "found_inf" in given or given.get("grad_scale") is not None  # GradScaler sets and deletes them
         if scaled:
-            scaling.check(grad_scale=given.get("grad_scale"), found_inf=given.get("found_inf"))
+            grad_scaler.check(grad_scale=given.get("grad_scale"), found_inf=given.get("found_inf"))
         checked = scaled and looked
         on_device = self._launches.known.get((live, extra, scaled, checked))
         self._cache.hits += on_device is not None
@@ -619,7 +622,7 @@ class OptaxOptimizer(GroupedOptimizer):
         return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded state and groups, which `checkpoint.prepare` has checked, or all of a copied or unpickled optimizer."""
+        """Take a loaded state and groups, which `state_dict.prepare` has checked, or all of a copied or unpickled optimizer."""
         decided = state.pop("_decided", None)
         with self._all_or_nothing() if decided is None else nullcontext():
             self._set_state(state, decided)

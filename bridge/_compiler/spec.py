@@ -53,7 +53,6 @@ class Kept(NamedTuple):
 
 
 NOTHING = Kept()
-
 Signature = tuple[tuple[int, ...], str]  # of an array: shape and dtype
 GRADIENTS = object()  # stands for the tree of gradients among the extra arguments
 

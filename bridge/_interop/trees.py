@@ -16,6 +16,52 @@ from . import dlpack
 from .containers import holds
 
 
+def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str, Any]:
+    """The module's parameters as a nested dict of `jax.Array`s over the same memory (no copy).
+
+    `copy` is that of `to_jax`: False: an error for a parameter that jax cannot see as it lies, such as one from a file that begins at no
+    multiple of 64 bytes. None: a copy of that parameter. True: a copy of all.
+
+    A tied parameter appears once, under its first name, as in `module.named_parameters()`; `tied_names` says which.
+    Import afresh after every torch write: jax may have cached what it read before.
+
+    Raises:
+      ValueError: a parameter cannot be seen by jax without a copy, and copy is False; the text names it.
+    """
+    return nest(dlpack.to_jax({name: p.detach() for name, p in module.named_parameters()}, copy=copy).items())
+
+
+def module_buffers(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's buffers as `module_tree` has the parameters, those left out of `state_dict` too.
+
+    No copy, but of a buffer that jax cannot see as it lies (expanded, or a part of another). Import afresh after a torch write.
+    """
+    return nest(dlpack.to_jax({name: b.detach() for name, b in module.named_buffers()}, copy=None).items())
+
+
+def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
+    """Write a nested dict of arrays, as `module_function` gives it, into the module's buffers: in place, converted to their dtype.
+
+    All is checked before anything is written.
+
+    Raises:
+      TypeError: buffers is no dict.
+      ValueError: a name that the module has not, one that is missing, or another shape.
+    """
+    new, own = unnest(mapping(buffers, "write_buffers: buffers", "module_buffers")), dict(module.named_buffers())
+    if new.keys() != own.keys():
+        wrong = sorted(new.keys() ^ own.keys())
+        raise ValueError(
+            f"write_buffers: {wrong[0]!r} is {'missing' if wrong[0] in own else 'no buffer of the module'} ({len(wrong)} such)."
+        )
+    for name, buffer in own.items():
+        if tuple(new[name].shape) != tuple(buffer.shape):
+            raise ValueError(f"write_buffers: {name!r} has shape {tuple(new[name].shape)}; expected {tuple(buffer.shape)}.")
+    with torch.no_grad():
+        for name, buffer in own.items():
+            buffer.copy_(dlpack.to_torch(new[name].block_until_ready(), copy=None))
+
+
 def to_jax(tree: Any, copy: bool | None = False) -> Any:
     """View torch tensors as jax arrays, on the same device and over the same memory.
 
@@ -109,49 +155,3 @@ def _opened(what: str, tree: Any, kind: type) -> Any:
         return x
 
     return jax.tree_util.tree_map_with_path(opened, tree)
-
-
-def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str, Any]:
-    """The module's parameters as a nested dict of `jax.Array`s over the same memory (no copy).
-
-    `copy` is that of `to_jax`: False: an error for a parameter that jax cannot see as it lies, such as one from a file that begins at no
-    multiple of 64 bytes. None: a copy of that parameter. True: a copy of all.
-
-    A tied parameter appears once, under its first name, as in `module.named_parameters()`; `tied_names` says which.
-    Import afresh after every torch write: jax may have cached what it read before.
-
-    Raises:
-      ValueError: a parameter cannot be seen by jax without a copy, and copy is False; the text names it.
-    """
-    return nest(dlpack.to_jax({name: p.detach() for name, p in module.named_parameters()}, copy=copy).items())
-
-
-def module_buffers(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's buffers as `module_tree` has the parameters, those left out of `state_dict` too.
-
-    No copy, but of a buffer that jax cannot see as it lies (expanded, or a part of another). Import afresh after a torch write.
-    """
-    return nest(dlpack.to_jax({name: b.detach() for name, b in module.named_buffers()}, copy=None).items())
-
-
-def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
-    """Write a nested dict of arrays, as `module_function` gives it, into the module's buffers: in place, converted to their dtype.
-
-    All is checked before anything is written.
-
-    Raises:
-      TypeError: buffers is no dict.
-      ValueError: a name that the module has not, one that is missing, or another shape.
-    """
-    new, own = unnest(mapping(buffers, "write_buffers: buffers", "module_buffers")), dict(module.named_buffers())
-    if new.keys() != own.keys():
-        wrong = sorted(new.keys() ^ own.keys())
-        raise ValueError(
-            f"write_buffers: {wrong[0]!r} is {'missing' if wrong[0] in own else 'no buffer of the module'} ({len(wrong)} such)."
-        )
-    for name, buffer in own.items():
-        if tuple(new[name].shape) != tuple(buffer.shape):
-            raise ValueError(f"write_buffers: {name!r} has shape {tuple(new[name].shape)}; expected {tuple(buffer.shape)}.")
-    with torch.no_grad():
-        for name, buffer in own.items():
-            buffer.copy_(dlpack.to_torch(new[name].block_until_ready(), copy=None))

@@ -1,9 +1,4 @@
-"""One program of many equal parts as a few: what is alike is compiled once, for some of them at a time, and called for all.
-
-XLA compiles each loop over a leaf anew, however many are the same: of a thousand leaves that one transformation must see together
-it took half a minute. Here whoever writes the program calls such a part by `part`. The traced program is then cut where it calls them:
-first those that need nothing but its arguments (sums over leaves), then all that is no part, then those that give its results.
-"""
+"""Executables of many equal calls: what is alike is compiled once."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ OUT_OF_REACH = {
         "bridge/_flax_optim/optimizer.py",
         "ReplicatedOptimizer: the gradients do not vary over {}.",
     ): "needs several devices: tests/bridge/_flax_optim/test_optimizer.py",
-    ("torch_api/_params/record.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/test_distributed.py",
+    ("torch_api/_params/record.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/torch_api/test_distributed.py",
     (
         "torch_api/_params/hyperparam_table.py",
         "{}: {}, but this transformation does not treat",
-    ): "needs several processes: tests/test_distributed.py",
-    ("torch_api/running.py", "{}: {}, and a process holds a part"): "needs a process group: tests/test_optax_state.py",
+    ): "needs several processes: tests/torch_api/test_distributed.py",
+    ("torch_api/transformation_of.py", "{}: {}, and a process holds a part"): "needs a process group: tests/torch_api/test_optax_state.py",
     ("bridge/_interop/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",
     (
         "torch_api/_params/record.py",

@@ -14,6 +14,15 @@ PACKAGES = ("bridge", "torch_api")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
+def test_imports_point_downwards():
+    """The contracts of `[tool.importlinter]` in pyproject.toml."""
+    pytest.importorskip("importlinter")
+    code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # Names that others do not promise. `bridge/_compat` alone has them, so that a release which moves one breaks one file.
 PRIVATE = re.compile(r"\b_src\b|\b(from|import) jaxlib\b|\bjaxlib\.\w|\bxla_client\b|\btorch\._C\b|\b__code__\b")
 FOREIGN = ("torch", "jax", "jaxlib", "optax")

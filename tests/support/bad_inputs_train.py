@@ -11,8 +11,8 @@ import torch
 from bad_inputs import Bad, without_memory
 from torch.nn import functional as F
 
-from torch_api import JaxTrainStep, MaskedAdamW, train_parts
-from torch_api import watch as train_parts_watch
+from torch_api import JaxTrainStep, MaskedAdamW
+from torch_api._train import arguments, module_guard
 
 X, Y = torch.randn(5, 4), torch.randn(5, 2)
 
@@ -108,8 +108,8 @@ def with_nan(train_step):
 def sharded(net):
     optimizer = adamw(net)
     optimizer._active[0].layout = SimpleNamespace()
-    watch = train_parts_watch.Watch(net)
-    train_parts.check_fit(watch, optimizer)
+    watch = module_guard.Watch(net)
+    arguments.check_fit(watch, optimizer)
 
 
 def donated():

@@ -15,7 +15,7 @@ from bridge import _process
 from bridge._runtime import cache, executable, streaming_stats
 from bridge._train import train_program
 from bridge._xla import multi_output_fusion
-from torch_api import launches
+from torch_api._step import launch_cache
 
 CORES = 2
 _ON_ONE_CORE = (1 << 17) * CORES // (CORES - 1)
@@ -48,7 +48,7 @@ def fixed_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (_process, executable):
             patch.setattr(module, "CORES", CORES)
-        for module in (executable, launches):
+        for module in (executable, launch_cache):
             patch.setattr(module, "ON_ONE_CORE", _ON_ONE_CORE)
         patch.setattr(executable, "_OPERATIONS", 40 * _ON_ONE_CORE)
         patch.setattr(cache, "_programs", WeakValueDictionary())

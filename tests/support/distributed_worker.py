@@ -1,4 +1,4 @@
-"""What each process of tests/test_distributed.py runs: checks on two gloo processes, in families; one start serves all."""
+"""What each process of tests/torch_api/test_distributed.py runs: checks on two gloo processes, in families; one start serves all."""
 
 import copy
 import datetime

@@ -9,8 +9,8 @@ import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
 from bridge._memory import address_space
-from torch_api import launches
 from torch_api._params import buckets
+from torch_api._step import launch_cache
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
 SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
@@ -138,6 +138,6 @@ def take_few_for_many(monkeypatch, fewest):
         (buckets, "FEWEST_ADDRESSED", fewest),
         (buckets, "FEWEST_LONG", fewest),
         (buckets, "GATHERED_PACK", 1),
-        (launches, "ON_ONE_CORE", 0),
+        (launch_cache, "ON_ONE_CORE", 0),
     ):
         monkeypatch.setattr(module, name, value)

@@ -16,7 +16,7 @@ from oracles import clones, project_frames, random_grads, random_params, set_gra
 import bridge
 import torch_api
 from bridge._runtime import cache, executable
-from bridge._xla import compile as pieces
+from bridge._xla import compile as programs_compile
 from bridge._xla import compile_options, multi_output_fusion, probes
 
 ROOT = Path(__file__).parents[3]
@@ -319,7 +319,7 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
-    order, piece, count, one = dict(compile_options._first_known(compile_options._ORDERS)), pieces.Piece, 18, 4 * 60_000
+    order, piece, count, one = dict(compile_options._first_known(compile_options._ORDERS)), programs_compile.Piece, 18, 4 * 60_000
 
     def compiled(optimizer_class, count, **arguments):
         """Whether all is asked for in the order of least memory, and the bytes that XLA stores in between."""

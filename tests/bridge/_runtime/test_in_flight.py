@@ -18,7 +18,7 @@ from bridge._memory import adoption, allocation
 from bridge._runtime import cache, in_flight
 from bridge._xla import streams
 from bridge._xla.compile import Piece
-from torch_api import launches
+from torch_api._step import launch_cache
 
 
 def stepped(optimizer, params, count=1):
@@ -286,7 +286,7 @@ def test_state_is_begun_while_programs_are_made_as_far_as_that_leaves_room_for_c
 
         return call
 
-    monkeypatch.setattr(launches, "_COMPILING", held_back)
+    monkeypatch.setattr(launch_cache, "_COMPILING", held_back)
     monkeypatch.setattr(
         allocation, "filled", noted(lambda kinds, _: sorted((shape[0] // 200 for shape, *_ in kinds[::2]), reverse=True), allocation.filled)
     )

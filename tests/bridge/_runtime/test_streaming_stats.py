@@ -13,7 +13,7 @@ from bridge._compiler import plan
 from bridge._memory import address_space
 from bridge._process import x64
 from bridge._runtime import streaming_stats
-from bridge._xla import compile as pieces
+from bridge._xla import compile as reading_compile
 from bridge._xla import streams
 
 pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="for Linux on x86-64")
@@ -167,7 +167,7 @@ def test_each_set_of_gradients_is_read_by_the_same_programs(monkeypatch):
     params = parameters()
     optimizer = ours(params)
     train(params, 2, optimizer.step)
-    monkeypatch.setattr(pieces.Piece, "__init__", lambda *_: pytest.fail("another program"))
+    monkeypatch.setattr(reading_compile.Piece, "__init__", lambda *_: pytest.fail("another program"))
     assert {streaming_stats.piece("float32", True, False, CPU)} == {kind.piece for kind in launches(optimizer)[0].reader._kinds}
     monkeypatch.undo()
     for live in ({0, 1, 2}, {1, 3}, {2, 4, 5}):

@@ -17,8 +17,8 @@ from bridge._compat import jax as compat
 from bridge._ir.queries import properties_of
 from bridge._runtime import cache, executable
 from bridge._xla import compile_options, inline_execution, probes
-from torch_api import launches as launch_sets
 from torch_api._params import bucket_state
+from torch_api._step import launch_cache
 
 CPU = jax.devices("cpu")[0]
 
@@ -308,7 +308,7 @@ def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypat
     monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1)
     counts = []
     for few in (executable.ON_ONE_CORE, 0):  # the latter is the broken sibling
-        monkeypatch.setattr(launch_sets, "ON_ONE_CORE", few)
+        monkeypatch.setattr(launch_cache, "ON_ONE_CORE", few)
         counts.append(len(launches(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(128, 72)] * 8 + [(128,)] * 8)[0])))
     assert counts == [1, 2]
 

@@ -17,8 +17,8 @@ from bridge import _process
 from bridge._compiler import chunking, plan
 from bridge._memory import address_space, call_arguments
 from bridge._runtime import cache, streaming_stats
-from torch_api import launch
 from torch_api._params import buckets
+from torch_api._step import bound_executable
 
 PRIME = 16411
 SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
@@ -166,7 +166,7 @@ def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
     if broken and ahead:
         monkeypatch.setattr(plan.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:
-        monkeypatch.setattr(launch, "PaddedOperands", FullOfOthers)
+        monkeypatch.setattr(bound_executable, "PaddedOperands", FullOfOthers)
     params = parameters([(PRIME,)])
     start, others = clones(params), clones(params)
     ours, theirs = torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=1.0), torch.optim.SGD(others, lr=0.1)

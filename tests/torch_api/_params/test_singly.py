@@ -13,8 +13,8 @@ import torch_api
 from bridge._compiler import update
 from bridge._compiler.passes import per_kind
 from bridge._runtime import cache
-from torch_api import launch
 from torch_api._params import bucket_state, buckets
+from torch_api._step import bound_executable
 
 SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
 MAKE = {
@@ -183,7 +183,7 @@ def test_a_train_step_updates_them():
 
 def test_a_gradient_in_the_wrong_row_is_seen(monkeypatch):
     """The control: this is what the comparison above is there for."""
-    monkeypatch.setattr(launch.Block, "singly", property(lambda self: [(p, None) for p in self.positions[::-1]]))
+    monkeypatch.setattr(bound_executable.Block, "singly", property(lambda self: [(p, None) for p in self.positions[::-1]]))
     with pytest.raises(AssertionError):
         compared(MAKE["AdamW"], parameters())
 

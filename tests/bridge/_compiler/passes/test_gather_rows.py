@@ -23,8 +23,8 @@ from bridge._compiler.passes import gather_rows
 from bridge._memory import address_space
 from bridge._runtime import cache
 from bridge._xla import probes
-from torch_api import launch
 from torch_api._params import bucket_state, buckets
+from torch_api._step import bound_executable
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
 AT_ONCE = 17  # the others are gathered, and by itself
@@ -99,7 +99,7 @@ def test_the_bytes_are_those_of_one_update():
 def test_gathers_that_are_shared_are_stored_and_the_bucket_is_dissolved(monkeypatch):
     """The broken sibling of places that XLA cannot see to be the same."""
     monkeypatch.setattr(gather_rows, "READS", 2)
-    monkeypatch.setattr("torch_api.launch.READS", 2)
+    monkeypatch.setattr("torch_api._step.bound_executable.READS", 2)
     ours = parameters(shapes=[(130, 256)] * 9)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = adamw(ours)
@@ -364,8 +364,8 @@ def test_gradients_may_be_written_as_soon_as_the_step_returns():
 def test_a_norm_is_read_from_where_they_lie_too(broken, monkeypatch):
     """The broken sibling reads one gradient of each pack."""
     if broken:
-        far = launch.Launch.far.fget
-        monkeypatch.setattr(launch.Launch, "far", property(lambda self: far(self)[:1]))
+        far = bound_executable.Launch.far.fget
+        monkeypatch.setattr(bound_executable.Launch, "far", property(lambda self: far(self)[:1]))
     shapes = [(160, 256)] * 32 + [(99, 101)]
     ours = parameters(shapes=shapes)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]

@@ -104,9 +104,8 @@ PAGE = Path(__file__).parents[4] / "docs" / "operators.md"
 HEAD = f"""# Operators of traced torch code
 
 Written by `make docs` from `tests/support/operator_table.py` and torch's own database of operators;
-`tests/bridge/_tracing/ops/test_op_db.py` runs
-each and asserts what stands here: values, shapes, dtypes and gradients of a program of `jax.jit` beside eager torch
-{torch.__version__.partition("+")[0]}.
+`tests/bridge/_tracing/ops/test_op_db.py` runs each and asserts what stands here: values, shapes, dtypes and gradients of a program of
+`jax.jit` beside eager torch {torch.__version__.partition("+")[0]}.
 
 `forward` and `gradient` list the dtypes of the database's samples ({", ".join(DTYPES)}) in which
 both agree; "-" where there is none. The last column says what is refused, what differs, and why. A refused operator is an

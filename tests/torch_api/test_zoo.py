@@ -17,7 +17,7 @@ from oracles import CLOSE
 import bridge
 import torch_api
 
-TABLE = Path(__file__).parents[1] / "docs" / "optimizers.md"
+TABLE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 NAMES = sorted(zoo.ENTRIES)
 WITH_FACTORY = [name for name in NAMES if zoo.ENTRIES[name].factory is not None]
 pytestmark = [
@@ -149,8 +149,8 @@ def row(name):
 
 HEAD = f"""# Every transformation of optax {optax.__version__}
 
-Written by `make docs`, which runs each for {zoo.STEPS} steps on torch parameters and in pure JAX; `tests/test_zoo.py` asserts that they
-agree to 1e-6, that a resumed run equals the uninterrupted one bit for bit, and that this table is what it finds.
+Written by `make docs`, which runs each for {zoo.STEPS} steps on torch parameters and in pure JAX; `tests/torch_api/test_zoo.py` asserts
+that they agree to 1e-6, that a resumed run equals the uninterrupted one bit for bit, and that this table is what it finds.
 
 *Seen*: what the transformation is put before. **alone, flat**: each parameter by itself, as one flat array, with step counts of its
 own; **alone**: each by itself in its own shape; **together**: all parameters at once, one state for what is not a parameter's. It is
@@ -161,7 +161,7 @@ change at any step without compiling. *Further*: what `step` must be given.
 | --- | --- | --- | --- | --- |
 """
 TAIL = """
-Line searches call the loss, so `step` needs a closure (`tests/test_closure.py`): {closures}.
+Line searches call the loss, so `step` needs a closure (`tests/torch_api/_step/test_closure.py`): {closures}.
 
 Refused:
 

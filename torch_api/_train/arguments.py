@@ -20,13 +20,13 @@ from bridge._memory import adoption, jax_buffers
 from bridge._memory.call_arguments import Views
 from bridge._tracing.op_registry import autocasts
 from bridge._train import train_program
+from torch_api._params.record import Leaf
+from torch_api._params.sharding import layout_of
+from torch_api._step.bound_executable import Block
+from torch_api.optimizer import OptaxOptimizer
 
-from ._params.record import Leaf
-from ._params.sharding import layout_of
 from .batch import OWNER
-from .launch import Block
-from .optimizer import OptaxOptimizer
-from .watch import Watch
+from .module_guard import Watch
 
 
 class Parts:

@@ -22,7 +22,7 @@ from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.optimizer_spec import Rule
-from .held import Keeper
+from ._step.state_watch import Keeper
 
 _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
 

@@ -11,7 +11,7 @@ import bridge
 import torch_api
 from bridge._compat import torch as sight_torch
 from bridge._compat.torch import no_guard
-from torch_api import sight
+from torch_api._step import guards
 
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
 WAYS = {"guards": sight_torch.guard, "leaf by leaf": no_guard}
@@ -20,7 +20,7 @@ WAYS = {"guards": sight_torch.guard, "leaf by leaf": no_guard}
 @pytest.fixture(autouse=True, params=WAYS)
 def way(request, monkeypatch):
     """Both ways that `Sight` may have chosen."""
-    monkeypatch.setattr(sight, "guard", WAYS[request.param])
+    monkeypatch.setattr(guards, "guard", WAYS[request.param])
     return request.param
 
 

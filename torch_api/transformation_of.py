@@ -21,9 +21,10 @@ from .optimizer import OptaxOptimizer
 
 FROZEN = "frozen"  # the label of what is not trained
 _RULES: dict[str, Rule] = {
-    "Adam": torch_rules.ADAM, "AdamW": torch_rules.ADAM, "SGD": torch_rules.SGD, "RMSprop": torch_rules.RMSPROP, "Adagrad": torch_rules.ADAGRAD,
-    "Adadelta": torch_rules.ADADELTA, "Adamax": torch_rules.ADAMAX, "NAdam": torch_rules.NADAM, "RAdam": torch_rules.RADAM, "Rprop": torch_rules.RPROP,
-    "ASGD": torch_rules.ASGD, "Muon": torch_rules.MUON, "Adafactor": torch_rules.ADAFACTOR,
+    "Adam": torch_rules.ADAM, "AdamW": torch_rules.ADAM, "SGD": torch_rules.SGD, "RMSprop": torch_rules.RMSPROP,
+    "Adagrad": torch_rules.ADAGRAD, "Adadelta": torch_rules.ADADELTA, "Adamax": torch_rules.ADAMAX, "NAdam": torch_rules.NADAM,
+    "RAdam": torch_rules.RADAM, "Rprop": torch_rules.RPROP, "ASGD": torch_rules.ASGD, "Muon": torch_rules.MUON,
+    "Adafactor": torch_rules.ADAFACTOR,
 }  # fmt: skip
 
 

@@ -17,11 +17,10 @@ from bridge._memory.address_space import AllPlaces, Places
 from bridge._memory.call_arguments import Borrowed, Operands, PaddedOperands, operands
 from bridge._memory.scalar_vectors import Cells
 from bridge._runtime import executable, in_flight, launch
-
-from ._params.bucket_state import Pack
-from ._params.record import Leaf, Mirrors
-from ._params.record_state import mask_buffer
-from ._params.state import Shared
+from torch_api._params.bucket_state import Pack
+from torch_api._params.record import Leaf, Mirrors
+from torch_api._params.record_state import mask_buffer
+from torch_api._params.state import Shared
 
 
 class Block:

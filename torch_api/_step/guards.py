@@ -11,8 +11,7 @@ import torch
 
 from bridge._compat.torch import guard
 from bridge._interop.tensor_storage import offset_of, storage_of
-
-from ._params.record import Leaf
+from torch_api._params.record import Leaf
 
 _address, _grad = torch.Tensor.data_ptr, attrgetter("grad")
 

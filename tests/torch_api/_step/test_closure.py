@@ -10,7 +10,7 @@ from oracles import jitted
 
 import torch_api
 from bridge._process import x64
-from torch_api import arguments
+from torch_api._step import closure as arguments
 
 MATRIX = np.diag(np.linspace(1.0, 20.0, 6)) + 0.3
 

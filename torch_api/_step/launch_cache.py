@@ -28,13 +28,13 @@ from bridge._runtime.streaming_stats import Reader
 from bridge._runtime.transaction import Transaction
 from bridge._xla import streams
 from bridge._xla.compile import meanwhile
+from torch_api._params.buckets import is_large_row, is_sparse
+from torch_api._params.record import Leaf, check_devices
+from torch_api._params.record_state import check_saved, has_state, state_signature
+from torch_api._params.state import States
 
-from ._params.buckets import is_large_row, is_sparse
-from ._params.record import Leaf, check_devices
-from ._params.record_state import check_saved, has_state, state_signature
-from ._params.state import States
-from .cache import Cache, Situation
-from .launch import Block, Launch, restore
+from .bound_executable import Block, Launch, restore
+from .recompile_reasons import Cache, Situation
 
 _name = attrgetter("name")
 # Sets of live leaves whose launches are at hand; those of an older one are put together again from their programs.

@@ -11,7 +11,7 @@ import torch
 from oracles import random_grads, same, set_grads
 
 import torch_api
-from torch_api import held
+from torch_api._step import state_watch
 
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
 
@@ -32,8 +32,8 @@ def trained(opt, params, steps):
 def looks(monkeypatch):
     """Counts the steps that look at state tensors from now on."""
     count = []
-    looks = held.Keeper._as_left
-    monkeypatch.setattr(held.Keeper, "_as_left", lambda self: (count.append(1), looks(self))[1])
+    looks = state_watch.Keeper._as_left
+    monkeypatch.setattr(state_watch.Keeper, "_as_left", lambda self: (count.append(1), looks(self))[1])
     return count
 
 

@@ -26,16 +26,16 @@ from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
 from bridge._runtime.transaction import Transaction
 from bridge._train import call, loss_jaxpr, train_program
 from bridge._warnings import CompilationWarning, stack_level
+from torch_api._params.record import Leaf
+from torch_api._step.bound_executable import Block, Launch
+from torch_api._step.extra_args import Arguments, are_wide
+from torch_api._step.recompile_reasons import CacheInfo
+from torch_api.optimizer import OptaxOptimizer
 
-from ._params.record import Leaf
-from .arguments import Arguments, are_wide
+from .arguments import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast, refuse_keywords
 from .batch import OWNER, Batch
-from .cache import CacheInfo
-from .launch import Block, Launch
-from .optimizer import OptaxOptimizer
-from .traced_loss import traced_loss
-from .train_parts import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast, refuse_keywords
-from .watch import Watch
+from .loss import traced_loss
+from .module_guard import Watch
 
 _is_deleted = methodcaller("is_deleted")
 _NO_SEED = np.int64(0)

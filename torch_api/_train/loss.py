@@ -22,7 +22,7 @@ from bridge._warnings import stack_level
 
 from .batch import OWNER, Batch
 from .draws import Draws
-from .watch import Watch
+from .module_guard import Watch
 
 
 class TracedLoss:

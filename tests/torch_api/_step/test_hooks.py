@@ -9,7 +9,8 @@ from oracles import random_grads, random_params, set_grads
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bridge._compat.torch import heard
-from torch_api import MaskedAdamW, listeners
+from torch_api import MaskedAdamW
+from torch_api._step import hooks
 
 MARK = "Optimizer.step#{}.step"
 
@@ -39,7 +40,7 @@ def through_torchs_wrapper(call):
 
 
 def test_nobody_hears_a_step_and_it_takes_the_short_way():
-    assert not listeners.FOUND.noted(), "torch has not the names that tell"
+    assert not hooks.FOUND.noted(), "torch has not the names that tell"
     assert not through_torchs_wrapper(optimizer().step)
 
 
@@ -112,9 +113,9 @@ def test_the_older_profiler_is_heard():
 def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch, missing):
     monkeypatch.delattr(torch.autograd, missing, raising=False)
     monkeypatch.delitem(torch.optim.Optimizer.__annotations__, missing, raising=False)
-    found = listeners.Listeners(*heard())
+    found = hooks.Listeners(*heard())
     assert found.noted()
-    monkeypatch.setattr(listeners, "FOUND", found)
+    monkeypatch.setattr(hooks, "FOUND", found)
 
     class Other(MaskedAdamW):
         def step(self, closure=None):

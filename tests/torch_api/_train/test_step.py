@@ -294,7 +294,7 @@ def test_changes_between_calls_are_followed():
 
 
 def test_the_example_of_the_docs_runs():
-    text = (Path(__file__).parents[1] / "docs" / "train_step.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "train_step.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(compile(block, "docs/train_step.md", "exec"), {})
 

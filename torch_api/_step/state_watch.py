@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._params.record import Leaf
+from torch_api._params.record import Leaf
 
 _address = torch.Tensor.data_ptr
 _views, _seen = attrgetter("views"), attrgetter("seen")
