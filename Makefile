@@ -1,6 +1,8 @@
 # Every target makes the environment that it needs. PYTHON and VENV can be set on the command line.
 PYTHON ?= python3
 VENV ?= .venv
+# Of `make test`: a file or folder of tests instead of all.
+FILE ?=
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 CLIENTS := .venv-clients
@@ -14,11 +16,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 $(FILE)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
 
 # What takes too long for every change: each operator of torch's database with each kind of samples, some minutes on 2 cores.
 nightly: $(VENV)/.installed

@@ -1,6 +1,5 @@
 import gc
 import os
-from pathlib import Path
 
 # Before jax starts: tests run on the CPU unless they are told otherwise, and every implicit promotion is an error.
 os.environ.setdefault("JAX_PLATFORMS", "" if os.environ.get("MASKBRIDGE_TEST_GPU") else "cpu")
@@ -13,54 +12,6 @@ import jax
 import pytest
 import torch
 
-# Files that take half a minute and more, the longest first: a worker that came to one of them last would work alone.
-LONG = "repository/examples bridge/_tracing/ops/op_db bridge/_runtime/outline repository/benchmarks"
-LONG += " bridge/_compiler/passes/batch_rows torch_api/_params/buckets bridge/_compiler/passes/loop_order"
-LONG += " torch_api/precision torch_api/zoo torch_api/distributed bridge/_runtime/execute bridge/_tracing/ops/recurrent"
-LONG += " torch_api/_train/step"
-LONG += " torch_api/optim_db bridge/_compiler/passes/gather_rows contract/prepare_again contract/threads"
-LONG += " contract/damaged_checkpoints contract/tuple_hyperparams contract/views_keep_their_memory"
-LONG += " bridge/_compiler/joint_update bridge/_tracing/distributions bridge/_compiler/chunking"
-LONG += " contract/cost_baseline contract/groups_added_later contract/state_of_the_user torch_api/optax_optimizer"
-LONG += " bridge/_transforms/masking torch_api/optimizer"
-# What `make check` runs, three minutes with lint and types: a new file is left out until it is named here.
-QUICK = "bridge/_tracing/as_torch bridge/_tracing/autograd_function torch_api/bad_input bridge/_runtime/initial_state"
-QUICK += " bridge/process bridge/_compat/compat bridge/_interop/dlpack repository/docs torch_api/gpu"
-QUICK += " bridge/_tracing/known_values torch_api/_params/lr_scale bridge/_transforms/selectors bridge/_tracing/promotion"
-QUICK += " bridge/_runtime/openmp"
-QUICK += " torch_api/_params/bucket_state torch_api/presets repository/project torch_api/protocol torch_api/report"
-QUICK += " bridge/_tracing/ops/resize bridge/rules/elementwise torch_api/_step/guards bridge/_compiler/passes/per_kind"
-QUICK += " bridge/_memory/scalar_vectors bridge/_runtime/execute bridge/_memory/adoption bridge/_tracing/ops/margins"
-QUICK += " bridge/_tracing/op_registry"
-QUICK += " bridge/_tracing/ops/order bridge/_tracing/ops/scatter bridge/names bridge/_interop/trees"
-QUICK += " bridge/_interop/dtypes repository/contract_imports"
-CHECKED = set(QUICK.split())
-# Whose subject is what an update is given, keeps and leaves behind, or the program that XLA is given and how it fuses it: half of their
-# time was LLVM's, and elementwise updates move the same bytes (test_execute.py). Numbers are compared with those of others from the code
-# that users run in zoo, optim_db, optimizer, precision and more.
-HASTY = "torch_api/torch_optimizers torch_api/optax_optimizers bridge/_transforms/masking torch_api/_step/guards"
-HASTY += " bridge/_memory/scalar_vectors bridge/_tracing/materialize bridge/_tracing/ops/resize torch_api/report"
-HASTY += " torch_api/presets torch_api/protocol torch_api/_params/lr_scale"
-HASTY += " bridge/_compiler/separability bridge/_compiler/passes/gather_rows bridge/_memory/call_arguments"
-HASTY += " torch_api/_step/checked torch_api/state_dict torch_api/_step/closure bridge/doctor contract/edges"
-HASTY += " torch_api/_params/ema bridge/_runtime/in_flight torch_api/_step/state_watch bridge/_compiler/passes/batch_rows"
-HASTY += " torch_api/loop bridge/_compiler/passes/operand_limit"
-HASTY += " torch_api/optax_optimizer torch_api/optax_state torch_api/_params/buckets torch_api/_params/bucket_state"
-HASTY += " torch_api/_params/padded torch_api/partitioned bridge/_runtime/outline bridge/_runtime/streaming_stats"
-HASTY += " torch_api/_step/grad_scaler torch_api/schedulers torch_api/_params/singly bridge/_compiler/passes/reductions"
-HASTY += " bridge/_memory/adoption bridge/_compiler/chunking"
-# The same holds for those of contract/ but for these, which are about numbers, threads, costs and what the compiler keeps.
-REAL = {
-    f"test_{name}" for name in ["compilation_cache", "cost_baseline", "half_scalars", "odd_tensors", "random_keys", "signals", "threads"]
-}
-EASY = set(HASTY.split())
-
-
-def name_of(path):
-    """The path of a test file below this folder, without `test_` and the suffix."""
-    path = path.relative_to(Path(__file__).parent)
-    return (path.parent / path.stem.removeprefix("test_")).as_posix()
-
 
 def pytest_configure(config):
     config.option.loadscopereorder = False  # of xdist, which would begin with the files of most tests
@@ -70,11 +21,7 @@ def pytest_collection_modifyitems(config, items):
     if "nightly" not in config.option.markexpr:  # `-m "not slow"` too; `make nightly` asks for them
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    rank = {name: i for i, name in enumerate(LONG.split())}
-    for item in items:
-        if name_of(item.path) not in CHECKED:
-            item.add_marker("slow")
-    items.sort(key=lambda item: rank.get(name_of(item.path), len(rank)))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # a worker that came to a long file last would work alone
 
 
 def pytest_collection_finish():
@@ -110,9 +57,12 @@ def hasty_code(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def _hasty_updates(request):
-    """In the files named for it LLVM optimizes nothing of updates, and none of their programs serves another file."""
-    in_contract = request.path.parent.name == "contract" and name_of(request.path) not in REAL
-    if not in_contract and name_of(request.path) not in EASY:
+    """In files marked `unoptimized` LLVM optimizes nothing of updates, and none of their programs serves another file.
+
+    Half of their time was LLVM's. Their subject is what an update is given, keeps and leaves behind, or the program that XLA is given, and
+    not last bits, threads or bytes. Other files compare numbers of the code that users run.
+    """
+    if request.node.get_closest_marker("unoptimized") is None:
         yield
         return
     import hasty

@@ -15,6 +15,8 @@ from bridge._xla.multi_output_fusion import FUSION_FLAG
 from bridge.doctor import BOUNDS, diagnosed
 from bridge.environment import Facts, gather
 
+pytestmark = pytest.mark.unoptimized
+
 ROOT = Path(__file__).parents[2]
 VERSIONS = {
     "jax": "0.10.2",

@@ -12,6 +12,8 @@ from torch import nn
 import bridge
 from bridge._names import nest, unnest
 
+pytestmark = pytest.mark.quick
+
 
 class Tied(nn.Module):
     def __init__(self):

@@ -10,6 +10,8 @@ from oracles import random_grads, random_params, set_grads
 import torch_api
 from bridge._process import uncollected
 
+pytestmark = pytest.mark.quick
+
 
 def seen_while_traced(fails=()):
     """A transformation that must see all leaves, and what `gc.isenabled` says when its update is traced."""

@@ -16,6 +16,8 @@ from torch.nn.utils import rnn
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 class Encoding(collections.UserDict):
     """As a tokenizer's: values are attributes too."""

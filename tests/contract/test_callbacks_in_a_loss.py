@@ -8,6 +8,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 seen = []
 
 

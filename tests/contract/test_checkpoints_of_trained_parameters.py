@@ -7,6 +7,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 def two_layers():
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import torch
 
 import torch_api
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 
 
 def model_and_anchor():

@@ -9,6 +9,8 @@ import torch
 
 import torch_api
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 
 @pytest.fixture(autouse=True)
 def _promotion():

@@ -13,6 +13,8 @@ from torch import nn
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 GENERATOR = np.random.default_rng(0)
 PYTHONS = random.Random(0)
 LEGACY = np.random.RandomState(0)

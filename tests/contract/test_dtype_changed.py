@@ -8,6 +8,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 PAIRS = [
     (torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.float32),

@@ -15,6 +15,8 @@ from torch import nn
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 SECONDS = 0.4  # for which each kind of eager code runs beside traces
 
 

@@ -16,7 +16,7 @@ import torch
 import bridge
 import torch_api
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 def drawn(shapes):

@@ -9,6 +9,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 def make(cls, **options):
     torch.manual_seed(0)

@@ -7,6 +7,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 def swap_all(params):
     params[0].data, params[-1].data = params[-1].data, params[0].data

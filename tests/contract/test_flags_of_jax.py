@@ -13,6 +13,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 ROOT = Path(__file__).parents[2]
 
 GUARDED = """

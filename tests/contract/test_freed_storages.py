@@ -11,6 +11,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 def freed(tensor):
     tensor.untyped_storage().resize_(0)

@@ -12,6 +12,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 class Wrapper(torch.Tensor):
     """A tensor subclass without memory of its own, as quantization libraries have them."""

@@ -18,6 +18,8 @@ from torch import nn
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 2.0, -1.0]])
 
 

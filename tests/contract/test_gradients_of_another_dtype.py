@@ -8,7 +8,7 @@ import torch
 
 import torch_api
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")]
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 ALONE, PACKED, MIXED = [(3, 50)], [(4, 5)] * 6, [(300, 200), (7,), (7,), (7,), (7,), ()]
 WIDE = {"state_dtype": FLOAT32}

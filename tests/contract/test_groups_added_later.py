@@ -13,6 +13,8 @@ import torch
 
 import torch_api
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 
 def model():
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 STEPS = 3
 
 

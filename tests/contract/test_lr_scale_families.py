@@ -8,6 +8,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 BASE, SCALES = 0.1, (0.25, 0.5, 1.0)
 
 

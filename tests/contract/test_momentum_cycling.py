@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 GRADIENTS = (1.0, -0.2, 0.5, 2.0, -0.7, 0.1)
 
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import bridge
 
+pytestmark = pytest.mark.unoptimized
+
 NUMBERS = torch.tensor([[[5, -3, 7, 0, 2, -8], [1, 1, -2, 9, -9, 4], [3, 6, -7, 2, 8, 0], [-1, -5, 2, 2, 4, 9]]])
 CASES = {
     "max_pool2d": lambda x: F.max_pool2d(x, 2),

@@ -14,6 +14,8 @@ from torch import nn
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 X = torch.arange(12.0).reshape(3, 4).sin()
 
 

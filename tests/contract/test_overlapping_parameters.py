@@ -5,6 +5,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 BOTH = r"parameters '\w+' and '\w+' look into the same memory.*clone\(\)"
 ITSELF = r"parameter '\w+' overlaps itself in memory.*clone\(\)"
 Parameter = torch.nn.Parameter

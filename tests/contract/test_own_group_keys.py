@@ -10,6 +10,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():

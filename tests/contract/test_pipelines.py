@@ -10,7 +10,7 @@ import torch
 
 import torch_api
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.fixture(scope="module")

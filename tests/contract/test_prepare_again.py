@@ -13,6 +13,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 FOLDERS = tuple(os.path.dirname(package.__file__) + os.sep for package in (bridge, torch_api))
 SHAPES = [(5, 4)] * 4 + [(90, 90), (7,)]
 

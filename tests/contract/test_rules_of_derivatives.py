@@ -9,6 +9,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 dtypes = set()
 
 

@@ -12,6 +12,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 def model():
     torch.manual_seed(0)

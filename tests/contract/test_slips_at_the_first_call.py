@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 def unaligned():
     """A module whose weight begins at no multiple of 64 bytes, as from a file."""

@@ -11,6 +11,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPE, COUNT = (192, 192), 72
 SIZE = SHAPE[0] * SHAPE[1]
 

@@ -11,6 +11,8 @@ import torch
 
 import torch_api
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 
 def parameters(shapes):
     generator = torch.Generator().manual_seed(0)

@@ -13,6 +13,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = tuple(os.path.dirname(package.__file__) + os.sep for package in (bridge, torch_api))
 SHAPES = {"small": [(6, 6)] * 6, "large": [(70, 40), (5,), (90, 30)], "views": [(36,)] * 3}

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import bridge
 
+pytestmark = pytest.mark.unoptimized
+
 NAN, INF = float("nan"), float("inf")
 
 

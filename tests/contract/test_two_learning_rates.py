@@ -11,6 +11,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():

@@ -9,6 +9,8 @@ import torch
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 ALIGNMENT = 64
 SHAPE = (16, 8)
 

@@ -14,6 +14,8 @@ import torch
 
 import torch_api
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 COMMON = """
 import gc
 import jax

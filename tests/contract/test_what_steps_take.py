@@ -12,6 +12,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 MAKE = {
     "MaskedAdamW": lambda params: torch_api.MaskedAdamW(params, lr=0.1),
     "MaskedSGD": lambda params: torch_api.MaskedSGD(params, lr=0.1),

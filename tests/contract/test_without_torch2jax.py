@@ -12,6 +12,8 @@ import torch
 
 import bridge
 
+pytestmark = pytest.mark.unoptimized
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys

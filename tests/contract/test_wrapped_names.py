@@ -9,6 +9,8 @@ import torch
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 PREFIXES = ("", "_orig_mod.", "module.", "_orig_mod.module.", "module._orig_mod.", "module.module.", "_fsdp_wrapped_module.")
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 FILES = sorted(FOLDER.glob("*.py"))

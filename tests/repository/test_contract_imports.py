@@ -17,6 +17,8 @@ import bridge.matrix_rules
 import bridge.rules
 import torch_api
 
+pytestmark = pytest.mark.quick
+
 TESTS = Path(__file__).parents[1]
 CONTRACT = sorted((TESTS / "contract").rglob("*.py"))
 PUBLIC = {"bridge": bridge, "torch_api": torch_api, "bridge.rules": bridge.rules, "bridge.matrix_rules": bridge.matrix_rules}

@@ -17,7 +17,7 @@ import torch_api
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "migrating.md"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.quick, pytest.mark.slow]
 
 
 def new_lines():

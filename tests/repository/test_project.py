@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "torch_api")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]

@@ -10,6 +10,8 @@ import torch_api
 from bridge import rules
 from torch_api._rules import optimizer_spec
 
+pytestmark = pytest.mark.quick
+
 
 def model():
     return torch.nn.ModuleDict({"body": torch.nn.Linear(4, 3), "head": torch.nn.Linear(3, 2)})

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
 ]

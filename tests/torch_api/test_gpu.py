@@ -18,6 +18,7 @@ import bridge
 import torch_api
 
 pytestmark = [
+    pytest.mark.quick,
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.skipif(not (os.environ.get("MASKBRIDGE_TEST_GPU") and torch.cuda.is_available()), reason="no GPU asked for, or none there"),

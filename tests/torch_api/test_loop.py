@@ -13,6 +13,8 @@ from oracles import clones, movement_error, random_grads, random_params, run_pai
 import torch_api
 from bridge._runtime import cache
 
+pytestmark = pytest.mark.unoptimized
+
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam, {"amsgrad": True}),
     "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),

@@ -36,7 +36,7 @@ from bridge._process import x64
 PREFIX = {"a": True, "b": False, "s": True}
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 def make(params, tx, **options):

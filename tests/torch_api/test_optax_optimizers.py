@@ -14,7 +14,7 @@ from oracles import CLOSE, movement_error
 import bridge
 import torch_api
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 
 CASES = {
     "Lion": (optax.lion, [{}, {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1}]),

@@ -25,7 +25,7 @@ from torch_api import (
     to_optax_state,
 )
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 
 
 class Net(torch.nn.Module):

@@ -20,6 +20,8 @@ from oracles import clones, movement_error, set_grads
 
 import torch_api
 
+pytestmark = pytest.mark.long
+
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

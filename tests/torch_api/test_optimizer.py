@@ -15,6 +15,8 @@ import torch_api
 from bridge._memory import jax_buffers
 from torch_api._rules import torch_rules
 
+pytestmark = pytest.mark.long
+
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam),
     "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW),

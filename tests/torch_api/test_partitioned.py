@@ -18,7 +18,7 @@ LABELS = {"a": "x", "b": "y", "s": "x"}
 STEPS = 20
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 def partitioned(params, transforms=None, labels=LABELS, **options):

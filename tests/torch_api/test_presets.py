@@ -14,6 +14,8 @@ from bridge import resolve_labels, resolve_mask
 from torch_api import MaskedAdamW
 from torch_api.presets import layer_decay, muon_labels, no_decay, no_decay_on_bias_and_norm
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 # ------------------------------------------------------------------ models, never run forward
 
 

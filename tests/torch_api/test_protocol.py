@@ -12,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import torch_api
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam),
     "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW),

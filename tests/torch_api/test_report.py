@@ -1,8 +1,11 @@
 """What an optimizer says of itself."""
 
+import pytest
 import torch
 
 import torch_api
+
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
 def build():

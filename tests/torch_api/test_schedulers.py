@@ -14,7 +14,7 @@ from bridge._compiler import update
 from bridge._runtime import cache
 
 # torch 2.6's SequentialLR uses what torch 2.6 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")]
 
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam, {}),

@@ -9,6 +9,8 @@ from oracles import clones, movement_error, random_grads, random_params, run_pai
 
 import torch_api
 
+pytestmark = pytest.mark.unoptimized
+
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam, {"amsgrad": True}),
     "AdamW": (torch_api.MaskedAdamW, torch.optim.AdamW, {"weight_decay": 0.1}),

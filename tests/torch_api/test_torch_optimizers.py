@@ -14,6 +14,8 @@ import bridge
 import torch_api
 from torch_api._rules import torch_rules
 
+pytestmark = pytest.mark.unoptimized
+
 NAMES = ["RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Muon", "Adafactor", "Adam", "AdamW", "SGD"]
 
 

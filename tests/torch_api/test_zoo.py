@@ -21,6 +21,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 NAMES = sorted(zoo.ENTRIES)
 WITH_FACTORY = [name for name in NAMES if zoo.ENTRIES[name].factory is not None]
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*will be removed.*", "ignore:.*required in optax.*", "ignore:.*deprecat.*"),

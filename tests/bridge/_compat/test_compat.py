@@ -24,6 +24,8 @@ from bridge._memory import adoption, ownership
 from bridge._tracing.op_registry import functions_named
 from bridge._xla import streams
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[3]
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2"
 PAGE = (ROOT / "docs" / "internals" / "upstream.md").read_text()

@@ -19,6 +19,8 @@ from bridge._compiler import chunking
 from bridge._warnings import CompilationWarning
 from torch_api._params import buckets
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 
 

@@ -14,6 +14,8 @@ from bridge import _process
 from bridge._interop import dlpack
 from bridge._memory import call_arguments
 
+pytestmark = pytest.mark.quick
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -16,6 +16,8 @@ from bridge._interop.dtypes import is_wide, keeps, narrow
 from bridge._process import x64
 from bridge._tracing import module_function
 
+pytestmark = pytest.mark.quick
+
 
 def carried(x):
     """Runs only where the default type is that of x."""

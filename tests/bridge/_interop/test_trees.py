@@ -14,6 +14,8 @@ import torch
 import bridge
 from bridge._names import unnest
 
+pytestmark = pytest.mark.quick
+
 
 def network():
     torch.manual_seed(0)

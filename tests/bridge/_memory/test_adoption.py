@@ -19,6 +19,8 @@ import torch_api
 from bridge._memory import adoption, allocation, jax_buffers
 from bridge._runtime.in_flight import elsewhere
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 LAYOUTS = {
     "0-d": lambda: torch.randn(()),

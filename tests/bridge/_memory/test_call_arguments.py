@@ -18,6 +18,8 @@ from bridge._memory import call_arguments
 from bridge._memory.array_interface import Window
 from bridge._memory.call_arguments import Borrowed
 
+pytestmark = pytest.mark.unoptimized
+
 
 @pytest.fixture
 def imports(monkeypatch):

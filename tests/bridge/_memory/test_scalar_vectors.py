@@ -16,6 +16,8 @@ from bridge._compiler import plan, update
 from bridge._memory import jax_buffers
 from bridge._process import x64
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for a pack
 
 

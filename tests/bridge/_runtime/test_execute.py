@@ -19,6 +19,8 @@ from bridge._runtime import cache, executable
 from bridge._xla import compile as programs_compile
 from bridge._xla import compile_options, multi_output_fusion, probes
 
+pytestmark = [pytest.mark.quick, pytest.mark.long]
+
 ROOT = Path(__file__).parents[3]
 CPU_INFO = Path("/proc/cpuinfo")
 fused_loops = pytest.mark.skipif(not multi_output_fusion.requested(), reason="the environment asks for other CPU code")

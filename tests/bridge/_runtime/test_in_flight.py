@@ -20,6 +20,8 @@ from bridge._xla import streams
 from bridge._xla.compile import Piece
 from torch_api._step import launch_cache
 
+pytestmark = pytest.mark.unoptimized
+
 
 def stepped(optimizer, params, count=1):
     for _ in range(count):

@@ -11,7 +11,7 @@ from oracles import random_grads, random_params, set_grads
 import torch_api
 from bridge._runtime import initial_state
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("standard_promotion")]
 SHAPES = [(30, 20), (30, 20), (7,), ()]
 
 

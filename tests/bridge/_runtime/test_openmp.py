@@ -12,6 +12,8 @@ from oracles import random_grads, same, set_grads
 import torch_api
 from bridge._runtime import openmp
 
+pytestmark = pytest.mark.quick
+
 THREADS = 2
 pause_now: Any = openmp.pause
 has_pause = pytest.mark.skipif(openmp.pause is None, reason="this torch's OpenMP runtime cannot be asked")

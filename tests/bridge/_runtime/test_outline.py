@@ -20,7 +20,7 @@ from bridge._runtime import cache, outline
 from bridge._runtime.outline import Pieces
 from torch_api._params import buckets
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 SHAPES = [(24, 16)] * 9 + [(48,)] * 6 + [(30, 20), (5,)]
 TILES = 3 + 3  # of nine: 4, 4, 1; of six: 4, 1, 1
 CUT = [

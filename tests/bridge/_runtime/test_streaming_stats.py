@@ -16,7 +16,7 @@ from bridge._runtime import streaming_stats
 from bridge._xla import compile as reading_compile
 from bridge._xla import streams
 
-pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="for Linux on x86-64")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="for Linux on x86-64")]
 SIZES = [plan.PART, plan.PART + 1, 100_000, 2_000_003, 3 * plan.PART, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}

@@ -16,6 +16,8 @@ import torch_api
 from bridge._tracing import op_registry, tensor
 from bridge._tracing.ops import elementwise, index, subgradients
 
+pytestmark = pytest.mark.quick
+
 I = torch.tensor([0, 2, 1])  # noqa: E741
 MASK = torch.tensor([True, False, True])
 BYTES = torch.tensor([1, 0, 1], dtype=torch.uint8)

@@ -14,6 +14,8 @@ import torch_api
 from bridge._compat import torch as autograd
 from bridge._tracing import patches
 
+pytestmark = pytest.mark.quick
+
 Function = torch.autograd.Function
 
 

@@ -12,6 +12,8 @@ from traced_oracle import compare
 import bridge
 import torch_api
 
+pytestmark = pytest.mark.long
+
 DRAWS = 20000
 
 

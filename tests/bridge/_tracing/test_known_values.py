@@ -13,6 +13,8 @@ from traced_oracle import compare
 
 import bridge
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "function",

@@ -14,6 +14,8 @@ from bridge._process import x64
 from bridge._tracing import context, materialize
 from bridge._tracing.ops import attention
 
+pytestmark = pytest.mark.unoptimized
+
 KINDS = ["plain", "causal", "bool", "dead row", "float", "dead float", "scale", "broadcast"]
 
 

@@ -17,6 +17,8 @@ from traced_oracle import compare
 import bridge
 from bridge._tracing.op_registry import OPS, OTHER_NAMES, add_ops, op, primitive
 
+pytestmark = pytest.mark.quick
+
 # What a schema names and Python code cannot give, or is handled before an implementation is called.
 ELSEWHERE = {"self", "out", "dtype", "layout", "device", "pin_memory", "generator", "memory_format", "non_blocking", "requires_grad"}
 INSIDE = {

@@ -13,6 +13,8 @@ from bridge._interop.dtypes import IN_TORCH
 from bridge._process import x64
 from bridge._tracing import op_registry
 
+pytestmark = pytest.mark.quick
+
 X, W, V = torch.ones(2, 3), torch.ones(3, 3), torch.ones(3)
 REFUSED = {
     "linear": lambda x: F.linear(x, W),

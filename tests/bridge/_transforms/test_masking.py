@@ -18,6 +18,8 @@ from bridge._process import x64
 from bridge._transforms import masking
 from bridge._transforms.masking import MaskedNode, freeze, masked, partition, select
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 STEPS = 25
 SHAPES = {"body": {"weight": (4, 3), "bias": (3,)}, "head": {"weight": (3, 2), "bias": (2,)}}
 NAMES = ["body.bias", "body.weight", "head.bias", "head.weight"]  # in jax's order

@@ -17,6 +17,8 @@ from bridge._names import nest, unnest
 from bridge._transforms.selectors import Leaves, column
 from torch_api import MaskedAdamW
 
+pytestmark = pytest.mark.quick
+
 ENCODER = {"encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "encoder.1.bias"}
 HEAD = {"head.weight", "head.bias"}
 ALL = ENCODER | HEAD

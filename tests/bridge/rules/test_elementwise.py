@@ -14,6 +14,8 @@ from bridge import rules
 from bridge._process import x64
 from bridge.rules import per_leaf
 
+pytestmark = pytest.mark.quick
+
 STEPS = 25
 
 

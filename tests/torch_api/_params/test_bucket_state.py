@@ -16,6 +16,8 @@ from packing import near, no_packs, packed, parameters, run, slots, some, states
 import torch_api
 from bridge._memory import jax_buffers
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 # ---------------------------------------------------------------------- storages
 
 

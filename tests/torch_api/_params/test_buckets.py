@@ -9,6 +9,8 @@ from packing import by_themselves, feed, near, packed, parameters, run, same_sta
 import bridge
 import torch_api
 
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
+
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam, {"weight_decay": 0.1}),
     "amsgrad": (torch_api.MaskedAdamW, torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.1}),

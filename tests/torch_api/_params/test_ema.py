@@ -17,7 +17,7 @@ MAKERS = {
         params, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), **kw
     ),
 }  # fmt: skip
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 
 
 def train(optimizer, params, steps, after=lambda: None):

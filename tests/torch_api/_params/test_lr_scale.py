@@ -5,6 +5,8 @@ import torch
 
 import torch_api
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 
 def model():
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
 ODD = 4  # of them are padded
 HALF = torch.bfloat16
 
-pytestmark = pytest.mark.skipif(not address_space.SUPPORTED, reason="no row is longer here")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="no row is longer here")]
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from bridge._runtime import cache
 from torch_api._params import bucket_state, buckets
 from torch_api._step import bound_executable
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPES = [(16, 8), (8, 16), (16, 8), (128,), (64,), (8, 8), (4, 4, 4), (5, 3), (16, 8)]
 MAKE = {
     "AdamW": lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, weight_decay=0.1),

@@ -13,6 +13,8 @@ from bridge._compiler import plan
 from bridge._runtime import streaming_stats
 from bridge._xla import probes
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101), (7,), (3, 5)]
 
 

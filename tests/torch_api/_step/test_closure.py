@@ -14,7 +14,7 @@ from torch_api._step import closure as arguments
 
 MATRIX = np.diag(np.linspace(1.0, 20.0, 6)) + 0.3
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 def torch_loss(w, b):

@@ -13,6 +13,8 @@ from bridge._compat import torch as sight_torch
 from bridge._compat.torch import no_guard
 from torch_api._step import guards
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
 WAYS = {"guards": sight_torch.guard, "leaf by leaf": no_guard}
 

@@ -13,6 +13,8 @@ from oracles import random_grads, same, set_grads
 import torch_api
 from torch_api._step import state_watch
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPES = [(5, 7), (6,), (4, 3), (), (9,)]
 
 

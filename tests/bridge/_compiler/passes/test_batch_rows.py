@@ -18,7 +18,7 @@ from bridge._compiler.passes import batch_rows, hoist
 from bridge._runtime import cache
 from torch_api._params import buckets
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 # Matrices, vectors, and matrices of as many elements as the vectors; rows that would be padded; a large leaf; one whose kind is rare.
 SHAPES = [(24, 16)] * 5 + [(48,)] * 4 + [(6, 8)] * 4 + [(10,)] * 4 + [(300, 200), (5,)]
 SMALL = 13

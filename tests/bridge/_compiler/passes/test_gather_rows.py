@@ -44,7 +44,11 @@ MAKE = {
 }
 adamw = MAKE["AdamW"]
 
-pytestmark = pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.unoptimized,
+    pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ from bridge._xla import compile as fusion
 from bridge._xla import compile_options, probes
 from torch_api._params import buckets
 
+pytestmark = pytest.mark.long
+
 ROWS = (129, 131)  # of an odd length, and large
 SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last is as it is
 HALF = torch.bfloat16

@@ -14,6 +14,8 @@ import torch_api
 from bridge._compiler.passes import kernel_class, per_kind
 from bridge._process import x64
 
+pytestmark = pytest.mark.quick
+
 TABLE = np.linspace(0.5, 1.5, 5).astype(np.float32)
 
 

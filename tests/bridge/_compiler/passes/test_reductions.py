@@ -12,7 +12,7 @@ import torch_api
 from bridge._compiler.passes.reductions import Stages
 from bridge._process import x64
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 SIZE = 96
 
 

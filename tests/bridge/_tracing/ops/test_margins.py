@@ -13,6 +13,8 @@ from traced_oracle import compare
 import bridge
 from bridge._tracing.ops import margins
 
+pytestmark = pytest.mark.quick
+
 V = torch.linspace(-2, 2, 12).reshape(3, 4)
 SIGNS = torch.tensor([1, -1, 1])
 

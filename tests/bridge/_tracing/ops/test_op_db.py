@@ -24,10 +24,7 @@ DTYPES = [kind for kind in KINDS if kind not in ("extremal", "complex results")]
 CHOSEN = 40  # operators of each kind in a part that a seed chooses
 PARTS = 24
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples")]
 
 
 def outcomes(names, kind, limit, through_complex=True):

@@ -11,6 +11,8 @@ from traced_oracle import compare, same
 import bridge
 from bridge._tracing.ops import order
 
+pytestmark = pytest.mark.quick
+
 INTEGERS = torch.tensor([[5, 2, 9], [4, 4, 1]])
 MISSING = torch.tensor([1.0, torch.nan, 3.0, torch.nan, 2.0])
 LINES = ["max", "min", "median", "nanmedian", "mode", "cummax", "cummin", "sort", "argsort", "cumsum", "argmax", "count_nonzero"]

@@ -12,6 +12,8 @@ from oracles import jitted
 from bridge._process import x64
 from bridge._tracing.ops import recurrent
 
+pytestmark = pytest.mark.long
+
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 STEPS, BATCH, WIDTH = 5, 2, 3
 

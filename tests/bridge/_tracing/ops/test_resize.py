@@ -12,6 +12,8 @@ import bridge
 import torch_api
 from bridge._tracing.ops import resize
 
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
+
 SIZES = (6, 5, 4)
 MODES = {1: ["nearest", "nearest-exact", "linear"], 2: ["nearest", "nearest-exact", "bilinear", "bicubic"],
          3: ["nearest", "nearest-exact", "trilinear"]}  # fmt: skip

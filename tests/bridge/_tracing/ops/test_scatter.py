@@ -10,7 +10,7 @@ from traced_oracle import compare, same
 import bridge
 from bridge._tracing.ops import scatter
 
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")  # that it is in beta
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:index_reduce")]
 REDUCTIONS = ["sum", "prod", "mean", "amax", "amin"]
 INDEX = torch.tensor([0, 0, 2, 2, 2])
 
