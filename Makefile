@@ -9,7 +9,7 @@ CLIENTS := .venv-clients
 BENCH := .venv-bench
 TORCHAX := .venv-torchax
 
-.PHONY: demo test check nightly baseline bench torchax docs test-bench test-oldest test-clients test-wheel clean
+.PHONY: demo test check nightly mistakes baseline bench torchax docs test-bench test-oldest test-clients test-wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/finetune_digits.py
@@ -25,6 +25,10 @@ check: $(VENV)/.installed
 # What takes too long for every change: each operator of torch's database with each kind of samples, some minutes on 2 cores.
 nightly: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m nightly
+
+# Whether `make check` catches mistakes that are planted in 24 modules, one at a time. Half an hour on 2 cores.
+mistakes: $(VENV)/.installed
+	$(BIN)/python tests/support/planted_mistakes.py
 
 # What a step of standard optimizers costs with the installed jaxlib, after a change of that cost.
 baseline: $(VENV)/.installed
