@@ -61,7 +61,7 @@ class OptaxOptimizer(GroupedOptimizer):
     Args:
       params: all that torch.optim takes: tensors, (name, tensor) pairs, or dict groups of either. Patterns need names.
       tx: an optax transformation (anything with `init` and `update`), a function that makes one from keyword arguments
-        (`optax.adamw`), a `bridge.OptimizerDef`, or a rule of `bridge.rules`. It sees what it would see in pure JAX: the
+        (`optax.adamw`, `bridge.rules.adam`), or a `bridge.OptimizerDef`. It sees what it would see in pure JAX: the
         nested dict of the parameters, by their dotted names. A ready one is over all groups, a function makes one for each.
       mask: which parameters are optimized, True = optimized; any selector of the README. False leaves a parameter's
         bits alone for good: no state, no decay, gradient not read, left out of the norm.
