@@ -209,7 +209,7 @@ def state_of(entry: dict[str, Any] | None) -> str:
 
 def table_of(results: dict[str, Any], what: Callable[[dict[str, Any] | None], str], names: list[str]) -> list[str]:
     rows = {side: Counter(what(results[side]["operators"].get(name)) for name in names) for side in SIDES}
-    states = sorted({state for counts in rows.values() for state in counts}, key=lambda s: -max(rows[side][s] for side in SIDES))
+    states = sorted({state for counts in rows.values() for state in counts}, key=lambda s: (-max(rows[side][s] for side in SIDES), s))
     return [
         f"| of {len(names)} operators | {' | '.join(SIDES)} |",
         "| --- | --- | --- |",

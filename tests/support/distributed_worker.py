@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bridge
 import torch_api
+from torch_api._rules import torch_rules
 
 WORLD = 2
 STEPS, LR = 6, 0.05
@@ -263,7 +264,7 @@ def check_other_rules_of_torch(_):
 
     mesh = init_device_mesh("cpu", (WORLD,))
     # The others have no state of another kind; tests/bridge/_compiler/test_separability.py asks of each whether parts will do.
-    rules = {name: (getattr(bridge.rules, name), {}) for name in ("ADAGRAD", "NADAM", "RPROP", "ASGD")}
+    rules = {name: (getattr(torch_rules, name), {}) for name in ("ADAGRAD", "NADAM", "RPROP", "ASGD")}
     plain = {name: torch.nn.Parameter(torch.full((5, 2), 0.5)) for name in rules}
     lying = {name: torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for name, p in plain.items()}
     labels = {name: name for name in rules}

@@ -9,7 +9,7 @@ import torch
 from oracles import clones, movement_error, random_grads, set_grads
 
 from bridge._memory import address_space
-from torch_api._params import buckets
+from torch_api._params import bucket_state, buckets
 from torch_api._step import launch_cache
 
 # Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
@@ -137,7 +137,7 @@ def take_few_for_many(monkeypatch, fewest):
     for module, name, value in (
         (buckets, "FEWEST_ADDRESSED", fewest),
         (buckets, "FEWEST_LONG", fewest),
-        (buckets, "GATHERED_PACK", 1),
+        (bucket_state, "GATHERED_PACK", 1),
         (launch_cache, "ON_ONE_CORE", 0),
     ):
         monkeypatch.setattr(module, name, value)

@@ -349,7 +349,7 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(executable, "several_results", lambda: False)
         assert compiled(torch_api.MaskedAdamW, count)[0]
-    monkeypatch.setattr(executable, "between", lambda jaxpr: 0)
+    monkeypatch.setattr(executable, "_LITTLE", float("inf"))
     monkeypatch.setattr(executable, "several_results", lambda: True)
     in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the broken sibling
     assert not in_xlas
@@ -378,12 +378,12 @@ def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_no
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CPU_INFO.exists() or "avx512f" not in CPU_INFO.read_text(), reason="needs a CPU with vectors of 512 bits")
-@pytest.mark.parametrize(("before", "widest"), [("", 16), ("programs.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])
+@pytest.mark.parametrize(("before", "widest"), [("", 16), ("executable.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])
 def test_updates_use_the_widest_vectors(tmp_path, before, widest):
     """Asked of LLVM's code for the loop; XLA's own choice is the broken sibling."""
     code = f"""if True:
         import torch, torch_api
-        from bridge import programs
+        from bridge._runtime import executable
         {before}
         p = torch.nn.Parameter(torch.zeros(100_000))
         p.grad = torch.ones_like(p)

@@ -168,7 +168,7 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
     assert launch.program.alone is not launch.program.update
     monkeypatch.setattr(executable, "inline", lambda kept, device: asked.append(1))
     monkeypatch.setattr(cache, "_programs", {})
-    params = random_params(shapes=[(1 << 11, 1 << 10)] * 2 + [(8, n) for n in range(1, 40)])
+    params = random_params(shapes=[(1 << 10, 1 << 10)] * 5 + [(8, n) for n in range(1, 70)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
         several = torch_api.MaskedAdamW(params, lr=1e-2)
