@@ -60,9 +60,9 @@ def _hasty_updates(request):
     """In files marked `unoptimized` LLVM optimizes nothing of updates, and none of their programs serves another file.
 
     Half of their time was LLVM's. Their subject is what an update is given, keeps and leaves behind, or the program that XLA is given, and
-    not last bits, threads or bytes. Other files compare numbers of the code that users run.
+    not last bits, threads or bytes. Other files compare numbers of the code that users run, and so does `make nightly` for all of optax.
     """
-    if request.node.get_closest_marker("unoptimized") is None:
+    if request.node.get_closest_marker("unoptimized") is None or os.environ.get("MASKBRIDGE_TEST_OPTIMIZED"):
         yield
         return
     import hasty

@@ -226,8 +226,9 @@ assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
 @pytest.mark.slow
 def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
     """Where no program can ask by itself, here by a hook of which jax knows nothing."""
-    late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names; from bridge._xla import multi_output_fusion"
-    late += "; bridge.environment.by_program = multi_output_fusion.by_program = names.by_program = lambda: False; print(bridge.doctor())"
+    late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names"
+    late += "; from bridge._xla import multi_output_fusion as fusion"
+    late += "; bridge.environment.by_program = fusion.by_program = names.by_program = lambda: False; print(bridge.doctor())"
     done = run(["-c", late.format("import os; os.environ['MASKBRIDGE_XLA_FLAGS'] = '1'")])
     assert "jax had started before bridge was imported" in done.stdout
     done = run(["-c", late.format(f"import os; os.environ['XLA_FLAGS'] = '--xla_backend_extra_options={FUSION_FLAG}'")])

@@ -211,6 +211,7 @@ def tables(tmp_path_factory):
     return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "middle", "tail", "loop", "unfused", "types")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_tables_have_all_candidates(tables):
     found, printed = tables

@@ -67,8 +67,12 @@ PRINTED = {
 }
 
 
+# The others take a minute and a half together.
+IN_EVERY_RUN = {"adam_weights_sgd_biases", "equinox_filter_mask", "optimizer_in_ten_lines", "two_worlds"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("name", [x if x in IN_EVERY_RUN else pytest.param(x, marks=pytest.mark.nightly) for x in PRINTED])
 def test_example(name, tmp_path):
     if name in ("equinox_filter_mask", "two_worlds", "backbone_and_head"):
         pytest.importorskip("equinox")

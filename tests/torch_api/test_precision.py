@@ -266,6 +266,7 @@ def test_the_master_is_trained_as_a_float32_parameter_is_and_the_parameter_is_it
         assert torch.equal(p.detach(), master.to(dtype))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=lambda o: next(iter(o)))

@@ -21,6 +21,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 NAMES = sorted(zoo.ENTRIES)
 WITH_FACTORY = [name for name in NAMES if zoo.ENTRIES[name].factory is not None]
 pytestmark = [
+    pytest.mark.unoptimized,
     pytest.mark.long,
     pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.slow,
@@ -65,6 +66,7 @@ def test_a_step_size_that_is_wrong_by_a_ten_thousandth_is_caught(name):
         assert_equal_to_1e_6(values(params), reference, begun)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WITH_FACTORY)
 def test_a_factory_with_traced_hyperparams_gives_the_same_and_compiles_once(name):
     entry = zoo.ENTRIES[name]

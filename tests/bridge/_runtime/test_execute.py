@@ -266,6 +266,7 @@ def test_the_process_asks_for_fused_loops_only_where_programs_cannot_and_it_is_h
     assert requests[name] == list(REQUESTS[name][2:])
 
 
+@pytest.mark.nightly
 @fused_loops
 @pytest.mark.slow
 def test_without_the_flag_the_numbers_are_the_same():
@@ -319,6 +320,7 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
     assert needed["XLA's"] > 7 * largest  # the broken sibling
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
 def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
     order, piece, count, one = dict(compile_options._first_known(compile_options._ORDERS)), programs_compile.Piece, 18, 4 * 60_000
@@ -376,6 +378,7 @@ def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_no
     assert compile_options.of_update(cpu) == {newer: least}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not CPU_INFO.exists() or "avx512f" not in CPU_INFO.read_text(), reason="needs a CPU with vectors of 512 bits")
 @pytest.mark.parametrize(("before", "widest"), [("", 16), ("executable.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])

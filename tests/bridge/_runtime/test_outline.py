@@ -120,6 +120,7 @@ def calls(optimizer):
     return program(optimizer).update._calls
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ALL)
 def test_twenty_steps_equal_optax(name):
     params, tx = random_params(shapes=SHAPES), ALL[name]()

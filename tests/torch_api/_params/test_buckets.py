@@ -66,6 +66,7 @@ ALONE = {
 QUICK = ("Adam", "bfloat16")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALONE])
 def test_numbers_are_those_of_leaves_by_themselves(name):
     masked, dtype, options, in_bits = ALONE[name]

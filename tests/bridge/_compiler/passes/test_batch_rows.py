@@ -25,6 +25,7 @@ SMALL = 13
 PACKED = {"clip, adafactor": 8, "two leaves": 0, "rows": 0}  # others: all that are small and not padded
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_twenty_steps_equal_optax(name):
     params, tx = random_params(shapes=SHAPES), TRANSFORMATIONS[name]()

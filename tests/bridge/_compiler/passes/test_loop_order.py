@@ -78,6 +78,7 @@ def test_the_numbers_are_torchs(name):
     assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("masked", "dtype", "options", "bound"),
     [
