@@ -16,7 +16,7 @@ from torch.nn.utils import rnn
 import bridge
 import torch_api
 
-pytestmark = pytest.mark.unoptimized
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
 class Encoding(collections.UserDict):

@@ -8,7 +8,7 @@ import torch
 
 import torch_api
 
-pytestmark = pytest.mark.unoptimized
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 seen = []
 

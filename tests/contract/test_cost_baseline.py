@@ -31,7 +31,7 @@ TINY = [(64, 64)] * 150 + [(64,)] * 150
 MANY = [(96, 96)] * 1000
 LAYERS = [(256, 256)] * 60
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.quick, pytest.mark.long, pytest.mark.usefixtures("standard_promotion")]
 
 
 def parameters(shapes, dtype=torch.float32):

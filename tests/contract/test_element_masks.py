@@ -9,7 +9,7 @@ import torch
 
 import torch_api
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 SHAPES = {"a": (6, 4), "b": (5,), "c": (3,)}
 
 

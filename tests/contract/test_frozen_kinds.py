@@ -12,7 +12,7 @@ import torch
 
 import torch_api
 
-pytestmark = pytest.mark.unoptimized
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
 class Wrapper(torch.Tensor):

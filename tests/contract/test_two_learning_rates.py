@@ -11,7 +11,7 @@ import torch
 import bridge
 import torch_api
 
-pytestmark = pytest.mark.unoptimized
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
 @pytest.fixture(autouse=True)

@@ -80,12 +80,10 @@ def test_private_names_are_found_however_they_are_written():
     assert not PRIVATE.search(without_prose(ast.parse('"""torch._C"""\nx = 1  # jaxlib.x\nprint("this jaxlib does not know it")')))
 
 
-def test_what_make_check_names_is_there():
-    named = re.findall(r'QUICK \+?= "(.*)"', (ROOT / "tests" / "conftest.py").read_text())
-    quick = " ".join(named).split()
-    assert len(quick) > 30
-    paths = [ROOT / "tests" / name for name in quick]
-    assert [path for path in paths if not path.with_name(f"test_{path.name}.py").exists()] == []
+def test_each_package_of_tests_has_some_that_make_check_runs():
+    """Each folder that mirrors a package; those of `torch_api/_rules` and `torch_api/_train` are tested through the optimizers."""
+    for folder in {path.parent for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in ("clients", "_train")}:
+        assert any("pytest.mark.quick" in path.read_text() for path in folder.glob("test_*.py")), folder
 
 
 def test_init_files_only_re_export():

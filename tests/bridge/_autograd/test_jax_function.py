@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bridge
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's forward mode imports what it deprecates
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
 
 class Counted:

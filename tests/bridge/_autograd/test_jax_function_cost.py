@@ -14,6 +14,8 @@ from bridge._autograd import autograd_functions, fast_signature, jax_function, r
 from bridge._interop import dlpack
 from bridge._memory import call_arguments
 
+pytestmark = pytest.mark.quick
+
 OURS = str(Path(bridge.__file__).parent)
 
 

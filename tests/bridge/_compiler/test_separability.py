@@ -15,7 +15,7 @@ from bridge._compiler.spec import NO_EXTRA, Row, Spec
 from bridge._process import x64
 from torch_api._rules import torch_rules
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 
 PATHS = (("a", "weight"), ("a", "bias"), ("b", "weight"))
 SHAPES = ((4, 6), (6,), (4, 6))

@@ -26,6 +26,8 @@ from bridge._flax_optim.definitions import LAMB, LARS, Adafactor, Adagrad, Adam,
 from bridge._flax_optim.optimizer import ModelParamTraversal, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from bridge._process import x64
 
+pytestmark = pytest.mark.quick
+
 STEPS = 25
 SHAPES = {"weight": (6, 4), "bias": (4,)}
 

@@ -24,6 +24,8 @@ from bridge._ir.queries import properties_of
 from bridge._xla import compile as pieces
 from bridge._xla import compile_options
 
+pytestmark = pytest.mark.quick
+
 barrier = lax.optimization_barrier
 scanned = lambda step: lambda x: lax.scan(lambda c, y: (step(c, y), c), x[0], x)[1]  # noqa: E731
 kept = lambda c, y: jax.checkpoint(lambda c, y: jnp.sin(c * y))(c, y)  # noqa: E731

@@ -9,6 +9,8 @@ import pytest
 
 from bridge._xla.compile import meanwhile
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_call_runs_in_another_thread_and_gives_what_it_gives():
     assert meanwhile(threading.get_ident).result() != threading.get_ident()

@@ -19,6 +19,8 @@ from bridge._runtime import execute, in_flight
 from bridge._xla import streams
 from torch_api._params import buckets
 
+pytestmark = pytest.mark.quick
+
 COUNT = 40  # equal leaves too large for a pack
 needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has one order only")
 

@@ -13,7 +13,7 @@ from bridge._compiler import grad_stats
 from bridge._process import x64
 from bridge._runtime import cache
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 MAKERS = {
     "adamw": lambda params, **kw: torch_api.MaskedAdamW(params, lr=1e-2, fused=True, **kw),
     "sgd": lambda params, **kw: torch_api.MaskedSGD(params, lr=1e-2, momentum=0.9, dampening=0.1, fused=True, **kw),

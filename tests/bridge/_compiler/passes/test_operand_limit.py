@@ -14,7 +14,7 @@ import torch_api
 from bridge._compiler.passes import operand_limit, per_kind
 from bridge._ir import jaxpr
 
-pytestmark = pytest.mark.unoptimized
+pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 SIZE = 18432
 

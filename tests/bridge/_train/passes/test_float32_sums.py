@@ -13,6 +13,8 @@ import torch_api
 from bridge._train import train_program
 from bridge._train.passes import float32_sums
 
+pytestmark = pytest.mark.quick
+
 HALVES = ["bfloat16", "float16"]
 # Of what is broadcast, and to what.
 SHAPES = [((), (10, 30, 16)), ((), (4096,)), ((), (64, 512)), ((1, 30, 1), (128, 30, 16)), ((4, 1), (4, 4096))]
