@@ -44,35 +44,35 @@ def standard_promotion():
 
 
 @pytest.fixture
-def hasty_code(monkeypatch):
+def unoptimized_training(monkeypatch):
     """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
-    import hasty
+    import unoptimized
 
     from bridge._train import train_program
     from bridge._xla import compile_options
 
     asked = compile_options.of_training
-    monkeypatch.setattr(train_program, "of_training", lambda *of: asked(*of) | hasty.EFFORT)
+    monkeypatch.setattr(train_program, "of_training", lambda *of: asked(*of) | unoptimized.EFFORT)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _hasty_updates(request):
-    """In files marked `unoptimized` LLVM optimizes nothing of updates, and none of their programs serves another file.
+def _unoptimized_updates(request):
+    """Compile updates without LLVM's optimizations in files marked `unoptimized`, and share none of their programs with other files.
 
-    Half of their time was LLVM's. Their subject is what an update is given, keeps and leaves behind, or the program that XLA is given, and
-    not last bits, threads or bytes. Other files compare numbers of the code that users run, and so does `make nightly` for all of optax.
+    This halves the time of files that test what an update is given and leaves behind, and not last bits, threads or bytes. Other files
+    compare numbers of optimized code; `make nightly` does so for all of optax.
     """
     if request.node.get_closest_marker("unoptimized") is None or os.environ.get("MASKBRIDGE_TEST_OPTIMIZED"):
         yield
         return
-    import hasty
+    import unoptimized
 
     from bridge._runtime import cache, executable, outline, streaming_stats
     from bridge._xla import compile_options
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (executable, streaming_stats):
-            patch.setattr(module, "of_update", lambda device: compile_options.of_update(device) | hasty.options())
+            patch.setattr(module, "of_update", lambda device: compile_options.of_update(device) | unoptimized.options())
         for module, name in ((cache, "_programs"), (cache, "_recent"), (outline, "_tiles")):
             patch.setattr(module, name, type(getattr(module, name))())
         yield

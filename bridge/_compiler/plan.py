@@ -86,10 +86,10 @@ class Plan:
     """All that is static about one update, and so the key of its program.
 
     `width`: of the vector of hyperparams. `measured`: the norm and the finite check are over more than these leaves, and
-    come from calls of `Program.measure`. `ahead`: those of large gradients come from `bridge._runtime.streaming_stats`. `shared` has the
-    state that
-    belongs to no leaf, for each unit of the rows in ascending order. `scaled`: the gradients are those of a scaled loss, and the update
-    is skipped where one is not finite; `checked`: which the count of infinities that is given says of all of them.
+    come from calls of `Program.measure`. `ahead`: those of large gradients come from `bridge._runtime.streaming_stats`.
+    `shared` has the state that belongs to no leaf, for each unit of the rows in ascending order. `scaled`: the gradients are those of a
+    scaled loss, and the update is skipped where one is not finite; `checked`: which the count of infinities that is given says of all of
+    them.
     """
 
     leaves: tuple[Leaf, ...]

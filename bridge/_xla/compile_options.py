@@ -56,12 +56,11 @@ _LOOPS_DIVIDED = "cpu-parallel-task-assigner"
 def of_training(device: Any, properties: Properties) -> dict[str, Any]:
     """The compiler options of a whole training step: on a CPU, barriers stay, and convolutions run on all cores.
 
-    XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge._tracing.materialize` says what they are
-    for, and
-    `bridge._compiler.passes.loop_order`. Where some are in loops, loops over a few numbers stay loops as well: jaxlib 0.10.2 would write
-    them as one function, in
-    which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses ("Unhandled opcode"). Where some are in
-    what a reduction does with two numbers, none stays: it would end the process too (computation_partitioner.cc:269).
+    XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge._tracing.materialize` and
+    `bridge._compiler.passes.loop_order` say what they are for. Where some are in loops, loops over a few numbers stay loops as well: jaxlib
+    0.10.2 would write them as one function, in which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses
+    ("Unhandled opcode"). Where some are in what a reduction does with two numbers, none stays: it would end the process too
+    (computation_partitioner.cc:269).
 
     jaxlib 0.10.2 gives them to a library that runs those of a small network on one core, where XLA's own use all: 9 ms
     instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, a user who sets it in

@@ -45,7 +45,7 @@ CARRIED = {
 }
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 def test_checkpointed_and_jitted_calls_write_buffers_as_plain_ones_do():
     x, model, twin = torch.randn(4, 3), Counting(), Counting()
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_was_taken_from_jax_before_says_what_to_do():
         step(torch.randn(4, 3))
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 def test_what_writes_nothing_may_be_called_anywhere_and_a_gradient_in_the_loss_too():
     model, x = net(), torch.randn(4, 3)
 

@@ -81,7 +81,7 @@ def test_a_gradient_of_the_old_dtype_is_an_error_that_names_both():
     assert all(float(opt.state[p]["step"]) == 2.0 for p in model.parameters())
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 def test_in_a_train_step():
     def train(change):
         torch.manual_seed(0)

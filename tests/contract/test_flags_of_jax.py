@@ -78,7 +78,7 @@ def norms():
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4), torch.nn.GELU())
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 def test_modules_are_traced_where_ranks_are_not_promoted():
     model, twin, x = norms(), norms(), torch.randn(2, 3)
     loss = twin(x).square().mean()
@@ -132,7 +132,7 @@ def test_functions_that_make_nan_raise_as_in_jax():
     assert log(torch.tensor([-1.0])).isnan().all()
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 def test_a_training_step_that_makes_nan_raises_and_changes_nothing():
     """In a call that adds up gradients, and in one that updates."""
 

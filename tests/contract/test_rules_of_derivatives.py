@@ -78,7 +78,7 @@ class Net(torch.nn.Module):
         return self.layer(self.linear(x))
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 @pytest.mark.parametrize("is_layer", [False, True])
 def test_rules_in_a_train_step_see_the_flag_of_jax(is_layer):
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_rules_of_a_function_of_64_bits_see_64_bits():
     assert dtypes == {"float64"}
 
 
-@pytest.mark.usefixtures("hasty_code")
+@pytest.mark.usefixtures("unoptimized_training")
 def test_a_solver_of_equinox_runs_over_a_module():
     """A neural ODE: diffrax solves by this loop."""
     loops = pytest.importorskip("equinox.internal")

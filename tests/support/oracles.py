@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hasty import options
+from unoptimized import options
 
 from bridge._xla.multi_output_fusion import requested
 

@@ -17,7 +17,7 @@ import bridge
 import torch_api
 from torch_api import JaxTrainStep
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "hasty_code")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "unoptimized_training")
 
 
 def test_aux_of_any_tree_comes_back_as_tensors():

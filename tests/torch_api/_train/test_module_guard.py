@@ -13,7 +13,7 @@ import bridge
 import torch_api
 from torch_api import JaxTrainStep
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "hasty_code")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "unoptimized_training")
 
 
 class Scaled(nn.Module):

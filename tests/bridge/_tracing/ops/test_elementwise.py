@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch_cases
 from bad_inputs_modules import Applies
-from hasty import options
+from unoptimized import options
 
 import bridge
 from bridge._process import x64
