@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 
 from bridge._ir.classify import spreads
 from bridge._ir.jaxpr import literal, slice_of, slices
+from bridge._ir.types import aval_of
 
 from .apply_transform import Arrays, evaluate_buffers
 from .chunking import enough
@@ -213,7 +214,7 @@ def _groups(rest: Rest) -> list[list[int]]:
     """Which results are evaluated together: those that share nothing which is computed from arrays, the parameter last."""
     groups: list[tuple[set[Any], list[int]]] = []
     for i in (*range(1, len(rest.results)), 0):
-        own = {v for eqn in slice_of(rest.eqns, [rest.results[i]]) if not spreads(eqn, eqn.outvars[0].aval.size) for v in eqn.outvars}
+        own = {v for eqn in slice_of(rest.eqns, [rest.results[i]]) if not spreads(eqn, aval_of(eqn.outvars[0]).size) for v in eqn.outvars}
         free = next((group for group in groups if own.isdisjoint(group[0])), None)
         if free is None and len(groups) < _EVALUATIONS:
             groups.append(free := (set(), []))

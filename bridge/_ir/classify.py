@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from .types import ClosedJaxpr, Eqn, Jaxpr, aval_of
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -21,36 +21,36 @@ _JOINS = frozenset({"concatenate", "stack"})  # of a single operand they give it
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def body_of(eqn: Any) -> Any:
+def body_of(eqn: Eqn) -> Jaxpr | ClosedJaxpr | None:
     """The function that an operation calls; None of one that calls none."""
     return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
 
 
-def keeps_elements(eqn: Any) -> bool:
+def keeps_elements(eqn: Eqn) -> bool:
     """Whether the result has the elements of the first operand, in their order: as large as it, but maybe of another shape."""
     turned = eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None
-    return eqn.primitive.name in RESHAPING and not turned and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return eqn.primitive.name in RESHAPING and not turned and aval_of(eqn.invars[0]).size == aval_of(eqn.outvars[0]).size
 
 
-def spreads(eqn: Any, size: int) -> bool:
+def spreads(eqn: Eqn, size: int) -> bool:
     """Whether one number becomes all elements of a leaf."""
-    return eqn.primitive.name == "broadcast_in_dim" and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (1, size)
+    return eqn.primitive.name == "broadcast_in_dim" and (aval_of(eqn.invars[0]).size, aval_of(eqn.outvars[0]).size) == (1, size)
 
 
-def fuses(eqn: Any) -> bool:
+def fuses(eqn: Eqn) -> bool:
     """Whether each element of the result is computed from one of each operand, or is one of them: XLA does that in whatever reads it."""
     name = eqn.primitive.name
     return name in ELEMENTWISE or name in RESHAPING or (name in _JOINS and len(eqn.invars) == 1)
 
 
-def reduces(eqn: Any, size: int) -> bool:
+def reduces(eqn: Eqn, size: int) -> bool:
     """Whether all elements of a leaf become one number, whatever their order."""
-    return eqn.primitive.name in REDUCTIONS and (eqn.invars[0].aval.size, eqn.outvars[0].aval.size) == (size, 1)
+    return eqn.primitive.name in REDUCTIONS and (aval_of(eqn.invars[0]).size, aval_of(eqn.outvars[0]).size) == (size, 1)
 
 
-def elementwise(eqn: Any, size: int) -> bool:
+def elementwise(eqn: Eqn, size: int) -> bool:
     """Whether each element of the result is computed from that element of leaves, and from single numbers."""
-    return eqn.primitive.name in ELEMENTWISE and {v.aval.size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
+    return eqn.primitive.name in ELEMENTWISE and {aval_of(v).size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
 
 
 _KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 
 from .classify import elementwise, keeps_elements, reduces, spreads
 from .jaxpr import _ADDRESS, slice_of
+from .types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Var, aval_of
 
 
 class Shapeless:
@@ -23,22 +24,29 @@ class Shapeless:
       inputs: by variable what an input is called, and whether it is as large as the leaf, element for element.
     """
 
-    def __init__(self, closed: Any, size: int, inputs: Mapping[Any, tuple[str, bool]]) -> None:
-        self._closed, self._size = closed, size
-        constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    def __init__(self, closed: ClosedJaxpr, size: int, inputs: Mapping[Var, tuple[str, bool]]) -> None:
+        self._size = size
+        jaxpr: Jaxpr = closed.jaxpr
+        constants = zip(jaxpr.constvars, closed.consts, strict=True)
+        self._eqns = jaxpr.eqns
         self._names = {var: (constant_text(value) + kind_text(var.aval), False) for var, value in constants} | dict(inputs)
 
-    def text(self, results: Sequence[tuple[str, Any]]) -> str | None:
+    def text(self, results: Sequence[tuple[str, Atom]]) -> str | None:
         """The results by name, after one line for each operation; None where an operation knows more than the leaf's elements."""
-        names, lines = dict(self._names), []
-        value = lambda v: v.val if np.ndim(v.val) == 0 else constant_text(v.val)  # noqa: E731
-        read = lambda v: (f"{value(v)}:{kind_text(v.aval)}", False) if isinstance(v, Literal) else names[v]  # noqa: E731
-        for eqn in slice_of(self._closed.jaxpr.eqns, [var for _, var in results]):
+        names = dict(self._names)
+        lines: list[str] = []
+
+        def read(v: Atom) -> tuple[str, bool]:
+            if isinstance(v, Literal):
+                return f"{v.val if np.ndim(v.val) == 0 else constant_text(v.val)}:{kind_text(v.aval)}", False
+            return names[v]
+
+        for eqn in slice_of(self._eqns, [var for _, var in results]):
             operands = [read(v) for v in eqn.invars]
             line, of_leaf = self._line(eqn, operands)
             if line is None:
                 return None
-            if keeps_elements(eqn) and (of_leaf or eqn.outvars[0].aval.size == 1):
+            if keeps_elements(eqn) and (of_leaf or aval_of(eqn.outvars[0]).size == 1):
                 names[eqn.outvars[0]] = operands[0]
                 continue
             for position, out in enumerate(eqn.outvars):
@@ -46,12 +54,12 @@ class Shapeless:
             lines.append(line)
         return "\n".join([*lines, *(f"{name} = {read(var)[0]}" for name, var in results)])
 
-    def _line(self, eqn: Any, operands: Sequence[tuple[str, bool]]) -> tuple[str | None, bool]:
+    def _line(self, eqn: Eqn, operands: Sequence[tuple[str, bool]]) -> tuple[str | None, bool]:
         """An operation without the leaf's shape, and whether its results are as large as the leaf; None where that cannot be."""
         size, of_leaf = self._size, any(large for _, large in operands)
-        dtypes = [str(v.aval.dtype) for v in eqn.outvars]
+        dtypes = [str(aval_of(v).dtype) for v in eqn.outvars]
         plain = f"{eqn.primitive.name} {[name for name, _ in operands]} -> {dtypes}"
-        if elementwise(eqn, size) and all(large or v.aval.size == 1 for v, (_, large) in zip(eqn.invars, operands, strict=True)):
+        if elementwise(eqn, size) and all(large or aval_of(v).size == 1 for v, (_, large) in zip(eqn.invars, operands, strict=True)):
             return f"{plain} {params_text(eqn.params)}", of_leaf
         if spreads(eqn, size):
             return f"spread {plain}", True
@@ -63,32 +71,36 @@ class Shapeless:
         return f"{plain} {params_text(eqn.params)} {exact}", False
 
 
-def params_text(params: Mapping[str, Any], like: tuple[int, ...] | None = None) -> str:
+def params_text(params: Mapping[str, object], like: tuple[int, ...] | None = None) -> str:
     """The parameters of an operation; the shape `like` as L."""
     return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
 
 
-def _param(value: Any, like: tuple[int, ...] | None = None) -> str:
+def _param(value: object, like: tuple[int, ...] | None = None) -> str:
     if isinstance(value, tuple) and value == like:
         return "L"
     if isinstance(value, tuple | list):
         return f"({', '.join(_param(v, like) for v in value)})"
     body = getattr(value, "jaxpr", value)
     if hasattr(body, "eqns"):
-        names = {var: f"a{i}" for i, var in enumerate((*body.constvars, *body.invars))}
-        read = lambda v: f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v]  # noqa: E731
-        lines = []
-        for n, eqn in enumerate(body.eqns):
+        jaxpr = cast(Jaxpr, body)
+        names = {var: f"a{i}" for i, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+
+        def read(v: Atom) -> str:
+            return f"{v.val}:{kind_text(v.aval, like)}" if isinstance(v, Literal) else names[v]
+
+        lines: list[str] = []
+        for n, eqn in enumerate(jaxpr.eqns):
             operands = ", ".join(map(read, eqn.invars))
             kinds = [kind_text(v.aval, like) for v in eqn.outvars]
             lines.append(f"{eqn.primitive.name}[{params_text(eqn.params, like)}] {operands} -> {kinds}")
             names |= {out: f"%{n}.{i}" for i, out in enumerate(eqn.outvars)}
         constants = list(map(constant_text, getattr(value, "consts", ())))
-        return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, body.outvars))}}}"
+        return f"{{{constants} {'; '.join(lines)} => {', '.join(map(read, jaxpr.outvars))}}}"
     return _ADDRESS.sub("", str(value))
 
 
-def kind_text(aval: Any, like: tuple[int, ...] | None = None) -> str:
+def kind_text(aval: object, like: tuple[int, ...] | None = None) -> str:
     """The type of an array; the shape `like` as L."""
     shape = getattr(aval, "shape", None)
     return (
@@ -96,7 +108,7 @@ def kind_text(aval: Any, like: tuple[int, ...] | None = None) -> str:
     )
 
 
-def constant_text(value: Any) -> str:
+def constant_text(value: Array) -> str:
     """All bytes of an array."""
     data = jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
     return f"const{np.asarray(data).tobytes()!r}"

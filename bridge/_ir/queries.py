@@ -10,14 +10,17 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from .classify import ELEMENTWISE, RESHAPING, body_of, fuses
+from .types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of, open_jaxpr
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 SMALL = 2**16  # elements of the smallest of the three sides of a product
 _SIMPLE = ELEMENTWISE | RESHAPING  # without a jaxpr among the parameters
@@ -60,22 +63,22 @@ class Properties(NamedTuple):
 
 # Properties that a jaxpr has where a jaxpr within it has them.
 _INHERITED = Properties._fields[: Properties._fields.index("has_late_call")]
-_known: WeakKeyDictionary[Any, Properties] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Jaxpr, Properties] = WeakKeyDictionary()
 
 
-def properties_of(jaxpr: Any) -> Properties:
+def properties_of(jaxpr: Jaxpr | ClosedJaxpr) -> Properties:
     """Return the properties of a jaxpr, which may be closed."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    known = _known.get(jaxpr)
+    opened = open_jaxpr(jaxpr)
+    known = _known.get(opened)
     if known is None:
-        known = _known[jaxpr] = _walk(jaxpr)
+        known = _known[opened] = _walk(opened)
     return known
 
 
-def _walk(jaxpr: Any) -> Properties:
+def _walk(jaxpr: Jaxpr) -> Properties:
     """Compute all properties by one walk over the equations, the last first."""
     held: set[str] = set()  # the names of the properties that are true
-    used, stored = set(_variables(jaxpr.outvars)), set[Any]()
+    used, stored = set(_variables(jaxpr.outvars)), set[Var]()
     op_count, materialized, is_elementwise = 0.0, 0.0, not jaxpr.effects
     for eqn in reversed(jaxpr.eqns):
         read = eqn.invars
@@ -106,7 +109,7 @@ def _walk(jaxpr: Any) -> Properties:
     )
 
 
-def _held(eqn: Any, within: Sequence[Properties]) -> Iterator[str]:
+def _held(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
     """The names of the properties that a jaxpr has because of one equation and of the jaxprs within that."""
     name = eqn.primitive.name
     for each in within:
@@ -130,13 +133,13 @@ def _held(eqn: Any, within: Sequence[Properties]) -> Iterator[str]:
         yield "has_late_call"
 
 
-def jaxprs_in_params(eqn: Any) -> list[Any]:
+def jaxprs_in_params(eqn: Eqn) -> list[Jaxpr]:
     """Return the jaxprs among the parameters of an equation, open."""
     values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
     return [body for x in values if hasattr(body := getattr(x, "jaxpr", x), "eqns")]
 
 
-def branches_to_select(eqn: Any) -> Any:
+def branches_to_select(eqn: Eqn) -> Sequence[ClosedJaxpr] | None:
     """Return the branches of a conditional that may all be evaluated, one result chosen: they take each element by itself.
 
     XLA runs a branch as a program of its own, which stores what it is given and what it gives. Of an index that is a constant that branch
@@ -144,13 +147,14 @@ def branches_to_select(eqn: Any) -> Any:
     """
     if eqn.primitive.name != "cond":
         return None
-    branches, index = eqn.params["branches"], eqn.invars[0]
+    branches: Sequence[ClosedJaxpr] = eqn.params["branches"]
+    index = eqn.invars[0]
     if isinstance(index, Literal):
         branches = (branches[min(max(int(index.val), 0), len(branches) - 1)],)
     return branches if len(branches) == 1 or all(properties_of(branch).is_elementwise for branch in branches) else None
 
 
-def is_late(eqn: Any) -> bool:
+def is_late(eqn: Eqn) -> bool:
     """Whether other equations are to stand in the place of one: of a conditional with `branches_to_select`, and of a call that holds one or
     that jax keeps until it lowers the program, as jax 0.11 keeps optax's bias correction, one call for all leaves.
     """
@@ -161,22 +165,22 @@ def is_late(eqn: Any) -> bool:
 
 
 @functools.cache
-def _draws_by_batch(dtype: Any) -> bool:
+def _draws_by_batch(dtype: DTypeLike | None) -> bool:
     """Whether it is the dtype of random keys of a generator that is not jax's default one."""
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and str(dtype) != "key<fry>"
 
 
-def _is_large(eqn: Any) -> bool:
+def _is_large(eqn: Eqn) -> bool:
     _, (batch, _) = eqn.params["dimension_numbers"]
-    each = math.prod(eqn.invars[0].aval.shape[i] for i in batch) or 1
-    return min(v.aval.size for v in (*eqn.invars, *eqn.outvars)) > SMALL * each
+    each = math.prod(aval_of(eqn.invars[0]).shape[i] for i in batch) or 1
+    return min(aval_of(v).size for v in (*eqn.invars, *eqn.outvars)) > SMALL * each
 
 
-def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+def _variables(atoms: Iterable[Atom]) -> Iterator[Var]:
     return (v for v in atoms if not isinstance(v, Literal))
 
 
-def _size(v: Any) -> int:
+def _size(v: Atom) -> int:
     return getattr(v.aval, "size", 0)  # a token has none
 
 
@@ -184,31 +188,30 @@ def _size(v: Any) -> int:
 _ALL_TO_ALL = frozenset({"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-def reachable_inputs(jaxpr: Any, outputs: Iterable[int], through_constants: bool = False) -> set[int]:
+def reachable_inputs(jaxpr: Jaxpr, outputs: Iterable[int], through_constants: bool = False) -> set[int]:
     """Return the positions of the inputs that these outputs are computed from.
 
     Only along what can be differentiated, unless `through_constants`: not through integers, nor `stop_gradient`.
     """
-    known: dict[Any, set[int]] = {}  # of a function that is called, by the outputs that are asked for
+    known: dict[tuple[int, tuple[int, ...]], set[int]] = {}  # of a function that is called, by the outputs that are asked for
 
-    def inexact(v: Any) -> bool:
-        return through_constants or jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    def inexact(v: Var) -> bool:
+        return through_constants or jnp.issubdtype(aval_of(v).dtype, jnp.inexact)
 
-    def reach(jaxpr: Any, outputs: tuple[int, ...]) -> set[int]:
+    def reach(jaxpr: Jaxpr, outputs: tuple[int, ...]) -> set[int]:
         wanted = {v for v in _variables(jaxpr.outvars[i] for i in outputs) if inexact(v)}
         for eqn in reversed(jaxpr.eqns):
             hits = tuple(i for i, v in enumerate(eqn.outvars) if v in wanted)
             if not hits or (eqn.primitive.name == "stop_gradient" and not through_constants):
                 continue
-            body: Any = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
-            body = getattr(body, "jaxpr", body)
-            alike = hasattr(body, "eqns") and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
-            if alike and eqn.primitive.name not in _ALL_TO_ALL:
+            called = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
+            body = getattr(called, "jaxpr", called)
+            inner: Iterable[int] = range(len(eqn.invars))
+            alike = isinstance(body, Jaxpr) and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
+            if isinstance(body, Jaxpr) and alike and eqn.primitive.name not in _ALL_TO_ALL:
                 if (id(body), hits) not in known:
                     known[id(body), hits] = reach(body, hits)
-                inner: Iterable[int] = known[id(body), hits]
-            else:
-                inner = range(len(eqn.invars))
+                inner = known[id(body), hits]
             wanted |= {v for v in _variables(map(eqn.invars.__getitem__, inner)) if inexact(v)}
         return {i for i, v in enumerate(jaxpr.invars) if v in wanted}
 

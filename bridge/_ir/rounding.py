@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .types import Array
 
-def nearest(x: jax.Array, dtype: Any) -> jax.Array:
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
+def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x, float32, rounded to the nearest number of a half type, and still float32.
 
     Not by a cast there and back, which XLA may drop (its xla_allow_excess_precision): no rounding would be left. Of float16
@@ -24,7 +29,7 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / smallest) * smallest, rounded)
 
 
-def bfloat16_bits(x: jax.Array, computed: bool = True) -> jax.Array:
+def bfloat16_bits(x: Array, computed: bool = True) -> jax.Array:
     """The bits, uint16, of the bfloat16 nearest to each float32, of two that are as near the even one.
 
     XLA's own conversion chooses between a rounded number and a NaN: LLVM takes vectors of 8 numbers, not 32.
@@ -67,7 +72,7 @@ def draws(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     return mixed(mixed(position ^ parameter) ^ mixed(count))
 
 
-def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     """x, float32, as one of the two nearest numbers of a half type, each as likely as x is near to it: right on average.
 
     `key` is as for `draws`. A number of that type stays what it is, and one beyond the largest rounds as ever. Subnormal
@@ -80,7 +85,7 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     return _stochastic_bfloat16(x, drawn) if dtype == jnp.bfloat16 else _stochastic(x, dtype, drawn)
 
 
-def _stochastic(x: jax.Array, dtype: Any, drawn: jax.Array) -> jax.Array:
+def _stochastic(x: jax.Array, dtype: DTypeLike, drawn: jax.Array) -> jax.Array:
     """Unlike adding random bits below the last and cutting off, this serves float16, whose exponents are fewer."""
     near, one = nearest(x, dtype), jnp.asarray(1, jnp.uint16)
     bits = jax.lax.bitcast_convert_type(near.astype(dtype), jnp.uint16)

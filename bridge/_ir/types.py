@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias, cast
 
+import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.extend.core import JaxprEqn as Eqn
 
-__all__ = ["Atom", "ClosedJaxpr", "Eqn", "Jaxpr", "Literal", "PyTree", "ShapedArray", "Var", "aval_of"]
+__all__ = ["Array", "Atom", "ClosedJaxpr", "Eqn", "Jaxpr", "Literal", "PyTree", "ShapedArray", "Var", "aval_of", "open_jaxpr"]
 
 Atom: TypeAlias = Var | Literal
+# The value of a variable while a jaxpr is evaluated: traced, or a constant.
+Array: TypeAlias = jax.Array | np.ndarray
 # Any nesting of containers that jax knows, with leaves of any class.
 PyTree: TypeAlias = Any
 
@@ -18,3 +22,8 @@ PyTree: TypeAlias = Any
 def aval_of(atom: Atom) -> ShapedArray:
     """The shape and dtype of a variable or literal; jax declares the base class, which has neither."""
     return cast(ShapedArray, atom.aval)
+
+
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    """The jaxpr of a closed one; an open one is given back."""
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))

@@ -16,6 +16,7 @@ from bridge._compiler.chunking import in_tiles
 from bridge._ir.classify import body_of
 from bridge._ir.fingerprint import kind_text, params_text
 from bridge._ir.jaxpr import _is_part, literal, slice_of
+from bridge._ir.types import aval_of
 from bridge._xla import streams
 from bridge._xla.compile import Piece
 
@@ -169,7 +170,7 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
     late: dict[Any, list[Any]] = {}
     for eqn in filter(_is_part, jaxpr.eqns):
         fixed = tuple(isinstance(v, Literal) or v in constants for v in eqn.invars)
-        if any(is_fixed and v.aval.size > 1 for is_fixed, v in zip(fixed, eqn.invars, strict=True)):
+        if any(is_fixed and aval_of(v).size > 1 for is_fixed, v in zip(fixed, eqn.invars, strict=True)):
             continue  # it would be handed over at each call
         first = tuple(i if fixed[i] else eqn.invars.index(v) for i, v in enumerate(eqn.invars))
         given = [(i, v) for i, v in enumerate(eqn.invars) if not fixed[i] and first[i] == i]

@@ -19,6 +19,7 @@ from bridge._compiler.chunking import enough
 from bridge._ir.fingerprint import params_text
 from bridge._ir.jaxpr import bound, literal, part, slices
 from bridge._ir.numerics import is_key
+from bridge._ir.types import aval_of
 
 from .hoist import Rest, read_by, run, sums_up
 from .operand_limit import apart
@@ -85,7 +86,7 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
         return {}
     there, behind = dict(values), slices(flat.jaxpr.eqns)
     eqns = behind(needed)
-    apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if v.aval.size == 1)}
+    apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if aval_of(v).size == 1)}
     waiting: dict[Any, _Work] = {}
     for eqn in eqns:
         if len(eqn.outvars) == 1 and (sums_up(eqn) or eqn.outvars[0] in apart):

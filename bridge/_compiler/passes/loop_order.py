@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from bridge._ir.jaxpr import apply, at_start, in_turn, inlined, literal, slice_of, traced
+from bridge._ir.types import aval_of
 
 # ------------------------------------------------------------------ results of several types
 
@@ -35,9 +36,9 @@ def one_type_each(function: Callable[..., Any], count: int, otherwise: Callable[
         closed = inlined(closed.jaxpr, closed.consts)
         jaxpr = closed.jaxpr
         known = at_start(jaxpr, closed.consts, jax.tree.leaves(inputs))
-        size = jaxpr.invars[0].aval.size
+        size = aval_of(jaxpr.invars[0]).size
         pairs = zip(jaxpr.outvars[:count], jaxpr.invars, strict=False)
-        replaced = {new: old for new, old in pairs if not isinstance(new, Literal) and new.aval.size == size}
+        replaced = {new: old for new, old in pairs if not isinstance(new, Literal) and aval_of(new).size == size}
         found = _found(jaxpr, [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in replaced], known)
         done: dict[Any, Any] = {}
         loops, is_cyclic = _loops(jaxpr, replaced)
@@ -46,7 +47,7 @@ def one_type_each(function: Callable[..., Any], count: int, otherwise: Callable[
         for nth, loop in enumerate(loops):
             if done:  # what is read no more must not be held: XLA would copy it
                 later = set().union(*(_read(jaxpr, each, done) for each in loops[nth:]))
-                read = [v for v in known if v in later and v.aval.size == size]
+                read = [v for v in known if v in later and aval_of(v).size == size]
                 kept, stored = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
                 known, done = known | dict(zip(read, kept, strict=True)), dict(zip(done, stored, strict=True))
             done |= _found(jaxpr, loop, known | done)

@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from bridge._ir.classify import elementwise, keeps_elements, reduces, spreads
 from bridge._ir.jaxpr import apply, at_start, in_turn, inlined, slice_of, source
 from bridge._ir.numerics import times
+from bridge._ir.types import Array, aval_of
 
 
 class _Spread(NamedTuple):
@@ -71,7 +72,7 @@ class Stages:
 
     def _root(self, var: Any) -> Any:
         by_element = lambda eqn: elementwise(eqn, self._size) or keeps_elements(eqn)  # noqa: E731
-        return source(var, self._made, by_element, lambda v: v.aval.size == self._size and v not in self._equal)
+        return source(var, self._made, by_element, lambda v: aval_of(v).size == self._size and v not in self._equal)
 
     def begin(self, inputs: Any, one: Any) -> Callable[[Any], Any]:
         """The sums of these inputs; gives a function from a traced 1.0 or None, as of `evaluate`, to the results.
@@ -129,7 +130,7 @@ class Stages:
             return None
         return _Choice(only.which, tuple(self._apply(eqn, [case if x is only else x for x in operands])[0] for case in only.cases))
 
-    def _reduced(self, eqn: Any, value: Any) -> jax.Array:
+    def _reduced(self, eqn: Any, value: Any) -> Array:
         """The sum, maximum, ... of a choice of arrays, as a 0-d array."""
         if isinstance(value, _Choice):
             return jax.lax.select_n(value.which, *(self._reduced(eqn, case) for case in value.cases))
