@@ -6,16 +6,16 @@ OneCycleLR and CyclicLR write `group["betas"]` or `group["momentum"]`, and look 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, Self
 
+from .types import Hyperparams, MutableParamGroup, ParamGroup
 from .validators import is_sequence
 
 BETAS = "betas"
 _FAMILIES = ("b1", "b2", "b3"), ("beta1", "beta2", "beta3"), ("beta",)
 
 
-def named_by(hyperparams: Mapping[str, Any], extended: bool = False) -> tuple[str, ...]:
+def named_by(hyperparams: Hyperparams, extended: bool = False) -> tuple[str, ...]:
     """The hyperparams that `betas` stands for, in order; none where the transformation has `betas` or `momentum` itself.
 
     `extended`: `betas` may also stand for `momentum`, beside groups that have no such key.
@@ -30,7 +30,7 @@ def named_by(hyperparams: Mapping[str, Any], extended: bool = False) -> tuple[st
     return ()
 
 
-def spread(owner: str, given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def spread(owner: str, given: Hyperparams, names: tuple[str, ...]) -> MutableParamGroup:
     """The arguments or the group with `betas` as the hyperparams that it stands for.
 
     Raises:
@@ -46,7 +46,7 @@ def spread(owner: str, given: Mapping[str, Any], names: tuple[str, ...]) -> dict
     return rest | _each(owner, given[BETAS], names)
 
 
-def _each(owner: str, betas: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _each(owner: str, betas: object, names: tuple[str, ...]) -> dict[str, object]:
     if not is_sequence(betas) or len(betas) != len(names):
         raise ValueError(f"{owner}: betas is {betas!r}; expected {len(names)} numbers, for {', '.join(names)}.")
     return dict(zip(names, betas, strict=True))
@@ -60,7 +60,7 @@ class Group(dict[str, Any]):
 
     __slots__ = ("_names",)
 
-    def __init__(self, group: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    def __init__(self, group: ParamGroup, names: tuple[str, ...]) -> None:
         super().__init__(group)
         self._names = names
 
@@ -72,20 +72,20 @@ class Group(dict[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key == BETAS or super().__contains__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - this is get
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
+    def setdefault(self, key: str, default: object = None) -> Any:
         return self[key] if key == BETAS else super().setdefault(key, default)
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         if key != BETAS:
             super().__setitem__(key, value)
         elif self._names:  # else nobody trains the group
             super().update(_each("param group", value, self._names))
             super().pop(BETAS, None)  # written by `dict.update`
 
-    def update(self, *others: Any, **values: Any) -> None:
+    def update(self, *others: Any, **values: object) -> None:
         for key, value in dict(*others, **values).items():
             self[key] = value
 
@@ -93,12 +93,12 @@ class Group(dict[str, Any]):
         self.update(other)
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         # Of a class that torch.load takes with weights_only=True. The optimizer that is made of a copy has groups of this one again.
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def take_betas(group: dict[str, Any], names: tuple[str, ...]) -> None:
+def take_betas(group: MutableParamGroup, names: tuple[str, ...]) -> None:
     """Take `betas` out of a group that has it as an entry, and write it to the hyperparams that it stands for.
 
     So has a plain group, which was put in by hand or saved, and one that was written to by `dict.update`.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_DECAY_FUNCTIONS: set[Any] = set()
+from .types import Selector
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_DECAY_FUNCTIONS: set[object] = set()
 # The last results of no_decay, known by identity: a plain dict takes no mark, and jax takes no subclass for a dict.
 _DECAY_MASKS: deque[dict[str, bool]] = deque(maxlen=64)
 
@@ -24,7 +26,7 @@ def for_decay(function: _Function) -> _Function:
     return function
 
 
-def refuse_decay_mask(owner: str, mask: Any) -> None:
+def refuse_decay_mask(owner: str, mask: Selector) -> None:
     """Raise for a `mask` that was made for `decay_mask`: it says which parameters decay, and would freeze all others."""
     function = getattr(mask, "func", mask)  # of a functools.partial
     if isinstance(mask, Mapping):
@@ -38,7 +40,7 @@ def refuse_decay_mask(owner: str, mask: Any) -> None:
         )
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from jax.extend.core import Literal
 
 from bridge._compiler.spec import Same
 from bridge._flax_optim.optimizer import OptimizerDef
 from bridge._ir.jaxpr import inlined, numbers_of
+from bridge._ir.types import Atom, ClosedJaxpr, Literal, PyTree
 from bridge._names import near_and_all
 from bridge._process import default_promotion
 from bridge._transforms.lookahead import unpaired
 
 from . import betas
 from .optimizer_spec import Rule
+from .types import Hyperparams, MutableParamGroup
 from .validators import as_tuple, is_number, is_sequence
 
 _FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even where an integer is given
@@ -38,11 +39,11 @@ class _Factory:
     renames: bool = False  # lr is its learning_rate
     paired: bool = False  # an optax.lookahead, which wants pairs of fast and slow parameters
 
-    def __call__(self, **hyperparams: Any) -> Any:
+    def __call__(self, **hyperparams: object) -> optax.GradientTransformation:
         transformation = self._made(hyperparams)
         return unpaired(transformation) if self.paired else transformation
 
-    def _made(self, hyperparams: dict[str, Any]) -> Any:
+    def _made(self, hyperparams: dict[str, object]) -> Any:
         tx = self.tx.value
         if not hyperparams and not self.fixed and _is_ready(tx):
             return tx
@@ -53,7 +54,7 @@ class _Factory:
         return tx(**{name: same.value for name, same in self.fixed}, **hyperparams)
 
 
-def as_rule(owner: str, tx: Any, hyperparams: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+def as_rule(owner: str, tx: object, hyperparams: Hyperparams) -> tuple[Rule, MutableParamGroup]:
     """The rule of a transformation, and what its param groups begin with.
 
     Args:
@@ -80,10 +81,10 @@ def as_rule(owner: str, tx: Any, hyperparams: Mapping[str, Any]) -> tuple[Rule, 
     )
 
 
-def _wants_pairs(transformation: Any) -> bool:
+def _wants_pairs(transformation: optax.GradientTransformation) -> bool:
     """Whether it is an `optax.lookahead`: its update reads `params.fast`."""
 
-    def update(params: Any) -> Any:
+    def update(params: PyTree) -> PyTree:
         return transformation.update(params, transformation.init(optax.LookaheadParams.init_synced(params)), params)
 
     try:
@@ -96,11 +97,11 @@ def _wants_pairs(transformation: Any) -> bool:
     return False
 
 
-def _is_ready(tx: Any) -> bool:
+def _is_ready(tx: object) -> bool:
     return not isinstance(tx, type) and callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
 
 
-def _of_definition(owner: str, tx: OptimizerDef, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+def _of_definition(owner: str, tx: OptimizerDef, given: Hyperparams) -> tuple[Rule, MutableParamGroup]:
     values = {_group_name(name): value for name, value in tx.hyper_param_values().items()}
     given = betas.spread(owner, given, betas.named_by(values))
     given = {_group_name(name): _as_plain(value, values.get(_group_name(name))) for name, value in given.items()}
@@ -111,7 +112,7 @@ def _of_definition(owner: str, tx: OptimizerDef, given: Mapping[str, Any]) -> tu
     return _rule(_Factory(Same(tx), renames="learning_rate" in tx.hyper_param_values()), own, traceable), {"lr": 1.0} | plain
 
 
-def _of_function(owner: str, function: Any, given: Mapping[str, Any]) -> tuple[Rule, dict[str, Any]]:
+def _of_function(owner: str, function: Callable[..., object], given: Hyperparams) -> tuple[Rule, MutableParamGroup]:
     parameters = inspect.signature(function).parameters
     title = getattr(function, "__name__", type(function).__name__)
     given = {name: _as_plain(value, getattr(parameters.get(name), "default", None)) for name, value in given.items()}
@@ -137,7 +138,7 @@ def _of_function(owner: str, function: Any, given: Mapping[str, Any]) -> tuple[R
     return _rule(_Factory(Same(function), fixed, renames="learning_rate" in values), own, traceable), {"lr": 1.0} | own | multiplier
 
 
-def _rule(factory: _Factory, values: dict[str, Any], traceable: frozenset[str], ready: bool = False) -> Rule:
+def _rule(factory: _Factory, values: Hyperparams, traceable: frozenset[str], ready: bool = False) -> Rule:
     plain = {name: _without_tensors(value) for name, value in values.items()}
     transformation = factory(**plain)
     if _is_ready(transformation) and _wants_pairs(transformation):
@@ -152,7 +153,7 @@ def _rule(factory: _Factory, values: dict[str, Any], traceable: frozenset[str], 
     return Rule(factory, given=values, traceable=traceable, scaled=True, ready=ready, takes_extra=takes_extra)
 
 
-def gives_lr(owner: type, tx: Any, hyperparams: Mapping[str, Any]) -> bool:
+def gives_lr(owner: type, tx: object, hyperparams: Hyperparams) -> bool:
     """Whether the user has given the lr that groups begin with: it is no default of a class, nor the 1 of a ready transformation.
 
     Args:
@@ -172,7 +173,7 @@ def multiplies(rule: Rule) -> bool:
     return rule.scaled and "lr" not in rule.hyperparams
 
 
-def last_factor(rule: Rule, params: Any) -> float | None:
+def last_factor(rule: Rule, params: PyTree) -> float | None:
     """The constant by which a transformation multiplies its update last, such as -1e-3 in `optax.adam(1e-3)`; None where there is none.
 
     Read from the traced update. A schedule, or a learning rate in the state, is no constant.
@@ -182,7 +183,7 @@ def last_factor(rule: Rule, params: Any) -> float | None:
       params: the tree that it sees, of `jax.ShapeDtypeStruct`.
     """
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
         return transformation.update(grads, state, params)[0]
 
     try:
@@ -197,12 +198,12 @@ def last_factor(rule: Rule, params: Any) -> float | None:
     return next((factor for factor in factors if not math.isclose(abs(factor), 1.0, rel_tol=1e-6)), None)
 
 
-def _last_factor(program: Any, var: Any) -> float:
+def _last_factor(program: ClosedJaxpr, var: Atom) -> float:
     """The product of the constants that a result is multiplied with last; 1 where there are none."""
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     number_of = numbers_of(program.jaxpr)
 
-    def number(var: Any) -> float | None:
+    def number(var: Atom) -> float | None:
         value = number_of(var) if isinstance(var, Literal) or var not in constants else constants[var]
         return None if value is None or np.size(value) != 1 or np.iscomplexobj(value) else float(np.reshape(value, ()))
 
@@ -228,37 +229,38 @@ def _group_name(name: str) -> str:
     return "lr" if name == "learning_rate" else name
 
 
-def _check_names(owner: str, given: Mapping[str, Any], known: Any, what: str) -> None:
+def _check_names(owner: str, given: Collection[str], known: Collection[str], what: str) -> None:
     for name in given:
         if name not in known:
             raise TypeError(f"{owner}: unknown argument {name!r} ({what}). {near_and_all(name, known)}")
 
 
-def _as_plain(value: Any, default: Any) -> Any:
+def _as_plain(value: object, default: object) -> object:
     """A number in an array as a Python float, and a sequence of numbers as a tuple: an array only where the default is a tuple."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic | torch.Tensor)
     if is_sequence(value) and (_is_tuple(default) or not is_array):
         elements = as_tuple(value)
         return elements if all(map(is_number, elements)) else value
-    is_float = is_array and not isinstance(value, torch.Tensor) and value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating)
-    return float(value) if is_float else value
+    if isinstance(value, jax.Array | np.ndarray | np.generic) and value.size == 1 and jnp.issubdtype(value.dtype, jnp.floating):
+        return float(value)
+    return value
 
 
-def _without_tensors(value: Any) -> Any:
+def _without_tensors(value: object) -> object:
     """The value with Python numbers in place of 0-d tensors, also in a tuple."""
     if isinstance(value, tuple | list):
         return type(value)(map(_without_tensors, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a param group may hold the value: what a checkpoint can carry without code."""
     if isinstance(value, tuple | list):
         return bool(value) and all(map(is_number, value))
     return value is None or isinstance(value, bool | str) or is_number(value)
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: object) -> bool:
     return (
         isinstance(value, float)
         or (isinstance(value, torch.Tensor) and value.is_floating_point())
@@ -275,6 +277,6 @@ def _defaults_to_float(parameter: inspect.Parameter | None) -> bool:
     return parameter is not None and _is_float(parameter.default)
 
 
-def _is_tuple(value: Any) -> bool:
+def _is_tuple(value: object) -> bool:
     """Whether a default says that the argument is a tuple of numbers."""
     return isinstance(value, tuple | list) and bool(value) and all(map(is_number, value))

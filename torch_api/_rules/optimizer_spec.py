@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
+import torch
 
+from .types import Hyperparams, ParamGroup
 from .validators import Check
 
 
@@ -37,21 +39,21 @@ class Rule(NamedTuple):
     eager: bool = False
     shaped: bool = False
     typed: bool = False
-    checks: tuple[Check, ...] = ()
-    leaf_checks: tuple[Check, ...] = ()
-    given: dict[str, Any] | None = None
+    checks: tuple[Check[ParamGroup], ...] = ()
+    leaf_checks: tuple[Check[torch.Tensor], ...] = ()
+    given: Hyperparams | None = None
     traceable: frozenset[str] = frozenset()
     scaled: bool = False
     ready: bool = False
     takes_extra: bool = False
 
     @property
-    def whole(self) -> frozenset[str] | dict[str, Any]:
+    def whole(self) -> frozenset[str] | Hyperparams:
         """The hyperparams whose very value decides the program, where that of others is whether they are 0 or True."""
         return self.hyperparams if self.scaled else self.static
 
     @property
-    def hyperparams(self) -> dict[str, Any]:
+    def hyperparams(self) -> Hyperparams:
         """The hyperparams and options by name with their defaults, None for structural ones being 0 in a group."""
         if self.given is not None:
             return self.given

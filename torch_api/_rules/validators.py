@@ -4,73 +4,79 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import numpy as np
 import torch
 
+from .types import ParamGroup
 
-class Check(NamedTuple):
+_Subject = TypeVar("_Subject")
+# What may stand for a tuple of numbers.
+Numbers: TypeAlias = Sequence[Any] | torch.Tensor | np.ndarray | jax.Array
+
+
+class Check(NamedTuple, Generic[_Subject]):
     """What must hold of a param group (in `Rule.checks`) or of a trained parameter (in `Rule.leaf_checks`), and torch's error.
 
     `text` is a format string over the group's keys; over `size` and `name` for a parameter. `always`: also at a step, where other numbers
     may be out of range, since a schedule may write them.
     """
 
-    holds: Callable[[Any], bool]
+    holds: Callable[[_Subject], bool]
     text: str
     error: type[Exception] = ValueError
     always: bool = False
 
 
-def not_negative(**texts: str) -> tuple[Check, ...]:
+def not_negative(**texts: str) -> tuple[Check[ParamGroup], ...]:
     """A check for each hyperparam that it is at least 0, with the text of its error."""
     return tuple(Check(functools.partial(_at_least, name, 0), text) for name, text in texts.items())
 
 
-def proper_betas() -> tuple[Check, ...]:
+def proper_betas() -> tuple[Check[ParamGroup], ...]:
     """Both betas in [0, 1)."""
     return tuple(Check(functools.partial(_proper_beta, i), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1))
 
 
-def _at_least(name: str, bound: float, group: Mapping[str, Any]) -> bool:
+def _at_least(name: str, bound: float, group: ParamGroup) -> bool:
     return bool(group[name] >= bound)
 
 
-def _proper_beta(index: int, group: Mapping[str, Any]) -> bool:
+def _proper_beta(index: int, group: ParamGroup) -> bool:
     return bool(0 <= group["betas"][index] < 1)
 
 
-def _in_tensor(x: Any) -> bool:
+def _in_tensor(x: object) -> bool:
     return hasattr(x, "numel")
 
 
-def _fits_foreach(value: Any, group: Any) -> bool:
+def _fits_foreach(value: object, group: ParamGroup) -> bool:
     return not (_in_tensor(value) and group.get("foreach") and not group.get("capturable"))
 
 
-def lr_fits_foreach(group: Any) -> bool:
+def lr_fits_foreach(group: ParamGroup) -> bool:
     """No lr in a tensor with foreach."""
     return _fits_foreach(group["lr"], group)
 
 
-def betas_fit_foreach(group: Any) -> bool:
+def betas_fit_foreach(group: ParamGroup) -> bool:
     """No betas in tensors with foreach."""
     return _fits_foreach(group["betas"][0], group)
 
 
-def betas_of_one_kind(group: Any) -> bool:
+def betas_of_one_kind(group: ParamGroup) -> bool:
     """Both betas in tensors, or none."""
     return _in_tensor(group["betas"][0]) == _in_tensor(group["betas"][1])
 
 
-def _not_both(one: str, other: str, group: Any) -> bool:
+def _not_both(one: str, other: str, group: ParamGroup) -> bool:
     return not (group.get(one) and group.get(other))
 
 
-def fused_is_alone() -> tuple[Check, ...]:
+def fused_is_alone() -> tuple[Check[ParamGroup], ...]:
     """`fused`, which GradScaler's path depends on, neither with differentiable nor with foreach."""
     return (
         Check(functools.partial(_not_both, "fused", "differentiable"), "`fused` does not support `differentiable`", RuntimeError),
@@ -78,72 +84,72 @@ def fused_is_alone() -> tuple[Check, ...]:
     )
 
 
-def nesterov_has_momentum(group: Any) -> bool:
+def nesterov_has_momentum(group: ParamGroup) -> bool:
     """Nesterov's momentum is some, and undampened."""
     return not group["nesterov"] or bool(group["momentum"] > 0 and group["dampening"] == 0)
 
 
-def rho_is_a_share(group: Any) -> bool:
+def rho_is_a_share(group: ParamGroup) -> bool:
     """rho in [0, 1]."""
     return bool(0 <= group["rho"] <= 1)
 
 
-def etas_lie_around_one(group: Any) -> bool:
+def etas_lie_around_one(group: ParamGroup) -> bool:
     """One eta shrinks, the other grows."""
     return bool(0 < group["etas"][0] < 1 < group["etas"][1])
 
 
-def is_real(p: Any) -> bool:
+def is_real(p: torch.Tensor) -> bool:
     """The parameter is not complex."""
     return not p.is_complex()
 
 
-def is_matrix(p: Any) -> bool:
+def is_matrix(p: torch.Tensor) -> bool:
     """The parameter has two dimensions."""
     return p.ndim == 2
 
 
-def adjustment_is_known(group: Any) -> bool:
+def adjustment_is_known(group: ParamGroup) -> bool:
     """adjust_lr_fn is a name that there is."""
     return group["adjust_lr_fn"] in (None, "original", "match_rms_adamw")
 
 
-def steps_are_few(group: Any) -> bool:
+def steps_are_few(group: ParamGroup) -> bool:
     """ns_steps in [0, 100)."""
     return 0 <= group["ns_steps"] < 100
 
 
-def not_positive(name: str, group: Any) -> bool:
+def not_positive(name: str, group: ParamGroup) -> bool:
     """A number of at most 0."""
     return bool(group[name] <= 0)
 
 
-def at_least_one(name: str, group: Any) -> bool:
+def at_least_one(name: str, group: ParamGroup) -> bool:
     """A number of at least 1."""
     return bool(group[name] >= 1)
 
 
-def eps_not_negative(index: int, group: Any) -> bool:
+def eps_not_negative(index: int, group: ParamGroup) -> bool:
     """A number of at least 0; the first may be None."""
     eps = group["eps"][index]
     return index == 0 if eps is None else bool(eps >= 0)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether it may stand for a number: also in a tensor, which torch takes for an lr."""
     return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
 
 
-def _is_scalar_array(value: Any) -> bool:
+def _is_scalar_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
     """Whether it is what a schedule of optax gives, or a NumPy array of that kind."""
     return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
 
 
-def _is_one_number(value: Any) -> bool:
+def _is_one_number(value: object) -> bool:
     return is_number(value) and (not isinstance(value, torch.Tensor) or value.numel() == 1)
 
 
-def is_sequence(value: Any) -> bool:
+def is_sequence(value: object) -> TypeGuard[Numbers]:
     """Whether the value may stand for a tuple of numbers: a list, the list type of a configuration library, an array of one dimension."""
     if isinstance(value, torch.Tensor | np.ndarray | jax.Array):
         return value.ndim == 1
@@ -161,5 +167,5 @@ def as_tuple(value: Any) -> Any:
     return (list if isinstance(value, list) else tuple)(x.item() if isinstance(x, np.generic) else x for x in elements)
 
 
-def _length(value: Any) -> int:
+def _length(value: object) -> int:
     return len(value) if is_sequence(value) else 0
