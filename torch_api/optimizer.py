@@ -7,10 +7,10 @@ import gc
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from bridge._compiler import leaf_update
 from bridge._compiler.spec import AVERAGE, GRADIENTS, NO_EXTRA, Extra, Field, Same
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
+from bridge._ir.types import PyTree
 from bridge._names import tree_paths
 from bridge._process import not_traced
 from bridge._runtime import execute
@@ -31,13 +32,14 @@ from . import options, report
 from . import state_dict as checkpoint
 from ._params import buckets, param_groups
 from ._params.hyperparam_table import Rows
-from ._params.record import Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
+from ._params.record import Decided, Leaf, bad_gradient, check_apart, check_norm, check_whole, with_elements
 from ._params.selectors import Selectors
 from ._params.state import States
 from ._params.swap import Exchange
 from ._rules import betas, validators
 from ._rules.from_optax import as_rule, gives_lr, last_factor, multiplies
 from ._rules.optimizer_spec import Rule
+from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, Selector, StateDict
 from ._step import grad_scaler, hooks
 from ._step.bound_executable import Launch, restore
 from ._step.closure import Closure
@@ -49,6 +51,9 @@ from ._step.recompile_reasons import Cache, CacheInfo, few_names
 from ._step.state_watch import Asks
 from .optimizer_base import GroupedOptimizer, devices_of
 from .options import Changeable, Options
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 _ALL = "all"  # the key of the only rule
 _FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
@@ -96,7 +101,7 @@ class OptaxOptimizer(GroupedOptimizer):
         selector that fits nothing, and what the transformation itself raises. Nothing has been changed then.
     """
 
-    _overridden: Any = None  # by hyper_params of one step, where a class has that
+    _overridden: Callable[..., AbstractContextManager[None]] | None = None  # by hyper_params of one step, where a class has that
     max_grad_norm: Any = Changeable()
     ema_decay: Any = Changeable()
     # What copies and pickles have beside torch's own.
@@ -104,12 +109,12 @@ class OptaxOptimizer(GroupedOptimizer):
 
     def __init__(
         self,
-        params: Any,
-        tx: Any,
+        params: ParamsT,
+        tx: object,
         *,
-        mask: Any = None,
-        decay_mask: Any = None,
-        lr_scale: Any = None,
+        mask: Selector = None,
+        decay_mask: Selector = None,
+        lr_scale: Selector = None,
         max_grad_norm: float | None = None,
         writeback: str = "inplace",
         state_dtype: torch.dtype | None = None,
@@ -131,7 +136,9 @@ class OptaxOptimizer(GroupedOptimizer):
         selectors = Selectors(owner, {"mask": mask, "decay_mask": decay_mask, "lr_scale": lr_scale})
         self._build(param_groups.listed(owner, params), {_ALL: rule}, defaults | torch_options, selectors, engine)
 
-    def _build(self, params: Any, rules: dict[Any, Rule], defaults: dict[str, Any], selectors: Selectors, engine: dict[str, Any]) -> None:
+    def _build(
+        self, params: ParamsT, rules: dict[Hashable, Rule], defaults: MutableParamGroup, selectors: Selectors, engine: Hyperparams
+    ) -> None:
         """Construct with one rule for all groups, or one for each label."""
         owner = type(self).__name__
         self._rules, self._options = rules, Options.of(owner, engine)
@@ -155,15 +162,15 @@ class OptaxOptimizer(GroupedOptimizer):
         """What no copy or pickle carries."""
         self._signature = []
         self._extra, self._argument_names, self._cache = NO_EXTRA, (), Cache(type(self).__name__)
-        self._group_keys: list[tuple[Any, ...]] = []  # of each group, when they were checked
+        self._group_keys: list[tuple[str, ...]] = []  # of each group, when they were checked
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = self._warned_of_frozen = False
 
-    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+    def rule_of(self, group: ParamGroup) -> Rule:
         """The rule by which the parameters of a group are updated."""
         return self._rules[group.get("label") if self.by_label else _ALL]
 
-    def _with_momentum(self, defaults: dict[str, Any]) -> dict[str, Any]:
+    def _with_momentum(self, defaults: MutableParamGroup) -> MutableParamGroup:
         """The defaults of all groups, in which schedulers find `betas` where every group has them under this or another name."""
         if not self.by_label:
             return self._with_betas(defaults)
@@ -260,11 +267,11 @@ class OptaxOptimizer(GroupedOptimizer):
                 )
                 return
 
-    def _tree_of(self, leaves: Sequence[Leaf]) -> Any:
+    def _tree_of(self, leaves: Sequence[Leaf]) -> PyTree:
         """The tree of shapes in which a transformation sees these leaves, None in the place of the others."""
         paths = tree_paths([leaf.name for leaf in self._leaves])
         kinds = {id(leaf): jax.ShapeDtypeStruct(tuple(leaf.param.shape), numpy_dtype(leaf.dtype)) for leaf in leaves}
-        root: dict[str, Any] = {}
+        root: PyTree = {}
         for leaf, (*above, last) in zip(self._leaves, paths, strict=True):
             node = root
             for part in above:
@@ -310,7 +317,7 @@ class OptaxOptimizer(GroupedOptimizer):
         if self._group_signature() != self._signature:
             self._place()
 
-    def _group_signature(self) -> list[Any]:
+    def _group_signature(self) -> list[object]:
         """What decides which parameters there are and which program runs; a change of it is followed at the next step.
 
         Raises:
@@ -322,7 +329,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 param_groups.check_keys(type(self).__name__, group, self.rule_of(group))
             self._group_keys = keys
         get: Any = dict.get  # in C also for `betas.Group`
-        signature: list[Any] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
+        signature: list[object] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
         for group, listed in zip(self.param_groups, self._listed, strict=False):
             params = group["params"]
             signature += (id(group), get(group, "trainable", True), len(params) == len(listed) and all(map(is_, params, listed)))
@@ -351,7 +358,7 @@ class OptaxOptimizer(GroupedOptimizer):
         return step
 
     @not_traced
-    def step(self, closure: Callable[[], Any] | None = None, **extra_args: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **extra_args: PyTree) -> Any:
         """One update of every trained parameter that has a gradient.
 
         Args:
@@ -391,7 +398,7 @@ class OptaxOptimizer(GroupedOptimizer):
                         done = self._update(transaction, extra_args, looked, search)
         return loss
 
-    def _update(self, transaction: Transaction, extra_args: dict[str, Any], looked: bool, search: Closure | None) -> bool:
+    def _update(self, transaction: Transaction, extra_args: dict[str, PyTree], looked: bool, search: Closure | None) -> bool:
         """The step within a transaction; False where that is not for the devices on which parameters are now.
 
         `looked`: somebody has looked at all gradients, for the scale of the loss.
@@ -446,7 +453,7 @@ class OptaxOptimizer(GroupedOptimizer):
             raise search.error
         return True
 
-    def _arguments(self, given: dict[str, Any]) -> Arguments:
+    def _arguments(self, given: dict[str, PyTree]) -> Arguments:
         """The further arguments of a step; the leaves are arranged anew if they are others than at the last."""
         if not any(rule.takes_extra for rule in self._rules.values()):
             raise TypeError(f"{type(self).__name__}.step: this transformation takes no further arguments, but got {sorted(given)}.")
@@ -544,7 +551,8 @@ class OptaxOptimizer(GroupedOptimizer):
         values.append(self.max_grad_norm or 0.0)
         get: Any = dict.get  # in C also for `betas.Group`
         try:
-            for group, decays, scale, row, has_lr in self.arrangement.rows:
+            for source in self.arrangement.rows:
+                group, row, scale = source.group, source.row, source.lr_scale
                 taken = get(group, param_groups.TAKEN_LR_SCALE, 1.0)
                 scale = scale if taken is None else scale * get(group, "lr_scale", 1.0) * taken  # groups.lr_scale, without the call
                 for name, length in row.traced:
@@ -552,7 +560,7 @@ class OptaxOptimizer(GroupedOptimizer):
                     if name == "lr" and not row.scaled:
                         values.append(float(value) * scale)
                     elif name == "weight_decay":
-                        values.append(float(value) * get(group, "wd_scale", 1.0) if decays else 0.0)
+                        values.append(float(value) * get(group, "wd_scale", 1.0) if source.decays else 0.0)
                     elif length:
                         if len(value) != length or (type(value) is not tuple and not validators.is_sequence(value)):
                             raise ValueError(name)
@@ -562,7 +570,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 if row.kept.average:
                     values.append(float(self.ema_decay))
                 if row.scaled:
-                    values.append(scale if has_lr else scale * float(group["lr"]))
+                    values.append(scale if source.has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError, RuntimeError):
             for group in self.param_groups:  # says which value of which key was no number
                 param_groups.check_types(type(self).__name__, group, self.rule_of(group))
@@ -594,7 +602,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """torch's, with an empty entry for each frozen parameter that still requires grad.
 
         torch.distributed.checkpoint loads strictly and wants one; whoever loads it begins that state at the first gradient.
@@ -603,7 +611,7 @@ class OptaxOptimizer(GroupedOptimizer):
         with checkpoint.hooked(self.register_state_dict_post_hook, checkpoint.complete, prepend=True):  # before the user's
             return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state_dict of this class or of the torch optimizer that it stands for.
 
         As torch's, and: parameters are matched by name where both sides have names, which need not have the same wrappers
@@ -616,18 +624,18 @@ class OptaxOptimizer(GroupedOptimizer):
         with self._transaction(), checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """For pickle and deepcopy."""
         own = {key: self.__dict__[key] for key in self._carried}
         return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Take a loaded state and groups, which `state_dict.prepare` has checked, or all of a copied or unpickled optimizer."""
         decided = state.pop("_decided", None)
         with self._all_or_nothing() if decided is None else nullcontext():
             self._set_state(state, decided)
 
-    def _set_state(self, state: dict[str, Any], decided: Any) -> None:
+    def _set_state(self, state: StateDict, decided: Sequence[tuple[str, int, Decided]] | None) -> None:
         defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
         self.defaults = self._with_momentum(defaults)  # torch adds "differentiable", which would come into the groups of every loaded state
@@ -644,7 +652,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._place(move=decided is None)
         self._follow_fused()
 
-    def state_fields(self, leaf: Leaf, group: Mapping[str, Any]) -> dict[str, Field] | None:
+    def state_fields(self, leaf: Leaf, group: ParamGroup) -> dict[str, Field] | None:
         """The state fields of a parameter in such a group, by name; None where the parameter is frozen and nothing knows them."""
         return self.arrangement.state_fields(leaf, group, self.rule_of(group))
 

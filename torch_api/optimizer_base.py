@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import SupportsFloat
 
 import torch
 
@@ -22,6 +22,7 @@ from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.optimizer_spec import Rule
+from ._rules.types import MutableParamGroup, ParamGroup, Selector
 from ._step.state_watch import Keeper
 
 _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
@@ -38,21 +39,21 @@ class GroupedOptimizer(Keeper, ABC):
     _leaves: list[Leaf]
     _selectors: Selectors
     _constructed: bool
-    _signature: list[Any] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
+    _signature: list[object] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
     by_label = False  # whether groups have a rule by their label
-    _gave_lr: Any  # whether the default lr is the user's; where groups have a rule by their label, of each label
+    _gave_lr: bool | Mapping[Hashable, bool]  # whether the default lr is the user's; where groups have a rule by their label, of each label
     _warned_of_lr_scale = False
     _unscales = False  # whether `step` does what a scaled loss asks for
 
     @abstractmethod
-    def rule_of(self, group: Mapping[str, Any]) -> Rule:
+    def rule_of(self, group: ParamGroup) -> Rule:
         """The rule by which the parameters of a group are updated."""
 
     def _betas_of(self, rule: Rule) -> tuple[str, ...]:
         """The hyperparams of a rule that `betas` stands for in its groups."""
         return betas.named_by(rule.hyperparams, extended=self.by_label)
 
-    def _with_betas(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _with_betas(self, group: MutableParamGroup) -> MutableParamGroup:
         """The group, with `betas` for schedulers of momentum where the transformation has other names for it."""
         names = self._betas_of(self.rule_of(group))
         has_betas = names or (self.by_label and group.get("label") is None)
@@ -62,7 +63,7 @@ class GroupedOptimizer(Keeper, ABC):
     def _place(self) -> None:
         """Take note that leaves or what was decided of them have changed."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: MutableParamGroup) -> None:
         """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
 
         Its `lr_scale` beside the default lr is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not
@@ -82,7 +83,7 @@ class GroupedOptimizer(Keeper, ABC):
         """On every device that parameters are on."""
         return Transaction(devices_of(p for group in self.param_groups for p in group["params"]))
 
-    def _add_group(self, param_group: dict[str, Any]) -> None:
+    def _add_group(self, param_group: MutableParamGroup) -> None:
         owner = type(self).__name__
         self._leaves = self._followed()
         if isinstance(param_group, dict):
@@ -112,7 +113,7 @@ class GroupedOptimizer(Keeper, ABC):
             if self._constructed:
                 self._place()
 
-    def _default_lr(self, group: Mapping[str, Any]) -> tuple[Any, bool]:
+    def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
         """The lr of a group that is given without one, and whether the user gave it."""
         return self.defaults["lr"], bool(self._gave_lr)
 
@@ -145,7 +146,7 @@ class GroupedOptimizer(Keeper, ABC):
                 leaf.decided = decided
             raise
 
-    def _new_leaves(self, group: dict[str, Any]) -> list[Leaf]:
+    def _new_leaves(self, group: MutableParamGroup) -> list[Leaf]:
         leaves = []
         for name, p in zip(param_groups.names(group, len(self._leaves)), group["params"], strict=True):
             param_groups.check_initialized(type(self).__name__, name, p)
@@ -219,7 +220,7 @@ class GroupedOptimizer(Keeper, ABC):
     def _is_active(self, leaf: Leaf) -> bool:
         return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
 
-    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
+    def set_trainable(self, selector: Selector, trainable: bool, *, keep_state: bool = True) -> None:
         """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
 
         Args:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
+import numpy as np
 import optax
 import torch
 
@@ -20,13 +21,19 @@ from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.from_optax import as_rule, gives_lr
+from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, Selector
 from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
 
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+# A group, a key in it, and the value that it had.
+_Change: TypeAlias = tuple[MutableParamGroup, str, object]
 _NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
 
 
-def _never(_: Any) -> bool:
+def _never(_: object) -> bool:
     return False
 
 
@@ -63,13 +70,13 @@ class PartitionedOptimizer(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
-        transforms: Mapping[Any, Any],
-        labels: Any,
+        params: ParamsT,
+        transforms: Mapping[Any, object],
+        labels: Selector,
         *,
-        mask: Any = None,
-        decay_mask: Any = None,
-        lr_scale: Any = None,
+        mask: Selector = None,
+        decay_mask: Selector = None,
+        lr_scale: Selector = None,
         **engine: Any,
     ) -> None:
         owner = type(self).__name__
@@ -89,15 +96,16 @@ class PartitionedOptimizer(OptaxOptimizer):
 
     _label_rules: Mapping[str, str] = MappingProxyType({})  # by name, of the parameters that a selector has labelled last
 
-    def _default_lr(self, group: Mapping[str, Any]) -> tuple[Any, bool]:
-        return self._defaults_of[group["label"]]["lr"], self._gave_lr.get(group["label"], False)
+    def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
+        gave = self._gave_lr[group["label"]] if isinstance(self._gave_lr, Mapping) and group["label"] in self._gave_lr else False
+        return self._defaults_of[group["label"]]["lr"], gave
 
     def _show_label_rules(self) -> None:
         """Let `report()` show what gave each parameter its label, where no mask has decided about it."""
         for leaf in self.leaves:
             leaf.rule = self._label_rules.get(leaf.name, leaf.rule) if leaf.rule == "mask=None" else leaf.rule
 
-    def _assigned(self, selectors: Selectors, given: Sequence[dict[str, Any]], known: set[Any]) -> list[list[Any]]:
+    def _assigned(self, selectors: Selectors, given: Sequence[MutableParamGroup], known: Collection[Hashable]) -> list[list[Hashable]]:
         """The label of each parameter of each group."""
         found = self._labels_of(selectors, [], given)
         unused = [label for label in known if label not in found and label is not _NOBODY]
@@ -107,7 +115,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         rest = iter(found)
         return [[next(rest) for _ in group["params"]] for group in given]
 
-    def _labels_of(self, selectors: Selectors, before: Sequence[Leaf], given: Sequence[dict[str, Any]]) -> list[Any]:
+    def _labels_of(self, selectors: Selectors, before: Sequence[Leaf], given: Sequence[MutableParamGroup]) -> list[Hashable]:
         """The labels of the parameters of the given groups, which stand behind the leaves that are there."""
         named = all("param_names" in group for group in (*vars(self).get("param_groups", ()), *given))
         params, names = [leaf.param for leaf in before], [leaf.name for leaf in before]
@@ -116,7 +124,7 @@ class PartitionedOptimizer(OptaxOptimizer):
             params += group["params"]
         nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
         leaves = masks.Leaves(names, params, nested, named, len(before), by_argument_name=True)
-        found = selectors.column("labels", leaves, self._labelled)
+        found = selectors.resolved("labels", leaves, self._labelled)
         for name, label in zip(names[len(before) :], found, strict=True):
             if label not in self._defaults_of:
                 hint = near(str(label), (str(label) for label in self._defaults_of if label is not _NOBODY))
@@ -125,12 +133,12 @@ class PartitionedOptimizer(OptaxOptimizer):
                 )
         return found
 
-    def _labelled(self, labels: Any, leaves: masks.Leaves, _: str) -> list[Any]:
+    def _labelled(self, labels: Selector, leaves: masks.Leaves, _: str) -> list[Hashable]:
         decided = masks.column(labels, leaves, "labels_or_none")
         self._label_rules = {name: decision.rule for name, decision in zip(leaves.names[leaves.resolved :], decided, strict=True)}
         return [decision.value for decision in decided]
 
-    def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
+    def _split(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
         """The group's part for each label, in the order of their first parameters."""
         parts = []
         if group.get("mask") is not None and len(set(labels)) > 1:
@@ -154,7 +162,7 @@ class PartitionedOptimizer(OptaxOptimizer):
             )
         return parts
 
-    def _mask_of(self, group: dict[str, Any]) -> Any:
+    def _mask_of(self, group: MutableParamGroup) -> Callable[[str, torch.Tensor], bool | np.ndarray]:
         """The mask of a group as a function of the parameter, for parts of the group: a pattern need not match in each part."""
         refuse_decay_mask(type(self).__name__, group["mask"])
         params, names = group["params"], param_groups.names(group, 0)
@@ -163,12 +171,12 @@ class PartitionedOptimizer(OptaxOptimizer):
         decided = masks.column(group["mask"], leaves, "mask")
         values = {id(p): decision.value for p, decision in zip(params, decided, strict=True)}
 
-        def of_the_group(_: str, param: torch.Tensor) -> Any:
+        def of_the_group(_: str, param: torch.Tensor) -> bool | np.ndarray:
             return values[id(param)]
 
         return of_the_group
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: MutableParamGroup) -> None:
         """Add a group: with its label under "label", or labelled by the constructor's selector.
 
         Raises:
@@ -207,7 +215,7 @@ class MultiOptimizer(PartitionedOptimizer):
 
     _without_label = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
 
-    def __init__(self, params: Any, *pairs: tuple[Any, Any], **engine: Any) -> None:
+    def __init__(self, params: ParamsT, *pairs: tuple[Selector, object], **engine: Any) -> None:
         owner = type(self).__name__
         if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise TypeError(f"{owner}: expected pairs (selector, definition) after the parameters, got {pairs!r}.")
@@ -215,11 +223,11 @@ class MultiOptimizer(PartitionedOptimizer):
         selectors = [selector for selector, _ in pairs]
         super().__init__(params, transforms, selectors, mask=None, **engine)
 
-    def _split(self, group: dict[str, Any], labels: Sequence[Any]) -> list[dict[str, Any]]:
+    def _split(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
         parts = super()._split(group, labels)
         return [part | {"trainable": False} if part["label"] is _NOBODY else part for part in parts]
 
-    def _labelled(self, labels: Any, leaves: masks.Leaves, _: str) -> list[Any]:
+    def _labelled(self, labels: Any, leaves: masks.Leaves, _: str) -> list[Hashable]:
         picked = [masks.column(selector, leaves, "decay_mask", f"pair {n}") for n, selector in enumerate(labels)]
         names = leaves.names[leaves.resolved :]
         owners = [[n for n, column in enumerate(picked) if column[i].value] for i in range(len(names))]
@@ -233,7 +241,7 @@ class MultiOptimizer(PartitionedOptimizer):
         self._label_rules = dict(zip(names, rules, strict=True))
         return [own[0] if own else _NOBODY for own in owners]
 
-    def set_trainable(self, selector: Any, trainable: bool, *, keep_state: bool = True) -> None:
+    def set_trainable(self, selector: Selector, trainable: bool, *, keep_state: bool = True) -> None:
         """As in `OptaxOptimizer`; what no pair picks has no transformation and cannot be trained."""
         picked = masks.column(selector, self._described(self.leaves), "decay_mask", "set_trainable") if trainable else []
         idle = [leaf.name for leaf, decision in zip(self.leaves, picked, strict=False) if decision.value and leaf.label is _NOBODY]
@@ -242,9 +250,9 @@ class MultiOptimizer(PartitionedOptimizer):
         super().set_trainable(selector, trainable, keep_state=keep_state)
 
     @contextmanager
-    def _overridden(self, hyper_params: Sequence[Any]) -> Iterator[None]:
+    def _overridden(self, hyper_params: Sequence[object]) -> Iterator[None]:
         """`step(closure, hyper_params=[...])`: numbers for this step only, for each pair None, a dict, or a definition's `hyper_params`."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
+        before: list[_Change] = []
         try:
             self._override(hyper_params, before)
             yield
@@ -252,7 +260,7 @@ class MultiOptimizer(PartitionedOptimizer):
             for group, key, value in reversed(before):
                 group[key] = value
 
-    def _override(self, hyper_params: Sequence[Any], before: list[tuple[dict[str, Any], str, Any]]) -> None:
+    def _override(self, hyper_params: Sequence[object], before: list[_Change]) -> None:
         owner = type(self).__name__
         if not isinstance(hyper_params, list | tuple):
             raise TypeError(f"{owner}: hyper_params is {hyper_params!r}; expected a list with one entry or None for each pair.")
@@ -278,20 +286,20 @@ class MultiOptimizer(PartitionedOptimizer):
             param_groups.check_group(owner, group, self.rule_of(group), allowed=group)
 
 
-def _pair(given: Any) -> tuple[Any, Mapping[str, Any]]:
+def _pair(given: object) -> tuple[object, Hyperparams]:
     """(transformation, hyperparams) of one entry of transforms."""
     if type(given) is tuple and len(given) == 2 and isinstance(given[1], Mapping):
         return given
     return given, {}
 
 
-def _fields(given: Any) -> Sequence[str]:
+def _fields(given: object) -> Sequence[str]:
     return getattr(given, "_fields", None) or list(getattr(given, "__dataclass_fields__", None) or vars(given))
 
 
-def _named_groups(owner: str, params: Any) -> list[dict[str, Any]]:
+def _named_groups(owner: str, params: ParamsT) -> list[MutableParamGroup]:
     """The groups that torch would make, names apart from parameters."""
-    listed = list(params)
+    listed: list[Any] = list(params)
     given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     result = []
     for group in given:

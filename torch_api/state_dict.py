@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,25 +14,51 @@ import torch
 from bridge._compiler.spec import BESIDE, Field
 
 from ._params import saved_groups, wrapper_state
+from ._params.hyperparam_table import Rows
 from ._params.param_groups import FLAGS, TAKEN_LR_SCALE, TRAINABLE_PARAMS, check_types, make_plain, make_tuples, put_back_lr_scale
 from ._params.record import Leaf
 from ._params.record_state import has_state
 from ._params.sharding import laid
 from ._rules.betas import take_betas
+from ._rules.optimizer_spec import Rule
+from ._rules.types import MutableParamGroup, MutableParamState, ParamGroup, ParamState, StateDict
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 FROZEN = "step"  # all that the state of a frozen parameter was in the state_dict of 0.1
+
+
+class Checkpointed(Protocol):
+    """What is read of an optimizer that is saved or loaded."""
+
+    param_groups: list[MutableParamGroup]
+    defaults: MutableParamGroup
+    by_label: bool
+    arrangement: Rows
+    _active: list[Leaf]
+
+    @property
+    def leaves(self) -> list[Leaf]: ...
+    def names(self) -> list[str]: ...
+    def rule_of(self, group: ParamGroup) -> Rule: ...
+    def state_fields(self, leaf: Leaf, group: ParamGroup) -> dict[str, Field] | None: ...
+    def _betas_of(self, rule: Rule) -> tuple[str, ...]: ...
+    def _is_active(self, leaf: Leaf) -> bool: ...
+    def _follow(self) -> None: ...
+    def _followed(self) -> list[Leaf]: ...
 
 
 class _Saved:
     """State of one parameter on its way through torch's loader, which would cast every tensor to the parameter's dtype
     (https://github.com/pytorch/pytorch/issues/43706)."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: MutableParamState) -> None:
         self.fields = fields
 
 
 @contextmanager
-def hooked(register: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> Iterator[None]:
+def hooked(register: Callable[..., RemovableHandle], hook: Callable[..., object], **options: bool) -> Iterator[None]:
     """A hook of torch's for the time of one call."""
     handle = register(hook, **options)
     try:
@@ -41,26 +67,27 @@ def hooked(register: Callable[..., Any], hook: Callable[..., Any], **options: An
         handle.remove()
 
 
-def unwrap(state: dict[Any, Any], leaves: Iterable[Leaf]) -> None:
+def unwrap(state: MutableMapping[torch.Tensor, MutableParamState], leaves: Iterable[Leaf]) -> None:
     """Undo `prepare` in the loaded state, which is no edit by hand of what the leaves showed before."""
     for leaf in leaves:
         leaf.fields = leaf.shown = leaf.views = ()
-    for key, value in list(state.items()):
+    entries: list[tuple[torch.Tensor, MutableParamState | _Saved]] = list(state.items())
+    for key, value in entries:
         if isinstance(value, _Saved):
             state[key] = value.fields
 
 
-def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def prepare(optimizer: Checkpointed, state_dict: StateDict) -> StateDict:
     """The state_dict that torch may load by position, or the error that says why it does not fit. Changes nothing."""
     saved, groups = saved_groups.checked(state_dict)
     optimizer._follow()
     trained = {id(leaf) for leaf in optimizer._active if leaf.param.requires_grad}
     groups = saved_groups.aligned(optimizer.param_groups, groups, optimizer.leaves, trained)
     indices = {index for group in groups for index in group["params"]}
-    state = {key: value for key, value in saved.items() if key not in indices}
+    state: dict[Hashable, ParamState | _Saved] = {key: value for key, value in saved.items() if key not in indices}
     names = iter(optimizer.names())
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves}
-    entries: dict[int, dict[str, Any]] = {}
+    entries: dict[int, MutableParamState] = {}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         _take_lr_scale(own, group)
         take_betas(group, optimizer._betas_of(optimizer.rule_of(own)))
@@ -86,13 +113,13 @@ def prepare(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             entries |= {id(leaf): kept.fields for kept in checked.values()}
             state |= checked
             if others:
-                kept = state[index].fields if index in state else {}
+                kept = checked[index].fields if index in checked else {}
                 state[index] = _Saved(kept | {key: wrapper_state.copied(value, param) for key, value in others.items()})
     _check_shared(optimizer, entries)
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def complete(optimizer: Checkpointed, state_dict: StateDict) -> None:
     """Complete torch's state_dict of the optimizer: an entry for frozen parameters, `lr_scale` in its place, tuples for sequences."""
     leaves = optimizer._followed()
     mark_frozen(state_dict, [leaf.param.requires_grad and not optimizer._is_active(leaf) for leaf in leaves])
@@ -106,7 +133,7 @@ def complete(optimizer: Any, state_dict: dict[str, Any]) -> None:
         make_plain(group, optimizer.rule_of(group))
 
 
-def settle(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
+def settle(param_groups: Sequence[MutableParamGroup], defaults: ParamGroup, leaves: Sequence[Leaf]) -> None:
     """Give loaded groups what they lack of the defaults, and `leaves` what the groups say of which are trained."""
     columns = {index: iter(group[TRAINABLE_PARAMS]) for index, group in enumerate(param_groups) if TRAINABLE_PARAMS in group}
     for group in param_groups:
@@ -117,14 +144,14 @@ def settle(param_groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], 
             leaf.trained = next(columns[leaf.group])
 
 
-def update_trainable_params(param_groups: Sequence[dict[str, Any]], leaves: Sequence[Leaf]) -> None:
+def update_trainable_params(param_groups: Sequence[MutableParamGroup], leaves: Sequence[Leaf]) -> None:
     """Write into groups that say which of their parameters are trained what is true now: parameters may have come and gone by hand."""
     for index, group in enumerate(param_groups):
         if TRAINABLE_PARAMS in group:
             group[TRAINABLE_PARAMS] = [leaf.trained for leaf in leaves if leaf.group == index]
 
 
-def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
+def _take_lr_scale(own: ParamGroup, saved: MutableParamGroup) -> None:
     """Undo `put_back_lr_scale`. In a group of torch's, lr_scale means what it means in the own one; without one there, nothing."""
     if "lr_scale" in saved:
         taken = saved.setdefault(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE))
@@ -132,7 +159,7 @@ def _take_lr_scale(own: Mapping[str, Any], saved: dict[str, Any]) -> None:
             saved["lr_scale"] = saved["lr_scale"] / taken
 
 
-def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
+def mark_frozen(state_dict: StateDict, frozen: Sequence[bool]) -> None:
     """Give each frozen parameter that requires grad an empty entry in `state`: torch.distributed.checkpoint loads strictly."""
     positions = [index for group in state_dict["param_groups"] for index in group["params"]]
     for index, is_frozen in zip(positions, frozen, strict=True):
@@ -140,21 +167,21 @@ def mark_frozen(state_dict: dict[str, Any], frozen: Sequence[bool]) -> None:
             state_dict["state"][index] = {}
 
 
-def _checked_entry(saved: Any, name: str) -> Mapping[Any, Any]:
+def _checked_entry(saved: object, name: str) -> ParamState:
     if saved is not None and not isinstance(saved, Mapping):
         raise ValueError(f"load_state_dict: the state of {name!r} is {saved!r}; expected a dict from field to tensor. It is damaged.")
     return saved or {}
 
 
 def _checked_state(
-    index: Any,
-    saved: Mapping[Any, Any],
+    index: Hashable,
+    saved: ParamState,
     fields: Mapping[str, Field] | None,
     guess: Mapping[str, Field],
     param: torch.Tensor,
     name: str,
     strict: bool,
-) -> dict[Any, _Saved]:
+) -> dict[Hashable, _Saved]:
     """The entry of one parameter, copied; nothing where there is none, or only a scalar that stands for none.
 
     `fields`: those that the parameter has, None for a frozen one whose fields are not known for certain; `guess` has them then, as far
@@ -188,7 +215,7 @@ def _checked_state(
     return {index: _Saved({key: _copied(value, param, fields[key]) if key in fields else value for key, value in given.items()})}
 
 
-def _check_value(title: str, value: Any, param: torch.Tensor, field: Field | None) -> None:
+def _check_value(title: str, value: object, param: torch.Tensor, field: Field | None) -> None:
     """Raise for a saved value that is no dense tensor or number, or does not fit the field; any shape fits where that is not known."""
     if not isinstance(value, torch.Tensor | numbers.Number | np.generic):
         raise ValueError(f"{title} is {value!r}; expected a tensor. It is damaged.")
@@ -207,11 +234,11 @@ def _check_value(title: str, value: Any, param: torch.Tensor, field: Field | Non
         raise ValueError(f"{title} is complex, expected a value of dtype {field.dtype}.")
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _shape(value: object) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
 
 
-def _check_shared(optimizer: Any, entries: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_shared(optimizer: Checkpointed, entries: Mapping[int, ParamState]) -> None:
     """Raise where saved state that several parameters share has a shape that it has neither for those with saved state nor for all.
 
     `entries`: the saved fields by id of the leaf.
@@ -227,7 +254,7 @@ def _check_shared(optimizer: Any, entries: Mapping[int, Mapping[str, Any]]) -> N
                     )
 
 
-def _copied(value: Any, param: torch.Tensor, field: Field) -> torch.Tensor:
+def _copied(value: object, param: torch.Tensor, field: Field) -> torch.Tensor:
     """The value on the parameter's device in the field's type, or in float32 if it was saved so and no type is asked for."""
     tensor = laid(torch.as_tensor(value).detach(), param)
     dtype = getattr(torch, field.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from bridge._compiler.spec import Field, buffer_shape
 from bridge._interop.dlpack import device_of
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import allocation, jax_buffers
+from torch_api._rules.types import ParamState
 
 from .buckets import GATHERED, GATHERED_PACK, SINGLY_ON
 from .record import Leaf
@@ -40,8 +41,8 @@ class Pack:
         leaf: Leaf,
         fields: Sequence[Field],
         hidden: Mapping[str, float],
-        constants: Sequence[Any],
-        members: Sequence[tuple[int, Mapping[str, Any]]],
+        constants: Sequence[complex | None],
+        members: Sequence[tuple[int, ParamState]],
         taken: set[jax_buffers.Memory],
         addressed: bool,
     ) -> None:
@@ -71,7 +72,7 @@ class Pack:
         """Whether gradients may be gathered."""
         return self.memory.row_bytes <= GATHERED.get(self._device, 0)
 
-    def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[Any]) -> tuple[jax_buffers.Memory, ...]:
+    def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[complex | None]) -> tuple[jax_buffers.Memory, ...]:
         """New rows for each field, all begun with its constant."""
         count, width = self.memory.array.shape
         inner = [(width,) if field.shape is None else buffer_shape(field) for field in self._fields]
@@ -87,7 +88,7 @@ class Pack:
 
     def _as_saved(
         self,
-        saved: Sequence[tuple[int, Mapping[str, Any]]],
+        saved: Sequence[tuple[int, ParamState]],
         dtypes: Sequence[str],
         hidden: Mapping[str, float],
         taken: set[jax_buffers.Memory],
@@ -113,8 +114,8 @@ class Pack:
         self,
         leaf: Leaf,
         hidden: Mapping[str, float],
-        values: Sequence[Any],
-        saved: Mapping[str, Any],
+        values: Sequence[complex | torch.Tensor | None],
+        saved: ParamState,
         begin: Callable[[Leaf, Field], torch.Tensor],
     ) -> Shown:
         """The leaf's own rows, begun with `values` (flat tensors or numbers) or as they were saved, and what shows them."""
@@ -128,7 +129,7 @@ class Pack:
             view = memory.tensor(leaf.device, like, leaf.slot)
             view = view.view(field.shape) if field.shape and like is None else view
             if field.name in hidden:
-                view.fill_(hidden[field.name] if is_given else float(value))
+                view.fill_(hidden[field.name] if is_given else float(cast(float, value)))
                 continue
             if field.position is None or is_given:
                 source = torch.as_tensor(begin(leaf, field) if known is None else known, device=leaf.device)
@@ -140,7 +141,7 @@ class Pack:
             elif isinstance(value, torch.Tensor):
                 view.copy_(value.reshape(view.shape) if like is None else value.as_strided(view.shape, view.stride()))
             elif looked_at or self._constants is None or self._constants[position] != value:
-                view.fill_(value)
+                view.fill_(cast(complex, value))
             if known is not None and is_like(known, view) and known.data_ptr() == view.data_ptr():
                 known.data = view  # the window of the row is that of the view
             shown.add(field.name, view, known, moves)
@@ -172,7 +173,7 @@ class Pack:
         return self._gradients
 
 
-def _dtype(field: Field, hidden: Mapping[str, float], saved: Iterable[Mapping[str, Any]]) -> str:
+def _dtype(field: Field, hidden: Mapping[str, float], saved: Iterable[ParamState]) -> str:
     """The type of a field's rows: that of the transformation, or the wider one that some leaf's was saved in."""
     types = {str(numpy_dtype(state[field.name].dtype)) for state in saved if is_wider(field, hidden, state)} - {field.dtype}
     return max(types, key=lambda name: jnp.dtype(name).itemsize) if types else field.dtype

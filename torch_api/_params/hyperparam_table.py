@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from bridge._compiler import leaf_update, separability
+from bridge._compiler.apply_transform import Arrays
 from bridge._compiler.spec import NOTHING, Extra, Field, Kept, Problem, Row, Spec
 from bridge._compiler.state_layout import layout
 from bridge._memory.adoption import pack_width
 from bridge._names import Path, tree_paths
 from bridge._process import uncollected
 from torch_api._rules.optimizer_spec import Rule
+from torch_api._rules.types import ParamGroup
 
 from . import buckets
 from .leaf_specs import _prunes, _spec, _whole
@@ -29,6 +31,34 @@ from .record import Leaf
 from .sharding import described
 
 _is_none = partial(is_, None)
+
+
+@dataclass(frozen=True, slots=True)
+class HyperparamRow:
+    """Where the numbers of some leaves come from.
+
+    group: the param group. decays: whether its `weight_decay` applies to these leaves. lr_scale: what multiplies their lr.
+    row: what is static. has_lr: whether `lr` is a hyperparam of the equation; else it multiplies the update.
+    """
+
+    group: ParamGroup
+    decays: bool
+    lr_scale: float
+    row: Row
+    has_lr: bool
+
+
+class SortKey(NamedTuple):
+    """Leaves in this order give equal programs for equal sets of shapes; `kind`: equal for equal static rows, -1 for a leaf of none."""
+
+    device: str
+    kind: int
+    dtype: str
+    gradient_dtype: str
+    buffer_shape: tuple[int]
+    is_masked: bool
+    has_memory: bool
+    row: int
 
 
 class Rows:
@@ -50,8 +80,8 @@ class Rows:
         owner: str,
         leaves: Sequence[Leaf],
         active: Callable[[Leaf], bool],
-        groups: Sequence[Mapping[str, Any]],
-        rule_of: Callable[[Any], Rule],
+        groups: Sequence[ParamGroup],
+        rule_of: Callable[[ParamGroup], Rule],
         extra: Extra,
         kept: Kept,
     ) -> None:
@@ -59,15 +89,16 @@ class Rows:
         self._leaves, self._is_active = leaves, active
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
-        self.begun: dict[int, Any] = {}  # by unit what its state begins with, as of `separability.begun`
-        self.looked_at: list[Any] = []  # spares the first programs a trace, and is then let go: a thousand leaves are tens of megabytes
-        self._alike: dict[int, Any] = {}  # of leaves that may be packed although they are seen together: equal where they are updated alike
+        self.begun: dict[int, Arrays | None] = {}  # by unit what its state begins with, as of `separability.begun`
+        self.looked_at: list[object] = []  # spares the first programs a trace, and is then let go: a thousand leaves are tens of megabytes
+        # Of leaves that may be packed although they are seen together: equal where they are updated alike.
+        self._alike: dict[int, int | None] = {}
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
             check_types(owner, group, rule)  # it may have been edited
         trained = [(leaf, path) for leaf, path in zip(leaves, self.skeleton, strict=True) if active(leaf) and leaf.param.requires_grad]
         keys = {key: i for i, key in enumerate(dict.fromkeys(_key(leaf) for leaf, _ in trained))}
-        together: dict[Any, list[tuple[Leaf, Path]]] = {}
+        together: dict[Hashable, list[tuple[Leaf, Path]]] = {}
         for leaf in leaves:
             leaf.spec = None
         for leaf, path in trained:
@@ -88,8 +119,8 @@ class Rows:
             self.looked_at += looked_at if number in self.units else []
             row_of |= dict.fromkeys((leaf.group for leaf, _ in own), replace(row, kept=kept))
         # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
-        self.rows = [(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
-        self.static = tuple(row for _, _, _, row, _ in self.rows)
+        self.rows = [HyperparamRow(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
+        self.static = tuple(row.row for row in self.rows)
         first: dict[Row, int] = {}
         self._kinds = [first.setdefault(row, i) for i, row in enumerate(self.static)]
         # Where each row begins among the hyperparams, whose length is rounded up so that programs serve other numbers of rows.
@@ -103,7 +134,7 @@ class Rows:
             if rules[g].scaled or name in rules[g].structural or name not in dict(row.traced)
         ]
 
-    def _seen(self, number: int, leaves: list[Leaf], paths: list[Path], rule: Rule, group: Mapping[str, Any]) -> Row:
+    def _seen(self, number: int, leaves: list[Leaf], paths: list[Path], rule: Rule, group: ParamGroup) -> Row:
         """The row of one transformation; its leaves get the `spec` by which it sees them."""
         for leaf in leaves:
             check_parameter_fits(rule, leaf.name, leaf.param)
@@ -205,13 +236,14 @@ class Rows:
         flat = iter(hyperparams[leaf_update.ONES + 1 :].tolist())
         return [tuple(itertools.islice(flat, row.width)) for row in self.static]
 
-    def sort_key(self, leaf: Leaf) -> tuple[Any, ...]:
+    def sort_key(self, leaf: Leaf) -> SortKey:
         """Leaves in this order give equal programs for equal sets of shapes, whichever parameters they are."""
         kind = -1 if leaf.spec is None else self._kinds[leaf.row]
-        alike = str(leaf.device), kind, str(leaf.dtype), str(leaf.gradient_dtype), leaf.buffer_shape, leaf.elements is not None
-        return *alike, leaf.memory is not None, leaf.row
+        dtype, gradient_dtype = str(leaf.dtype), str(leaf.gradient_dtype)
+        has = leaf.elements is not None, leaf.memory is not None
+        return SortKey(str(leaf.device), kind, dtype, gradient_dtype, leaf.buffer_shape, *has, leaf.row)
 
-    def pack_key(self, leaf: Leaf) -> Any:
+    def pack_key(self, leaf: Leaf) -> buckets.Key | None:
         """What leaves must have in common to be updated side by side; None for one that must be by itself.
 
         Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length, and so does one whose
@@ -221,6 +253,7 @@ class Rows:
         if row.unit is not None:
             kind = self._alike.get(id(leaf))
             return None if kind is None else buckets.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, size, kind))
+        assert leaf.spec is not None
         if leaf.layout is not None or leaf.elements is not None or leaf.spec.path is not None:
             return None
         width, whole, gathered = pack_width(leaf.dtype, size), leaf.spec.whole, buckets.is_gathered(leaf)
@@ -236,12 +269,13 @@ class Rows:
 
     def is_addressed(self, leaf: Leaf) -> bool:
         """Whether in a pack its gradient may be read where it lies: it is updated by elements, in rows of its very length."""
+        assert leaf.spec is not None
         fits = pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel() and not self._extra.leaves
         return (
             fits and self.static[leaf.row].unit is None and buckets.is_addressed(leaf) and not leaf.spec.whole and self._is_of_parts(leaf)
         )
 
-    def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, Any]:
+    def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, int | None]:
         """By id of each leaf that may be packed: equal for those that one transformation updates alike, given what it finds out of all."""
         if any(leaf.device.type != "cpu" for leaf in leaves) or any(spec.order is not None for spec in problem.specs):
             return {}  # all are then evaluated in their own shapes
@@ -259,6 +293,7 @@ class Rows:
 
     def _is_of_parts(self, leaf: Leaf) -> bool:
         """Whether parameter and state are numbers and arrays of its shape, of types whose gradients may be read where they lie."""
+        assert leaf.spec is not None
         fields = self.fields(leaf)[0]
         kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
         return kinds <= buckets.ADDRESSED_TYPES and all(field.shape in (None, ()) for field in fields)
@@ -272,7 +307,7 @@ class Rows:
         plan = layout(problem)
         return plan.own[positions[id(leaf)]], plan.shared
 
-    def state_fields(self, leaf: Leaf, group: Mapping[str, Any], rule: Rule) -> dict[str, Field] | None:
+    def state_fields(self, leaf: Leaf, group: ParamGroup, rule: Rule) -> dict[str, Field] | None:
         """What the state_dict of a parameter in such a group has, by name; None for a frozen one of a transformation not of ours, or that
         cannot be trained.
 
@@ -290,7 +325,7 @@ class Rows:
         fields = [*own, *(field._replace(position=-1) for field in shared)]
         return {field.name: field for field in fields if field.name not in rule.hidden}
 
-    def frozen_fields(self, leaf: Leaf, group: Mapping[str, Any], rule: Rule) -> dict[str, Field]:
+    def frozen_fields(self, leaf: Leaf, group: ParamGroup, rule: Rule) -> dict[str, Field]:
         """The state of a frozen leaf if its transformation were put before it alone, by name; empty where that cannot be told."""
         path = self.skeleton[[id(other) for other in self._leaves].index(id(leaf))]
         try:
@@ -317,10 +352,11 @@ class Rows:
 
     def problem(self, leaf: Leaf) -> Problem:
         """A leaf that is updated by itself."""
+        assert leaf.spec is not None
         return Problem(self.static[leaf.row], (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
 
 
-def _decisive(rule: Rule, name: str, is_traced: bool) -> Callable[[Any], Any] | None:
+def _decisive(rule: Rule, name: str, is_traced: bool) -> Callable[[object], object] | None:
     """What of a hyperparameter's value decides which program runs; None for the value itself."""
     if is_traced and rule.scaled:
         return _is_none

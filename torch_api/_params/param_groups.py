@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,13 @@ import torch
 from bridge._compiler.spec import Row
 from bridge._names import near_and_all
 from torch_api._rules.optimizer_spec import Rule
+from torch_api._rules.types import MutableParamGroup, ParamGroup
 from torch_api._rules.validators import Check, _is_one_number, _is_scalar_array, _length, as_tuple, is_number, is_sequence
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+_Group = TypeVar("_Group")
 
 # A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not. None where
 # the lr_scale has no effect on the update.
@@ -51,7 +57,7 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"{owner}: unknown argument {name!r}. {near_and_all(name, known)}")
 
 
-def check_keys(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
+def check_keys(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
     """Raise for a group key that is probably meant to be another one. Other unknown keys are the user's own, as in torch.optim."""
     hyperparams = set(rule.hyperparams)
     known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | hyperparams
@@ -105,7 +111,7 @@ def _edits(a: str, b: str) -> int:
     return rows[-1][-1]
 
 
-def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
+def check_group(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
     """Raise as `check_types`, and for a number out of range: for a group that is given to a constructor or added."""
     _check_numbers(owner, group, rule, allowed)
     _check_ranges(group, rule.checks)
@@ -118,7 +124,7 @@ def check_group(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
     _check_flags(owner, group, rule)
 
 
-def check_types(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str] = ()) -> None:
+def check_types(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
     """Raise for a group key that is almost a known one and not `allowed`, or a value of a type that the update cannot take.
 
     A number may be out of range: as in torch.optim, a step takes what a schedule has written, and so it can be saved and loaded.
@@ -128,13 +134,13 @@ def check_types(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Itera
     _check_flags(owner, group, rule)
 
 
-def _check_ranges(group: Mapping[str, Any], checks: Iterable[Check]) -> None:
+def _check_ranges(group: ParamGroup, checks: Iterable[Check]) -> None:
     for check in checks:
         if not check.holds(group):
             raise check.error(check.text.format(**group))
 
 
-def _check_numbers(owner: str, group: Mapping[str, Any], rule: Rule, allowed: Iterable[str]) -> None:
+def _check_numbers(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str]) -> None:
     check_keys(owner, group, rule, allowed)
     for key, default in rule.hyperparams.items():
         if not rule.scaled or (key in rule.traceable and group[key] is not None):
@@ -143,14 +149,14 @@ def _check_numbers(owner: str, group: Mapping[str, Any], rule: Rule, allowed: It
         _check_type(owner, key, group[key], 0.0)
 
 
-def _beside(group: Mapping[str, Any], rule: Rule) -> list[str]:
+def _beside(group: ParamGroup, rule: Rule) -> list[str]:
     """The numbers of the group that the checks of the rule say nothing about."""
     checked = rule.hyperparams if rule.checks else ()
     known = [key for key in _NON_NEGATIVE if key in group and key not in checked]
     return [key for key in known if not (group[key] is None and (rule.scaled or key == TAKEN_LR_SCALE))]
 
 
-def _check_flags(owner: str, group: Mapping[str, Any], rule: Rule) -> None:
+def _check_flags(owner: str, group: ParamGroup, rule: Rule) -> None:
     if "wd_scale" in group and "weight_decay" not in rule.hyperparams:
         raise ValueError(f"{owner}: wd_scale is {group['wd_scale']}, but this transformation has no weight_decay in the groups to scale.")
     if group.get("differentiable"):
@@ -165,13 +171,13 @@ def check_parameter_fits(rule: Rule, name: str, p: torch.Tensor) -> None:
             raise check.error(check.text.format(size=p.size(), name=name))
 
 
-def _check_type(owner: str, key: str, value: Any, default: Any, static: bool = False) -> None:
+def _check_type(owner: str, key: str, value: object, default: object, static: bool = False) -> None:
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise TypeError(f"{owner}: {key!r} is {value!r}; expected True or False.")
     elif isinstance(default, tuple | list):
-        fits = is_sequence(value) and len(value) == len(default)
-        if not fits or not all(_is_one_number(x) or x is known is None for x, known in zip(value, default, strict=True)):
+        fits = is_sequence(value) and len(value) == len(default) and all(map(_fits_default, value, default))
+        if not fits:
             raise ValueError(f"{owner}: {key} is {value!r}; expected {len(default)} numbers.")
     elif static and default is None:
         if not isinstance(value, str | None):
@@ -184,29 +190,33 @@ def _check_type(owner: str, key: str, value: Any, default: Any, static: bool = F
         raise TypeError(f"{owner}: {key!r} is {value!r}; expected a number.")
 
 
-def make_plain(group: dict[str, Any], rule: Rule) -> None:
+def _fits_default(value: object, default: object) -> bool:
+    return _is_one_number(value) or value is default is None
+
+
+def make_plain(group: MutableParamGroup, rule: Rule) -> None:
     """Turn each number of the group that is an array of jax or NumPy into Python's, which any checkpoint can carry."""
     for key in rule.hyperparams.keys() | {"lr"}:
         value = group.get(key)
         if _is_scalar_array(value) or isinstance(value, np.generic):
-            group[key] = value.item()  # pyright: ignore[reportOptionalMemberAccess]
+            group[key] = value.item()
 
 
-def make_tuples(group: dict[str, Any], rule: Rule) -> None:
+def make_tuples(group: MutableParamGroup, rule: Rule) -> None:
     """Turn each hyperparameter of the group that is a tuple by default into one, whatever kind of sequence it was given as."""
     for key, default in rule.hyperparams.items():
         if key in group and isinstance(default, tuple | list):
             group[key] = as_tuple(group[key])
 
 
-def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str, Any]], Row]:
+def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[ParamGroup], Row]:
     """How to read a group: a function to its static `Row`."""
     if rule.scaled:
         return lambda group: _scaled_row(rule, frozenset(traceable), group)
     options = [name for name, default in rule.hyperparams.items() if isinstance(default, bool)]
     numeric = [name for name in rule.hyperparams if name not in options and name not in rule.static]
 
-    def read(group: Mapping[str, Any]) -> Row:
+    def read(group: ParamGroup) -> Row:
         absent = [name for name in numeric if name in rule.structural and float(group[name]) == 0.0]
         statics = {name: bool(group[name]) for name in options} | dict.fromkeys(absent)
         statics |= {name: fixed(group[name]) for name in sorted(rule.static)}
@@ -216,19 +226,19 @@ def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[Mapping[str,
     return read
 
 
-def _scaled_row(rule: Rule, traceable: frozenset[str], group: Mapping[str, Any]) -> Row:
+def _scaled_row(rule: Rule, traceable: frozenset[str], group: ParamGroup) -> Row:
     traced = {name: _length(group[name]) for name in rule.hyperparams if name in traceable and group[name] is not None}
     rest = {name: group[name] for name in rule.hyperparams if name not in traced}
     statics = tuple((name, fixed(value)) for name, value in rest.items())
     return Row(rule.factory, statics, tuple(traced.items()), scaled=True)
 
 
-def fixed(value: Any) -> Any:
+def fixed(value: object) -> object:
     """The value of a static hyperparameter so that it can be hashed and compared."""
     return tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in as_tuple(value)) if is_sequence(value) else value
 
 
-def take_lr_scale(group: dict[str, Any], default_lr: Any, is_given: bool) -> str | None:
+def take_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_given: bool) -> str | None:
     """Decide what the `lr_scale` means that a group is given with; the text of a warning where that is not clear.
 
     Beside the default lr it scales the lr: it is taken out, and reads 1 from then on, so that it acts once under any scheduler. A group
@@ -255,29 +265,29 @@ def take_lr_scale(group: dict[str, Any], default_lr: Any, is_given: bool) -> str
     )
 
 
-def lr_scale(group: Mapping[str, Any]) -> float:
+def lr_scale(group: ParamGroup) -> float:
     """What the group multiplies the lr by: the scale taken from it, and what was written into it since; 1 where it is for the record."""
     taken = group.get(TAKEN_LR_SCALE, 1.0)
     return 1.0 if taken is None else group.get("lr_scale", 1.0) * taken
 
 
-def put_back_lr_scale(group: dict[str, Any]) -> None:
+def put_back_lr_scale(group: MutableParamGroup) -> None:
     """Put the lr_scale that was taken from a group where torch's optimizers have it, in a copy of the group that is to be saved."""
     if "lr_scale" in group and group.setdefault(TAKEN_LR_SCALE, 1.0) is not None:
         group["lr_scale"] = lr_scale(group)
 
 
-def listed(owner: str, params: Any) -> Any:
+def listed(owner: str, params: ParamsT) -> ParamsT:
     """What torch.optim takes, with the message of an empty list that says what may have happened."""
     if isinstance(params, torch.Tensor):
         return params  # torch's own TypeError
-    listed = list(params)
+    listed: list[Any] = list(params)
     if not listed:
         raise ValueError(f"{owner}: optimizer got an empty parameter list. Was a generator such as model.parameters() used up before?")
     return listed
 
 
-def without_duplicates(owner: str, group: Any) -> Any:
+def without_duplicates(owner: str, group: _Group) -> _Group:
     """The group with its parameters listed; a ValueError where one is given twice (torch only warns)."""
     if not isinstance(group, dict) or isinstance(group.get("params"), torch.Tensor | set):
         return group  # torch's own handling
@@ -292,12 +302,12 @@ def without_duplicates(owner: str, group: Any) -> Any:
     return group
 
 
-def names(group: dict[str, Any], start: int) -> list[str]:
+def names(group: MutableParamGroup, start: int) -> list[str]:
     """The group's own names, or positions where it has none (or no longer as many as parameters)."""
     return group["param_names"] if is_named(group) else [f"param{start + i}" for i in range(len(group["params"]))]
 
 
-def is_named(group: Mapping[str, Any]) -> bool:
+def is_named(group: ParamGroup) -> bool:
     """Whether the group has a name for each parameter; one to which parameters were added by hand may have fewer."""
     return "param_names" in group and len(group["param_names"]) == len(group["params"])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from bridge._compiler.spec import Spec
 from bridge._interop.dlpack import with_memory
 from bridge._interop.tensor_storage import first_short, shortage
 from bridge._memory import adoption, jax_buffers
@@ -16,12 +17,15 @@ from bridge._memory.jax_buffers import lost_like
 from bridge._memory.overlaps import first_overlap
 from bridge._transforms import selectors
 from torch_api._rules.optimizer_spec import Rule
+from torch_api._rules.types import ParamGroup, ParamState
 
 from . import sharding
 from .param_groups import check_parameter, check_parameter_fits
 
 # Tensors that the user has put into the state and that stay where they are, each with the view that is updated in its place.
-Mirrors = list[tuple[torch.Tensor, torch.Tensor]]
+Mirrors: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+# All that was decided of a parameter, as a pickled optimizer has it: trained, rule, elements, decay, label and lr_scale.
+Decided: TypeAlias = tuple[bool, str, np.ndarray | None, selectors.Decision, Hashable, float]
 
 
 class Leaf:
@@ -39,10 +43,10 @@ class Leaf:
         self.ignores_mask = False  # whether its group's own flags take the place of the constructor's mask
         self.elements: np.ndarray | None = None  # a boolean mask of the local tensor's shape
         self.decay = selectors.Decision(True, "decay_mask=None")
-        self.label: Any = None
+        self.label: Hashable = None
         self.lr_scale = 1.0
         self.row = 0
-        self.spec: Any = None  # how its transformation sees it
+        self.spec: Spec | None = None  # how its transformation sees it
         self.memory: jax_buffers.Memory | None = None
         self.slot: int | None = None  # its row, where the memory is a pack
         self.apart = False  # whether it stays by itself, since its pack was dissolved
@@ -106,16 +110,16 @@ class Leaf:
         return self.slot is None or (self.memory is not None and len(self.memory.rows) == 1)
 
     @property
-    def decided(self) -> tuple[Any, ...]:
+    def decided(self) -> Decided:
         """All that was decided of the parameter."""
         return self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale
 
     @decided.setter
-    def decided(self, decided: tuple[Any, ...]) -> None:
+    def decided(self, decided: Decided) -> None:
         self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale = decided
 
     @classmethod
-    def restored(cls, name: str, param: torch.Tensor, group: int, decided: tuple[Any, ...]) -> Leaf:
+    def restored(cls, name: str, param: torch.Tensor, group: int, decided: Decided) -> Leaf:
         """A leaf with the decisions that were made of another: in a copied optimizer, or of a parameter that it replaces."""
         leaf = cls(name, param, group)
         leaf.decided = decided
@@ -155,7 +159,7 @@ class Leaf:
         return zip(self.state or (), views, strict=False)  # shared state comes last
 
     @property
-    def signature(self) -> tuple[Any, ...] | None:
+    def signature(self) -> tuple[object, ...] | None:
         """All of a placement that a launch depends on; None before the first."""
         if self.address is None:
             return None
@@ -163,7 +167,7 @@ class Leaf:
         where = self.memory is None if self.slot is None else (id(self.memory), self.slot)
         return where, self.order, self.shape, self.strides, self.dtype, self.device, held
 
-    def held(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def held(self, state: ParamState) -> ParamState:
         """State of the parameter, with what this process holds of each DTensor."""
         return state if self.layout is None else self.layout.held(state)
 
@@ -173,7 +177,7 @@ class Leaf:
 
 
 def check_leaves(
-    owner: str, leaves: Iterable[Leaf], rule_of: Callable[[Any], Rule], param_groups: Sequence[Mapping[str, Any]], thawed: bool = False
+    owner: str, leaves: Iterable[Leaf], rule_of: Callable[[ParamGroup], Rule], param_groups: Sequence[ParamGroup], thawed: bool = False
 ) -> None:
     """Raise for a leaf that is trained, or is to be `thawed`, but that no update can be written into, or that its rule does not take."""
     for leaf in leaves:
@@ -185,7 +189,7 @@ def check_leaves(
             check_parameter_fits(rule_of(group), leaf.name, leaf.param)
 
 
-def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[Mapping[str, Any]]) -> tuple[list[Leaf], list[Leaf]]:
+def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[ParamGroup]) -> tuple[list[Leaf], list[Leaf]]:
     """The leaves of the groups as they are now, whatever was done to them by hand: parameters replaced, moved, removed, groups exchanged.
 
     A parameter that takes the name of one that is gone takes all that was decided of it too. Nothing is checked.

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TypeAlias, TypeGuard
 
 import jax
 import numpy as np
 import torch
 
-from bridge._compiler.spec import Field, buffer_shape
+from bridge._compiler.spec import Field, Signature, buffer_shape
 from bridge._interop.dlpack import to_torch
 from bridge._interop.dtypes import numpy_dtype
 from bridge._memory import adoption, jax_buffers
+from torch_api._rules.types import ParamState
 
 from .record import Leaf, Mirrors
 
+# What a field begins with: the number of all its elements, or its buffer; None for what is kept beside the transformation's state.
+InitialValue: TypeAlias = complex | jax.Array | torch.Tensor | None
 
-def has_state(fields: Iterable[Field], saved: Mapping[str, Any]) -> bool:
+
+def has_state(fields: Iterable[Field], saved: ParamState) -> bool:
     """Whether there is state to go on from; a lone scalar beside moments is not (a checkpoint may hold one for a frozen parameter)."""
     own = [field for field in fields if field.position is not None]
     moments = [field.name for field in own if field.shape != ()]
     return any(name in saved for name in moments or [field.name for field in own])
 
 
-def is_wider(field: Field, hidden: Mapping[str, float], saved: Mapping[str, Any]) -> bool:
+def is_wider(field: Field, hidden: Mapping[str, float], saved: ParamState) -> bool:
     """Whether a saved field of the parameter's shape keeps the type that it was saved in."""
     return field.name in saved and field.shape is None and field.name not in hidden
 
 
-def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> tuple[Any, ...]:
+def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: ParamState) -> tuple[Signature, ...]:
     """Shape and dtype of each buffer of a leaf's state; it need not exist yet, so that compiling comes before it.
 
     Raises:
@@ -47,7 +51,7 @@ def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, fl
     return tuple((buffer_shape(f, leaf.spec), str(numpy_dtype(saved[f.name].dtype)) if wider(f) else f.dtype) for f in fields)
 
 
-def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: Mapping[str, Any]) -> None:
+def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: ParamState) -> None:
     """Raise for saved state of another shape than the parameter's, or without a field."""
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
     for field in fields:
@@ -71,7 +75,7 @@ class Shown:
         self.tensors: dict[str, torch.Tensor] = {}
         self.views: dict[str, torch.Tensor] = {}
 
-    def add(self, name: str, view: torch.Tensor, given: Any = None, moves: bool = True) -> None:
+    def add(self, name: str, view: torch.Tensor, given: object = None, moves: bool = True) -> None:
         """Show the tensor that was `given` for a field rather than a new view, so that whoever holds it sees each update.
 
         It comes to look where the view does if it `moves`, as of `may_move`.
@@ -106,13 +110,14 @@ class Shown:
 _kind = attrgetter("shape", "dtype", "device", "layout")
 
 
-def is_like(given: Any, view: torch.Tensor) -> bool:
+def is_like(given: object, view: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Whether a value of a field is a tensor that can be shown in the place of a view of the same kind."""
-    plain = type(given) in (torch.Tensor, torch.nn.Parameter) and _kind(given) == _kind(view)
-    return plain and not given.requires_grad and not given.is_inference()
+    if not isinstance(given, torch.Tensor) or type(given) not in (torch.Tensor, torch.nn.Parameter) or _kind(given) != _kind(view):
+        return False
+    return not given.requires_grad and not given.is_inference()
 
 
-def may_move(leaf: Leaf, name: str, given: Any) -> bool:
+def may_move(leaf: Leaf, name: str, given: object) -> bool:
     """Whether a tensor in the place of a field may move: it owns its storage alone, or it is the optimizer's.
 
     To be asked before the tensor is read: a copy that jax makes of it holds it for a while.
@@ -129,8 +134,8 @@ def allocate(
     leaf: Leaf,
     fields: Sequence[Field],
     hidden: Mapping[str, float],
-    fresh: Mapping[str, Any] | None,
-    saved: Mapping[str, Any],
+    fresh: Mapping[str, InitialValue] | None,
+    saved: ParamState,
     taken: set[jax_buffers.Memory],
     begin: Callable[[Leaf, Field], torch.Tensor],
 ) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
@@ -172,8 +177,8 @@ def scalars(
     leaf: Leaf,
     fields: Iterable[Field],
     hidden: Mapping[str, float],
-    fresh: Mapping[str, Any] | None,
-    saved: Mapping[str, Any],
+    fresh: Mapping[str, InitialValue] | None,
+    saved: ParamState,
     taken: Mapping[int, Leaf],
 ) -> tuple[dict[str, torch.Tensor], Shown]:
     """The 0-d fields of a leaf that is updated by itself, by name: `fresh` numbers or arrays, or as they were saved; and what shows them.
@@ -184,11 +189,11 @@ def scalars(
     found, shown = {}, Shown()
     for field in fields:
         dtype = getattr(torch, field.dtype)
-        value: Any = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
+        value = fresh[field.name] if fresh is not None else hidden[field.name] if field.name in hidden else saved[field.name]
         value = to_torch(value) if isinstance(value, jax.Array) else value
         known, spare = leaf.scalars.get(field.name), leaf.spare.pop(field.name, None)
-        new: torch.Tensor = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
-        given: Any = value if fresh is None and is_like(value, new) and taken.get(value.data_ptr(), leaf) is leaf else None
+        new = torch.zeros((), dtype=dtype, device=leaf.device) if spare is None else spare
+        given = value if fresh is None and is_like(value, new) and taken.get(value.data_ptr(), leaf) is leaf else None
         if given is not None and known is not None and _place(given) == _place(known):
             new = known
         elif given is not None and not may_move(leaf, field.name, given) and not given.data_ptr() % given.itemsize:
@@ -212,7 +217,7 @@ def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarr
     return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
 
 
-def param_array(leaf: Leaf) -> Any:
+def param_array(leaf: Leaf) -> jax.Array:
     """The parameter's buffer as jax has it, or a copy."""
     if leaf.memory is not None and leaf.slot is None:
         return jax_buffers.readable(leaf.memory)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from bridge._names import near, without_wrappers
+from torch_api._rules.types import MutableParamGroup, ParamGroup, ParamState, StateDict
 
 from .param_groups import TRAINABLE_PARAMS, put_back_lr_scale
 from .record import Leaf
 
 
-def checked(state_dict: Any) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+def checked(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], list[MutableParamGroup]]:
     """Copies of `state` and `param_groups`, or the error that says what is damaged."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -38,7 +38,9 @@ def checked(state_dict: Any) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     return dict(state), [dict(group) for group in groups]
 
 
-def aligned(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]], leaves: Sequence[Leaf], trained: Collection[int]) -> list[Any]:
+def aligned(
+    own: Sequence[ParamGroup], saved: list[MutableParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
+) -> list[MutableParamGroup]:
     """The saved groups in the optimizer's order, with `params` in the order of its parameters.
 
     Args:
@@ -85,15 +87,15 @@ def aligned(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]], leave
 # ------------------------------------------------------------------ names
 
 
-def _is_named(groups: Sequence[Mapping[str, Any]]) -> bool:
+def _is_named(groups: Sequence[ParamGroup]) -> bool:
     return all(len(group.get("param_names", ())) == len(group["params"]) for group in groups)
 
 
-def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+def _names(groups: Sequence[ParamGroup]) -> list[str]:
     return [name for group in groups for name in group["param_names"]]
 
 
-def _by_name(groups: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+def _by_name(groups: Sequence[ParamGroup], key: str) -> dict[str, object]:
     return {name: value for group in groups for name, value in zip(group["param_names"], group[key], strict=True)}
 
 
@@ -101,7 +103,7 @@ def _by_name(groups: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
 _FORMS: tuple[Callable[[Sequence[str]], list[str]], ...] = (list, without_wrappers)
 
 
-def _renamed(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _renamed(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
     """The saved groups with the optimizer's own names where only wrappers of the model (torch.compile, DDP) differ."""
     mine, theirs = _names(own), _names(saved)
     names, most = theirs, 0
@@ -115,7 +117,7 @@ def _renamed(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> l
     return [group | {"param_names": [next(rest) for _ in group["params"]]} for group in saved]
 
 
-def _same_names(own: list[str], saved: Mapping[str, Any]) -> None:
+def _same_names(own: list[str], saved: Collection[str]) -> None:
     known = set(own)
     missing = [name for name in own if name not in saved]
     extra = [name for name in saved if name not in known]
@@ -128,7 +130,7 @@ def _same_names(own: list[str], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_order(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
     """The saved groups in the optimizer's order: with the same names, or else the same labels, where both sides have the same."""
     for key in (lambda group: sorted(group.get("param_names", ())), lambda group: repr(group.get("label"))):
         mine, theirs = list(map(key, own)), list(map(key, saved))
@@ -142,8 +144,8 @@ def _in_order(own: Sequence[Mapping[str, Any]], saved: list[dict[str, Any]]) -> 
 
 
 def _with_frozen(
-    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], leaves: Sequence[Leaf], trained: Collection[int]
-) -> list[dict[str, Any]] | None:
+    own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
+) -> list[MutableParamGroup] | None:
     """The saved groups, completed by frozen parameters that were not saved; None where none is missing, or one that is trained."""
     home = {name: group for group in saved for name in group["param_names"]}
     names = _names(own)
@@ -164,13 +166,13 @@ def _with_frozen(
 
 
 def _with_frozen_by_position(
-    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], leaves: Sequence[Leaf], trained: Collection[int]
-) -> list[dict[str, Any]] | None:
+    own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
+) -> list[MutableParamGroup] | None:
     """As `_with_frozen`, where a side has no names: the saved parameters are then the trained ones, in their order."""
     rest = iter(leaves)
     members = [[next(rest) for _ in group["params"]] for group in own]
     if len(own) == len(saved):
-        homes: list[Any] = list(saved)
+        homes: list[ParamGroup | None] = list(saved)
     else:
         some = [any(id(leaf) in trained for leaf in group) for group in members]
         if sum(some) != len(saved):
@@ -190,9 +192,7 @@ def _with_frozen_by_position(
     return found
 
 
-def _completed(
-    own: Mapping[str, Any], saved: Mapping[str, Any] | None, members: Sequence[Leaf], places: Sequence[int | None]
-) -> dict[str, Any]:
+def _completed(own: ParamGroup, saved: ParamGroup | None, members: Sequence[Leaf], places: Sequence[int | None]) -> MutableParamGroup:
     """A saved group of all members of the optimizer's group: `places` says where each is in the saved one, if there is one."""
     if saved is None:
         group = dict(own)
@@ -200,7 +200,7 @@ def _completed(
     else:
         group = dict(saved)
     pairs = list(zip(members, places, strict=True))
-    columns: dict[str, list[Any]] = {"params": [("not saved", id(leaf)) if at is None else group["params"][at] for leaf, at in pairs]}
+    columns: dict[str, list[object]] = {"params": [("not saved", id(leaf)) if at is None else group["params"][at] for leaf, at in pairs]}
     if TRAINABLE_PARAMS in group:
         column = group[TRAINABLE_PARAMS]
         columns[TRAINABLE_PARAMS] = [leaf.trained if at is None else column[at] for leaf, at in pairs]

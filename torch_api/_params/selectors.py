@@ -6,12 +6,15 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from bridge._transforms import selectors
 from torch_api._rules.decay_masks import refuse_decay_mask
+from torch_api._rules.types import Selector
+
+_Result = TypeVar("_Result")
 
 
 class _Lost(NamedTuple):
@@ -28,15 +31,21 @@ class Selectors:
     a group that is added to the unpickled optimizer is then an error.
     """
 
-    def __init__(self, owner: str, specs: Mapping[str, Any]) -> None:
+    def __init__(self, owner: str, specs: Mapping[str, Selector]) -> None:
         refuse_decay_mask(owner, specs.get("mask"))
         self._owner, self._specs = owner, {name: selectors.snapshot(spec) for name, spec in specs.items()}
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Selector:
         return self._specs[name]
 
-    def column(self, name: Any, leaves: selectors.Leaves, resolve: Callable[..., Any] = selectors.column) -> Any:
-        """What `resolve(spec, leaves, name)` gives for one of the selectors: by default a decision for each leaf that has none yet."""
+    def column(self, name: selectors.Kind, leaves: selectors.Leaves) -> list[selectors.Decision]:
+        """Return what one of the selectors decides of each leaf that has no decision yet."""
+        return self.resolved(name, leaves, selectors.column)
+
+    def resolved(
+        self, name: selectors.Kind, leaves: selectors.Leaves, resolve: Callable[[Selector, selectors.Leaves, selectors.Kind], _Result]
+    ) -> _Result:
+        """Return `resolve(spec, leaves, name)` for one of the selectors."""
         spec = self._specs[name]
         if isinstance(spec, _Lost):
             raise ValueError(
@@ -60,12 +69,12 @@ class Selectors:
                 "name. Expected a name for each parameter in group['param_names']. Or use add_param_group."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Selectors:
+    def __deepcopy__(self, memo: dict[int, object]) -> Selectors:
         twin = object.__new__(Selectors)
         twin._owner, twin._specs = self._owner, {name: _with_copies(spec, memo) for name, spec in self._specs.items()}
         return twin
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         specs = {name: spec if _pickles(spec) else _Lost(_description(spec)) for name, spec in self._specs.items()}
         return {"_owner": self._owner, "_specs": specs}
 
@@ -78,13 +87,13 @@ def _remedy(name: str) -> str:
 class _Pickler(pickle.Pickler):
     """Finds out whether something pickles, without its tensors. Modules do not count: a pickle of them needs their classes."""
 
-    def persistent_id(self, obj: Any) -> str | None:
+    def persistent_id(self, obj: object) -> str | None:
         if isinstance(obj, torch.nn.Module):
             raise pickle.PicklingError(type(obj).__name__)
         return "tensor" if isinstance(obj, torch.Tensor) else None
 
 
-def _with_copies(spec: Any, memo: Mapping[int, Any]) -> Any:
+def _with_copies(spec: Selector, memo: Mapping[int, object]) -> Selector:
     """The spec with the copies of modules and parameters that are in the memo of a `copy.deepcopy`."""
     if isinstance(spec, torch.nn.Module | torch.Tensor):
         return memo.get(id(spec), spec)
@@ -92,12 +101,12 @@ def _with_copies(spec: Any, memo: Mapping[int, Any]) -> Any:
         return MethodType(spec.__func__, _with_copies(spec.__self__, memo))
     if type(spec) is dict:
         return {key: _with_copies(value, memo) for key, value in spec.items()}
-    if type(spec) in (list, tuple, set):
+    if isinstance(spec, list | tuple | set) and type(spec) in (list, tuple, set):
         return type(spec)(_with_copies(value, memo) for value in spec)
     return spec
 
 
-def _pickles(spec: Any) -> bool:
+def _pickles(spec: Selector) -> bool:
     try:
         _Pickler(io.BytesIO()).dump(spec)
     except Exception:  # noqa: BLE001 - a class's own way to refuse
@@ -105,5 +114,6 @@ def _pickles(spec: Any) -> bool:
     return True
 
 
-def _description(spec: Any) -> str:
-    return f"{spec.__qualname__!r}" if hasattr(spec, "__qualname__") else f"a {type(spec).__name__}"
+def _description(spec: Selector) -> str:
+    name = getattr(spec, "__qualname__", None)
+    return f"a {type(spec).__name__}" if name is None else repr(name)

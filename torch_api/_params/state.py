@@ -7,14 +7,16 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate
 from operator import is_
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bridge._compiler.spec import BESIDE, Field, Problem, buffer_shape, looks_across
+from bridge._compat.types import Device
+from bridge._compiler.apply_transform import Arrays
+from bridge._compiler.spec import BESIDE, Field, Problem, Signature, Spec, buffer_shape, looks_across
 from bridge._compiler.state_layout import layout
 from bridge._interop.dlpack import device_of, to_torch
 from bridge._memory import allocation, jax_buffers
@@ -22,11 +24,15 @@ from bridge._memory.jax_buffers import lost_like
 from bridge._memory.scalar_vectors import reserve
 from bridge._runtime.initial_state import begin_buffers, constants
 from torch_api._rules.optimizer_spec import Rule
+from torch_api._rules.types import MutableParamState, ParamState
 
 from .bucket_state import Pack
 from .hyperparam_table import Rows
 from .record import Leaf
-from .record_state import Shown, allocate, has_state, mask_buffer, param_array, scalars
+from .record_state import InitialValue, Shown, allocate, has_state, mask_buffer, param_array, scalars
+
+# Shape, dtype and the value of all elements of a new array.
+_ArrayKind: TypeAlias = tuple[tuple[int, ...], np.dtype, complex]
 
 
 class Shared:
@@ -71,7 +77,7 @@ class States:
         active: Sequence[Leaf],
         rows: Rows,
         rules: Sequence[Rule],
-        shown: MutableMapping[Any, Any],
+        shown: MutableMapping[torch.Tensor, MutableParamState],
         begin: Callable[[Leaf, Field], torch.Tensor],
     ) -> None:
         self.owner, self.active, self.rows, self.rules = owner, active, rows, rules
@@ -129,7 +135,7 @@ class States:
         return self.rows.static[leaf.row].unit
 
     def _problem(self, leaves: Sequence[Leaf]) -> Problem:
-        return Problem(self.rows.static[leaves[0].row], tuple(leaf.spec for leaf in leaves), self.rows.skeleton)
+        return Problem(self.rows.static[leaves[0].row], tuple(cast(Spec, leaf.spec) for leaf in leaves), self.rows.skeleton)
 
     def _in_order(self, unit: int, leaves: Sequence[Leaf]) -> list[Leaf]:
         """As their transformation was looked at: of one problem all is known."""
@@ -139,7 +145,7 @@ class States:
     def fields(self, leaf: Leaf) -> tuple[Field, ...]:
         return self.rows.fields(leaf)[0]
 
-    def shared_signature(self, unit: int, leaves: list[Leaf]) -> tuple[Any, ...]:
+    def shared_signature(self, unit: int, leaves: list[Leaf]) -> tuple[Signature, ...]:
         signature = tuple((buffer_shape(field), field.dtype) for field in layout(self._problem(self._in_order(unit, leaves))).shared)
         known = self.shared.get(unit)
         if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.memories):
@@ -155,7 +161,7 @@ class States:
         if leaf.memory not in self.packs:
             everyone = [other for other in self.active if other.memory is leaf.memory and other.slot is not None]
             members = [(other.slot or 0, self.shown.get(other.param, {})) for other in everyone]
-            begun: Sequence[Any] = [None] * len(self.fields(leaf))  # of leaves that are seen together each is given its own
+            begun: Sequence[complex | None] = [None] * len(self.fields(leaf))  # of leaves that are seen together each is given its own
             if self.unit(leaf) is None:
                 begun = constants(self.rows.problem(leaf), tuple(values))
             fields, hidden, addressed = self.fields(leaf), self.rules[leaf.group].hidden, self.rows.is_addressed(leaf)
@@ -168,7 +174,7 @@ class States:
         taken |= {memory for shared in self.shared.values() for memory in shared.memories}
         return taken | {memory for pack in self.packs.values() for memory in pack.state}
 
-    def begun_early(self, leaves: Iterable[Leaf], values: Sequence[Sequence[float]], held_back: int = 0) -> dict[Leaf, list[Any]]:
+    def begun_early(self, leaves: Iterable[Leaf], values: Sequence[Sequence[float]], held_back: int = 0) -> dict[Leaf, list[InitialValue]]:
         """What the state of leaves by themselves begins with, still being written: numbers, and buffers that only jax holds.
 
         `held_back`: bytes of state that are not begun, that of the smallest leaves.
@@ -177,8 +183,8 @@ class States:
         if held_back:
             new.sort(key=self._state_bytes)
             new = new[bisect(list(accumulate(map(self._state_bytes, new))), held_back) + 1 :]
-        begun: dict[Leaf, list[Any]] = {}
-        places: dict[Any, list[tuple[list[Any], int, Any]]] = {}
+        begun: dict[Leaf, list[InitialValue]] = {}
+        places: dict[Device, list[tuple[list[InitialValue], int, _ArrayKind]]] = {}
         for leaf in new:
             fields = self.fields(leaf)
             if has_state(fields, self.shown.get(leaf.param, {})):
@@ -203,7 +209,9 @@ class States:
         """Return how many bytes an update of the leaf moves: parameter and state are read and written, the gradient is read."""
         return 3 * leaf.local.nbytes + 2 * self._state_bytes(leaf)
 
-    def give(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Any] | None = None) -> bool:
+    def give(
+        self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Sequence[InitialValue]] | None = None
+    ) -> bool:
         """Give state to those of the leaves that have none; whether there were such. `values`: of the rows; `early`: of `begun_early`."""
         if all(leaf.state is not None for leaf in leaves):
             return False
@@ -226,7 +234,7 @@ class States:
         if self._reserved:
             return
         self._reserved = True
-        wanted: dict[Any, list[tuple[Leaf, str]]] = {}
+        wanted: dict[tuple[torch.dtype, torch.device], list[tuple[Leaf, str]]] = {}
         for leaf in self.active:
             if leaf.spec is not None and leaf.slot is None and leaf.state is None:
                 for field in self.fields(leaf):
@@ -237,7 +245,7 @@ class States:
                 leaf.spare[name] = tensor
 
     def _give_leaf_state(
-        self, leaf: Leaf, values: Sequence[float], taken: set[jax_buffers.Memory], fresh: Sequence[Any] | None = None
+        self, leaf: Leaf, values: Sequence[float], taken: set[jax_buffers.Memory], fresh: Sequence[InitialValue] | None = None
     ) -> None:
         fields, hidden, saved = self.fields(leaf), self.rules[leaf.group].hidden, self.shown.get(leaf.param, {})
         begins = fresh is None and not has_state(fields, saved)
@@ -268,8 +276,8 @@ class States:
         leaf: Leaf,
         fields: Sequence[Field],
         hidden: Mapping[str, float],
-        fresh: Sequence[Any] | None,
-        saved: Mapping[str, Any],
+        fresh: Sequence[InitialValue] | None,
+        saved: ParamState,
         taken: set[jax_buffers.Memory],
     ) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
         """As `allocate`, for a leaf that is updated by itself: its scalars are in no memory."""
@@ -280,7 +288,7 @@ class States:
         memories, shown = allocate(leaf, arrays, hidden, begun, saved, taken, self._begin)
         return memories, shown.joined(shown_scalars, [field.name for field in fields])
 
-    def _begun(self, leaf: Leaf, values: Sequence[float]) -> list[Any]:
+    def _begun(self, leaf: Leaf, values: Sequence[float]) -> list[complex | torch.Tensor | None]:
         """What the state of a leaf that is updated by itself begins with, each as one number or as a flat tensor, None for what is kept
         beside it."""
         fields, problem = self.fields(leaf), self.rows.problem(leaf)
@@ -302,7 +310,7 @@ class States:
             for position, leaf in enumerate(new):
                 self._give_leaf_state(leaf, values, taken, fresh.own[position])
 
-    def _share(self, unit: int, leaves: list[Leaf], fresh: Sequence[Any], taken: set[jax_buffers.Memory]) -> None:
+    def _share(self, unit: int, leaves: list[Leaf], fresh: Sequence[jax.Array], taken: set[jax_buffers.Memory]) -> None:
         """Give a unit its shared state: what was edited by hand or saved last, or else `fresh`; every parameter's state then shows it."""
         fields = layout(self._problem(leaves)).shared
         names = {field.name for field in fields}
@@ -326,7 +334,7 @@ class States:
             self.shown[leaf.param].update(self.shared[unit].shown.tensors)
 
 
-def _begun_buffers(problem: Problem, values: Sequence[float], leaves: Sequence[Leaf], known: Any = None) -> Any:
+def _begun_buffers(problem: Problem, values: Sequence[float], leaves: Sequence[Leaf], known: Arrays | None = None) -> Arrays:
     """Return what `begin_buffers` gives for these leaves. Where it looks across elements, `init` sees 0 outside a mask, as `update` does.
 
     Elements outside begin as without a mask all the same: a mask may be lifted.
@@ -348,7 +356,7 @@ def _begun_buffers(problem: Problem, values: Sequence[float], leaves: Sequence[L
     return seen._replace(own=own)
 
 
-def _as_tensors(buffers: Sequence[Any], fields: Sequence[Field]) -> list[Any]:
+def _as_tensors(buffers: Sequence[InitialValue], fields: Sequence[Field]) -> list[complex | torch.Tensor | None]:
     """As flat tensors what the transformation begins with, and None for each field that is kept beside that."""
     return [*to_torch(list(buffers)), *(None for _ in fields[len(buffers) :])]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from bridge._compiler.spec import BESIDE
+from torch_api._rules.types import MutableParamState, ParamState
 
 from .sharding import laid
 
@@ -20,18 +21,18 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def split(saved: Mapping[Any, Any], fields: Collection[str]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def split(saved: ParamState, fields: Collection[str]) -> tuple[MutableParamState, MutableParamState]:
     """The saved state of a parameter whose own state has these fields: an optimizer's entries, and those of wrappers."""
     own = {key: value for key, value in saved.items() if key in fields or key in BESIDE or _is_field(key)}
     return own, {key: value for key, value in saved.items() if key not in own}
 
 
-def may_be_in(state: Collection[Any]) -> bool:
+def may_be_in(state: Collection[object]) -> bool:
     """Whether some entry may be a wrapper's: its name is not a common field's."""
     return not all(map(_is_field, state))
 
 
-def _is_field(key: Any) -> bool:
+def _is_field(key: object) -> bool:
     """Whether a field, or a field of a part of a transformation (`0.mu`), has such a name."""
     return isinstance(key, str) and not _FIELDS.isdisjoint(key.split("."))
 
