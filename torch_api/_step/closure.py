@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import SupportsFloat, TypeAlias
 
 import jax
 import numpy as np
 import torch
 
 from bridge._interop.dlpack import with_memory
+from bridge._ir.types import PyTree
 from bridge._names import Path, path_name
 from torch_api._params.record import Leaf
+
+_Typed: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Closure:
@@ -23,7 +26,7 @@ class Closure:
     first derivative exists. Programs know a closure by a number, so they serve any, and hold none.
     """
 
-    def __init__(self, closure: Callable[[], Any], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
+    def __init__(self, closure: Callable[[], torch.Tensor | SupportsFloat], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
         self._closure = closure
         self._leaves = {".".join(path): leaf for leaf, path in zip(leaves, skeleton, strict=True)}
         self.error: BaseException | None = None
@@ -31,10 +34,10 @@ class Closure:
         _closures[self._token] = self
 
     @property
-    def value_fn(self) -> Any:
+    def value_fn(self) -> jax.tree_util.Partial:
         return jax.tree_util.Partial(_value, np.int32(self._token))
 
-    def run(self, params: Any) -> tuple[np.ndarray, Any]:
+    def run(self, params: PyTree) -> tuple[np.ndarray, PyTree]:
         """On the host: value and gradient at the trial values; what the closure raises is kept for `step` to raise, and reads as NaN."""
         flat, structure = jax.tree_util.tree_flatten_with_path(params)
         trial = [(self._leaves[path_name(path)].param, torch.from_numpy(np.array(x))) for path, x in flat]
@@ -60,19 +63,19 @@ _tokens = itertools.count()
 _closures: weakref.WeakValueDictionary[int, Closure] = weakref.WeakValueDictionary()
 
 
-def _loss_type(params: Any) -> Any:
+def _loss_type(params: PyTree) -> type[np.floating]:
     """The type of a loss of these parameters, as a JAX function would give it."""
     return np.float64 if any(x.dtype in (np.float64, np.complex128) for x in jax.tree.leaves(params)) else np.float32
 
 
-def _value(token: Any, params: Any, **_: Any) -> Any:
+def _value(token: jax.typing.ArrayLike, params: PyTree, **_: object) -> jax.Array:
     return _differentiable(token, params)
 
 
-def _value_and_grad(token: Any, params: Any) -> tuple[Any, Any]:
+def _value_and_grad(token: jax.typing.ArrayLike, params: PyTree) -> tuple[jax.Array, PyTree]:
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (np.zeros((), _loss_type(params)), params))
 
-    def call(number: Any, coded: Any) -> Any:
+    def call(number: jax.Array, coded: PyTree) -> tuple[np.ndarray, PyTree]:
         trial = jax.tree.map(_decoded, coded, like[1])
         return jax.tree.map(_words, _closures[int(number)].run(trial))
 
@@ -82,19 +85,19 @@ def _value_and_grad(token: Any, params: Any) -> tuple[Any, Any]:
     return jax.tree.map(lambda x, to: _joined(jax.lax.bitcast_convert_type(x, np.float64), to) if _is_wide(to) else x, results, like)
 
 
-def _is_wide(x: Any) -> bool:
+def _is_wide(x: _Typed) -> bool:
     return x.dtype in (np.float64, np.complex128)
 
 
-def _reals(x: Any) -> Any:
+def _reals(x: jax.Array) -> jax.Array:
     return jax.numpy.stack([x.real, x.imag], -1) if x.dtype == np.complex128 else x
 
 
-def _joined(x: Any, like: Any) -> Any:
+def _joined(x: jax.Array, like: _Typed) -> jax.Array:
     return jax.lax.complex(x[..., 0], x[..., 1]) if like.dtype == np.complex128 else x
 
 
-def _coded(like: Any) -> Any:
+def _coded(like: jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
     """What stands for such an array while it crosses."""
     words = {np.dtype(np.float64): (2,), np.dtype(np.complex128): (2, 2)}.get(like.dtype)
     return like if words is None else jax.ShapeDtypeStruct((*like.shape, *words), np.uint32)
@@ -105,7 +108,7 @@ def _words(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint32).reshape(_coded(x).shape) if _is_wide(x) else x
 
 
-def _decoded(x: Any, like: Any) -> np.ndarray:
+def _decoded(x: jax.typing.ArrayLike, like: jax.ShapeDtypeStruct) -> np.ndarray:
     """The array of the host that has crossed."""
     return np.ascontiguousarray(x).reshape(-1).view(like.dtype).reshape(like.shape) if _is_wide(like) else np.asarray(x)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -13,8 +13,11 @@ import torch
 from bridge._compiler.spec import NO_EXTRA, Extra, Same
 from bridge._interop.dlpack import to_jax
 from bridge._interop.tensor_storage import shortage
+from bridge._ir.types import PyTree
 from bridge._names import Path, unnest
 from torch_api._params.record import Leaf
+
+_Array: TypeAlias = jax.Array | np.ndarray
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64, torch.int64: torch.int32}
 _NARROW_NUMPY = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("f8", "f4"), ("c16", "c8"), ("i8", "i4"))}
@@ -34,19 +37,19 @@ class Arguments:
     live ones.
     """
 
-    def __init__(self, given: Mapping[str, Any], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
+    def __init__(self, given: Mapping[str, PyTree], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
         self._paths = {".".join(path): path for path in skeleton}
         self._names = {id(leaf): ".".join(path) for leaf, path in zip(leaves, skeleton, strict=True)}
         self._wide = are_wide(leaves)
         self._given = {name: self._by_parameter(name, value) for name, value in given.items()}
         self.names = tuple(sorted(given))
 
-    def _by_parameter(self, argument: str, value: Any) -> Any:
+    def _by_parameter(self, argument: str, value: PyTree) -> _ByParameter | PyTree:
         flat = unnest(value) if isinstance(value, Mapping) else {}
         whole = flat and flat.keys() == self._paths.keys()
         return _ByParameter(argument, flat) if whole else jax.tree.map(functools.partial(self._array, argument), value)
 
-    def of(self, leaves: Sequence[Leaf]) -> tuple[Extra, list[Any]]:
+    def of(self, leaves: Sequence[Leaf]) -> tuple[Extra, list[_Array]]:
         """The arguments for these live leaves: what is static about them, and the arrays."""
         alive = {self._names[id(leaf)] for leaf in leaves}
         tree = {name: self._nested(value, alive) if isinstance(value, _ByParameter) else value for name, value in self._given.items()}
@@ -55,8 +58,8 @@ class Arguments:
         signature = tuple(x if isinstance(x, Same) else (tuple(x.shape), str(x.dtype)) for x in flat)
         return (Extra(structure, signature), arrays) if tree else (NO_EXTRA, [])
 
-    def _nested(self, value: _ByParameter, alive: set[str]) -> dict[str, Any]:
-        root: dict[str, Any] = {}
+    def _nested(self, value: _ByParameter, alive: set[str]) -> PyTree:
+        root: PyTree = {}
         for name, path in self._paths.items():
             node = root
             for part in path[:-1]:
@@ -64,7 +67,7 @@ class Arguments:
             node[path[-1]] = self._array(f"{value.argument}[{name!r}]", value.by_name[name]) if name in alive else None
         return root
 
-    def _array(self, argument: str, x: Any) -> Any:
+    def _array(self, argument: str, x: object) -> _Array | Same:
         if isinstance(x, torch.Tensor):
             if why := shortage(x):
                 raise ValueError(f"step: the argument {argument} cannot be read: {why}. Nothing was updated: pass a tensor that is whole.")
@@ -79,5 +82,5 @@ class Arguments:
 
 
 class _ByParameter:
-    def __init__(self, argument: str, by_name: dict[str, Any]) -> None:
+    def __init__(self, argument: str, by_name: dict[str, object]) -> None:
         self.argument, self.by_name = argument, by_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 from bridge._interop.tensor_storage import shortage
 from bridge._memory.call_arguments import operands
 
+_Scalar: TypeAlias = torch.Tensor | float
 
-def check(**given: Any) -> None:
+
+def check(**given: object) -> None:
     """Raise for a tensor of GradScaler's whose storage was freed."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor) and (why := shortage(value)):
@@ -27,14 +29,14 @@ class Scaling:
     """
 
     def __init__(self) -> None:
-        self._skipped: dict[torch.device, Any] = {}
+        self._skipped: dict[torch.device, jax.Array] = {}
 
     @property
     def skipped(self) -> int:
         """How many updates were skipped; reading it waits for the device."""
         return max((int(np.asarray(count)[0]) for count in self._skipped.values()), default=0)
 
-    def arrays(self, device: torch.device, grad_scale: Any, found_inf: Any) -> list[Any]:
+    def arrays(self, device: torch.device, grad_scale: _Scalar | None, found_inf: _Scalar | None) -> list[jax.typing.ArrayLike]:
         """Loss scale, infinities found and updates skipped, as the program takes them."""
         count = self._skipped.get(device)
         if count is None:
@@ -47,7 +49,7 @@ class Scaling:
         self._skipped[device] = count
 
 
-def _scalar(value: Any, default: float, device: torch.device) -> torch.Tensor:
+def _scalar(value: _Scalar | None, default: float, device: torch.device) -> torch.Tensor:
     if value is None:
         return torch.full((), default, dtype=torch.float32, device=device)  # a number in `as_tensor` would make the host wait for the copy
     return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())

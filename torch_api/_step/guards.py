@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
 
@@ -16,6 +16,27 @@ from torch_api._params.record import Leaf
 _address, _grad = torch.Tensor.data_ptr, attrgetter("grad")
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Active leaves as they were at the last look.
+
+    live, params: the positions of the leaves with a gradient; all dense parameters. present, absent: those with a gradient, and those that
+    must have none. kept: those with a gradient in torch's own memory. as_params, as_grads: the C guards. addresses: of `present`.
+    sizes, offsets: of the storages of gradients and `kept`.
+    """
+
+    live: tuple[int, ...]
+    params: list[torch.Tensor]
+    present: list[torch.Tensor]
+    absent: list[torch.Tensor]
+    kept: list[torch.Tensor]
+    as_params: Callable[..., bool]
+    as_grads: Callable[..., bool]
+    addresses: list[int]
+    sizes: list[int]
+    offsets: list[int | torch.SymInt]
+
+
 class Sight:
     """What was true of the active leaves when each of them was last looked at.
 
@@ -24,7 +45,7 @@ class Sight:
     """
 
     def __init__(self) -> None:
-        self._known: Any = None
+        self._known: _Known | None = None
 
     def forget(self, really: bool = True) -> None:
         """The next step looks at each leaf."""
@@ -54,20 +75,20 @@ class Sight:
         kept = [leaves[i].param for i in live if leaves[i].memory is None]
         held = [*grads, *kept]  # equal strides and these: equal reach (`tensor_storage.shortage`)
         sizes, offsets = list(map(len, map(storage_of, held))), list(map(offset_of, held))
-        self._known = tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), sizes, offsets
+        self._known = _Known(tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), sizes, offsets)
 
     def glance(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
         """The active leaves that have a gradient, and the gradients; None where anything has changed since `remember`."""
-        if self._known is None:
+        known = self._known
+        if known is None:
             return None
-        live, params, present, absent, kept, as_params, as_grads, addresses, sizes, offsets = self._known
-        grads = list(map(_grad, present))
+        grads = list(map(_grad, known.present))
         as_before = (
-            as_grads(*grads)
-            and as_params(*params)
-            and list(map(_address, present)) == addresses
-            and all(map(is_, map(_grad, absent), repeat(None)))
-            and list(map(len, map(storage_of, chain(grads, kept)))) == sizes
-            and list(map(offset_of, chain(grads, kept))) == offsets
+            known.as_grads(*grads)
+            and known.as_params(*known.params)
+            and list(map(_address, known.present)) == known.addresses
+            and all(map(is_, map(_grad, known.absent), repeat(None)))
+            and list(map(len, map(storage_of, chain(grads, known.kept)))) == known.sizes
+            and list(map(offset_of, chain(grads, known.kept))) == known.offsets
         )
-        return (live, grads) if as_before else None
+        return (known.live, grads) if as_before else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bridge._compat.torch import heard
 
@@ -19,8 +19,8 @@ class Listeners(NamedTuple):
     no mark around a step.
     """
 
-    before: Mapping[int, Callable[..., Any]]
-    after: Mapping[int, Callable[..., Any]]
+    before: Mapping[int, Callable[..., object]]
+    after: Mapping[int, Callable[..., object]]
     noted: Callable[[], bool]
     profiled: Callable[[], bool]
 

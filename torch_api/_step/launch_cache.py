@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ from bridge._xla import streams
 from bridge._xla.compile import meanwhile
 from torch_api._params.buckets import is_large_row, is_sparse
 from torch_api._params.record import Leaf, check_devices
-from torch_api._params.record_state import check_saved, has_state, state_signature
+from torch_api._params.record_state import InitialValue, check_saved, has_state, state_signature
 from torch_api._params.state import States
 
 from .bound_executable import Block, Launch, restore
@@ -41,6 +41,8 @@ _name = attrgetter("name")
 _KEPT = 64
 # Bytes that compiling a step takes for a while: 170 MiB for GPT-2 small.
 _COMPILING = 256 << 20
+# The ids of the descriptions of its leaves, their device, and what else the plan of a program is made of.
+_ProgramKey: TypeAlias = tuple[tuple[int, ...], torch.device, Extra, bool, bool, bool]
 
 
 class Launches:
@@ -58,17 +60,17 @@ class Launches:
         self._stores = False  # whether XLA stores what all rows of packs at once are to compute
         self.began = False  # whether the last set of live leaves had some that were given state
         self.is_outdated = False  # whether the optimizer has been prepared anew since
-        self.known: dict[Any, list[list[Launch]]] = {}
+        self.known: dict[tuple[tuple[int, ...], Extra, bool, bool], list[list[Launch]]] = {}
         self._described: dict[Leaf, update.Leaf] = {}
         self._kinds: dict[update.Leaf, update.Leaf] = {}
-        self._programs_of: dict[Any, executable.Program] = {}
+        self._programs_of: dict[_ProgramKey, executable.Program] = {}
         trainable = [leaf for leaf in self._active if leaf.spec is not None]
         kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.alone}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if not leaf.alone}
         frequent = chunking.enough(len(kinds) + len(packs))
         # On a GPU calling a program costs the host more than the device has to do in it.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
-        self._large: dict[Any, list[Leaf]] = {}  # by kind: those in buckets that may be dissolved
+        self._large: dict[tuple[object, ...], list[Leaf]] = {}  # by kind: those in buckets that may be dissolved
         for leaf in filter(is_large_row, trainable):
             self._large.setdefault(self._rows.sort_key(leaf)[:-1], []).append(leaf)
 
@@ -153,7 +155,7 @@ class Launches:
         self.known[key] = launches
         return launches
 
-    def _begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[Any]]:
+    def _begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[InitialValue]]:
         """State that is written while programs are read, or compiled, which has room in what is held back: the peak of memory stays."""
         if getattr(jax.config, "jax_compilation_cache_dir", None):  # most likely they are read
             return self.states.begun_early(leaves, values)
@@ -224,6 +226,7 @@ class Launches:
 
     def _describe(self, block: Block) -> update.Leaf:
         leaf, pack = block.leaves[0], block.pack
+        assert leaf.spec is not None
         fields, hidden, row = self.states.fields(leaf), self._rules[leaf.group].hidden, self._rows.static[leaf.row]
         for each in block.leaves if pack is not None else ():
             saved = self.states.shown.get(each.param, {})
@@ -253,10 +256,10 @@ class Launches:
             yield [blocks[position] for position in positions]
 
     def _programs(
-        self, divided: Sequence[Sequence[Block]], on_device: Sequence[Sequence[Any]], extra: Extra, scaled: bool, checked: bool
+        self, divided: Sequence[Sequence[Block]], on_device: Sequence[Sequence[object]], extra: Extra, scaled: bool, checked: bool
     ) -> list[executable.Program]:
         several = [len(part) > 1 for part in on_device for _ in part]
-        plans: dict[Any, update.Plan] = {}
+        plans: dict[_ProgramKey, update.Plan] = {}
         keys = []
         for tile, is_part in zip(divided, several, strict=True):
             kinds = tuple(id(block.described) for block in tile)  # equal ones are one object
@@ -285,7 +288,7 @@ class Launches:
         shared = tuple(
             self.states.shared_signature(unit, [leaf for leaf in leaves if self.states.unit(leaf) == unit]) for unit in _units(tile)
         )
-        skeleton = self._rows.skeleton if any(leaf.spec.path is not None for leaf in leaves) else ()
+        skeleton = self._rows.skeleton if any(leaf.spec is not None and leaf.spec.path is not None for leaf in leaves) else ()
         clip, described = self._max_grad_norm is not None, tuple(block.described for block in tile)
         plan = update.Plan(described, clip, device_of(leaves[0].param), self._rows.width, skeleton, shared, extra, scaled, checked)
         ahead = ahead and plan.decisive and plan.device.platform == "cpu" and is_worth(self._readable)

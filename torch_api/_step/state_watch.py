@@ -7,11 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_api._params.record import Leaf
+from torch_api._rules.types import MutableParamState
+
+if TYPE_CHECKING:
+    from .launch_cache import Launches
 
 _address = torch.Tensor.data_ptr
 _views, _seen = attrgetter("views"), attrgetter("seen")
@@ -40,11 +44,11 @@ class Keeper(torch.optim.Optimizer):
 
     _leaves: list[Leaf]
     _active: list[Leaf]
-    _launches: Any
+    _launches: Launches
     _asks: Asks
 
     @property
-    def state(self) -> defaultdict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> defaultdict[torch.Tensor, MutableParamState]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As torch's: by parameter, the dict of its state."""
         own = vars(self)
         if "state" not in own:
@@ -54,7 +58,7 @@ class Keeper(torch.optim.Optimizer):
         return own["state"]
 
     @state.setter
-    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self, state: defaultdict[torch.Tensor, MutableParamState]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         vars(self)["state"] = state
         if "_asks" in vars(self):
             self._asks.note()
