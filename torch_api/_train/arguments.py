@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 import torch
 
 from bridge._autograd.fast_signature import is_dense
-from bridge._compiler.spec import Spec
+from bridge._compiler.spec import Signature, Spec
 from bridge._interop.dlpack import dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._interop.tensor_storage import shortage
@@ -28,14 +29,28 @@ from torch_api.optimizer import OptaxOptimizer
 from .batch import OWNER
 from .module_guard import Watch
 
+# What a program reads and does not change: a memory, an array over torch's memory, None for what is looked at in each call.
+ReadArray: TypeAlias = jax_buffers.Memory | jax.Array | np.ndarray | None
+
+
+class PerCallInput(NamedTuple):
+    """A tensor that can be looked at for one call only.
+
+    position: its place in `read`. order: of its dimensions in memory. view: what makes an array of its address, None where there is none.
+    """
+
+    position: int
+    tensor: torch.Tensor
+    order: tuple[int, ...] | None
+    view: Views | None
+
 
 class Parts:
     """Where each tensor of a module is for a program that trains these leaves.
 
     memories, in_place: of the buffers that it changes in their own memory. copied, copied_order: of those whose new values are
     copied back. read: all else that it reads: memories, and arrays over torch's own memory, None for those of `looked_at`, which
-    can only be looked at for one call, as (position, tensor, order of its dimensions in memory, view of its address). The view keeps
-    nothing alive, so that the tensor can be aligned later; it is None where there is none.
+    can only be looked at for one call. The view of such a tensor keeps nothing alive, so that the tensor can be aligned later.
     """
 
     def __init__(self, watch: Watch, changed: Sequence[str], live: Sequence[Leaf]) -> None:
@@ -43,12 +58,12 @@ class Parts:
         self.memories: list[jax_buffers.Memory] = []
         self.in_place: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
-        self.copied_order: list[Any] = []
-        self.read: list[Any] = []
-        self.looked_at: list[tuple[int, torch.Tensor, Any, Views | None]] = []
-        self._signatures: list[tuple[tuple[int, ...], str]] = []
+        self.copied_order: list[tuple[int, ...] | None] = []
+        self.read: list[ReadArray] = []
+        self.looked_at: list[PerCallInput] = []
+        self._signatures: list[Signature] = []
         self._found: dict[str, train_program.Given] = {}
-        self._places: dict[Any, int] = {}
+        self._places: dict[jax_buffers.Memory, int] = {}
         with torch.inference_mode(False):
             for name in changed:
                 self._found[name] = self._changed(watch.buffers[name])
@@ -64,7 +79,7 @@ class Parts:
         self.copied_order.append(order)
         return train_program.Given("copied", len(self.copied) - 1, None, spec)
 
-    def given(self, blocks: Sequence[Block]) -> tuple[dict[str, train_program.Given], tuple[Any, ...]]:
+    def given(self, blocks: Sequence[Block]) -> tuple[dict[str, train_program.Given], tuple[Signature, ...]]:
         """Of each tensor where the program of these blocks finds it; and the signatures of the arrays in `read`."""
         donated = [block.leaves[0].memory for block in blocks if block.leaves[0].memory is not None]
         kept = [block.leaves[0] for block in blocks if block.pack is None and block.leaves[0].memory is None]
@@ -95,11 +110,11 @@ class Parts:
         array = memory if memory is not None else _view(tensor, order)
         self.read.append(array)
         if array is None:
-            self.looked_at.append((position, tensor, order, Views(_flat(tensor)) if _is_dense(tensor) else None))
+            self.looked_at.append(PerCallInput(position, tensor, order, Views(_flat(tensor)) if _is_dense(tensor) else None))
         return position
 
 
-def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> Any:
+def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array | None:
     """The flat tensor as an array over its memory, until the tensor is to be trained; or None where there is none that stays true.
 
     On a GPU each look orders jax's work after torch's, so there is one for each call.
@@ -118,7 +133,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0 and not jax_buffers.shares_memory(tensor)
 
 
-def _flat(tensor: torch.Tensor) -> list[Any]:
+def _flat(tensor: torch.Tensor) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((tensor.numel(),), numpy_dtype(tensor.dtype))]
 
 
@@ -134,7 +149,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 # ------------------------------------------------------------------ what cannot be trained in one program
 
 
-def check_arguments(module: Any, loss_fn: Any, optimizer: Any, accumulate: Any) -> None:
+def check_arguments(module: object, loss_fn: object, optimizer: object, accumulate: object) -> None:
     """Raise for arguments of the constructor that are not what they should be."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{OWNER}: module is a {type(module).__name__}; expected a torch.nn.Module.")
@@ -209,7 +224,7 @@ def check_whole(watch: Watch) -> None:
             )
 
 
-def refuse_keywords(loss_fn: Any, given: dict[str, Any], are_taken: bool, has_batch: bool) -> None:
+def refuse_keywords(loss_fn: Callable[..., object], given: Collection[str], are_taken: bool, has_batch: bool) -> None:
     """Raise for keyword arguments of a call that are no arguments of the transformation: most likely a batch, as `step(**batch)`."""
     if are_taken and not has_batch:
         try:

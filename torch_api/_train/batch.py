@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -17,11 +17,15 @@ from jax.tree_util import DictKey
 from bridge._interop.containers import own_attributes, with_values
 from bridge._interop.dlpack import to_jax
 from bridge._interop.tensor_storage import shortage
+from bridge._ir.types import PyTree
 from bridge._memory import jax_buffers
 from bridge._memory.array_interface import host_view
 
 OWNER = "JaxTrainStep"
 _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
+
+# An argument of a program: on the CPU a tensor is a view by NumPy.
+_Traced: TypeAlias = jax.Array | np.ndarray | np.generic
 
 
 class _Static:
@@ -37,9 +41,9 @@ class Batch:
     where that can be made; its attributes that are plain values are a part of the signature.
     """
 
-    def __init__(self, batch: Sequence[Any], device: torch.device, real: type[np.floating[Any]] = np.float32) -> None:
+    def __init__(self, batch: PyTree, device: torch.device, real: type[np.floating] = np.float32) -> None:
         leaves, self.tree = jax.tree.flatten(batch)
-        self.arrays: list[Any] = []
+        self.arrays: list[_Traced] = []
         kinds = []
         for position, x in enumerate(leaves):
             if isinstance(x, torch.Tensor):
@@ -64,14 +68,14 @@ class Batch:
                 )
         self.signature = self.tree, tuple(kinds)
 
-    def rebuilt(self, traced: Sequence[Any]) -> tuple[Any, ...]:
+    def rebuilt(self, traced: Sequence[_Traced]) -> tuple[PyTree, ...]:
         """The arguments with traced arrays in their places."""
         rest = iter(traced)
         _, kinds = self.signature
         return self.tree.unflatten([kind[1] if kind[0] is _Static else next(rest) for kind in kinds])
 
 
-def _checked(x: Any, position: int) -> Any:
+def _checked(x: _Traced, position: int) -> _Traced:
     if isinstance(x, Tracer):
         raise ValueError(f"{OWNER}: item {position} of the batch is a tracer ({x.aval}). Call the train step outside jit, grad and vmap.")
     if isinstance(x, jax.Array) and x.is_deleted():
@@ -81,7 +85,7 @@ def _checked(x: Any, position: int) -> Any:
     return x.copy() if isinstance(x, jax.Array | np.ndarray) and jax_buffers.shares_memory(x) else x  # else as in _operand
 
 
-def _operand(x: torch.Tensor, device: torch.device, position: int) -> Any:
+def _operand(x: torch.Tensor, device: torch.device, position: int) -> _Traced:
     if x.requires_grad or x.device != device or x.layout is not torch.strided:
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, {_unfit(x, device)}")
     if why := shortage(x):
@@ -102,7 +106,7 @@ def _unfit(x: torch.Tensor, device: torch.device) -> str:
 class _Opened:
     """A mapping that jax does not know as a pytree, as one; `unflatten` gives a mapping of the same type."""
 
-    def __init__(self, x: Mapping[Any, Any], position: int) -> None:
+    def __init__(self, x: Mapping[Hashable, PyTree], position: int) -> None:
         self.kind = _Kind(x, position)
         self.values = [_opened(x[key], position) for key in x]
 
@@ -110,7 +114,7 @@ class _Opened:
 class _Kind:
     """What of a mapping belongs to the structure of the tree: its type, keys and attributes. It holds none of the values."""
 
-    def __init__(self, x: Mapping[Any, Any], position: int) -> None:
+    def __init__(self, x: Mapping[Hashable, PyTree], position: int) -> None:
         self.keys = tuple(x)
         values = dict.fromkeys(self.keys)
         self._empty, entries = with_values(x, values), []
@@ -127,10 +131,10 @@ class _Kind:
             self._empty = with_values(x, values, attributes)
         self._key = type(x), self.keys, tuple(entries)
 
-    def filled(self, values: Sequence[Any]) -> Any:
+    def filled(self, values: Sequence[PyTree]) -> PyTree:
         return with_values(self._empty, dict(zip(self.keys, values, strict=True)))
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Kind) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -141,12 +145,12 @@ _ARRAYS = (torch.Tensor, jax.Array, np.ndarray)
 _PLAIN = (*_STATIC, float, complex, np.generic, enum.Enum, type, FunctionType)
 
 
-def _entry(x: Any) -> Any:
+def _entry(x: object) -> tuple[type, Hashable] | None:
     """A value as a part of a signature; None for one that has no value to compare."""
     if isinstance(x, _PLAIN):
         return type(x), x
     if isinstance(x, list | tuple | set | frozenset):
-        parts: list[Any] = [_entry(value) for value in x]
+        parts = [_entry(value) for value in x]
         return None if None in parts else (type(x), frozenset(parts) if isinstance(x, set | frozenset) else tuple(parts))
     if isinstance(x, dict):
         parts = [_entry(pair) for pair in x.items()]
@@ -160,7 +164,7 @@ class _Unread:
     def __init__(self, kind: type, name: str) -> None:
         self._place = kind.__name__, name
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: object) -> NoReturn:
         kind, name = object.__getattribute__(self, "_place")
         raise TypeError(
             f"{OWNER}: loss_fn reads the attribute {name!r} of a {kind} in the batch, whose value is no number, string or container of "
@@ -178,6 +182,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _opened(tree: Any, position: int) -> Any:
+def _opened(tree: PyTree, position: int) -> PyTree:
     """A tree in which jax looks into the mappings of all types that are among its leaves."""
     return jax.tree.map(lambda x: _Opened(x, position) if isinstance(x, Mapping) else x, tree)

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ import torch
 from bridge._compat.python import code_of
 from bridge._tracing.context import TRACE
 from bridge._tracing.patches import while_tracing
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Random
 
 
 class _Done(threading.local):
@@ -36,7 +40,7 @@ class Draws:
     where there are any, the loss must itself have called a function of the module, as `numpy.random.rand` is one.
     """
 
-    def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., object]) -> None:
         generators = {id(x): (name, x) for name, x in (*_held(module), *_named(loss_fn))}.values()
         self._states = [("numpy.random", np.random.get_state), ("random", random.getstate)]
         self._states += [(f"{name}, a generator of {_kind(x)},", lambda x=x: _state(x)) for name, x in generators]
@@ -51,12 +55,12 @@ class Draws:
         return found + ["numpy.random.default_rng()"] * _DONE.without_seed
 
 
-def _held(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, _Generator]]:
     for path, m in module.named_modules():
         yield from ((f"{path}.{name}".lstrip("."), x) for name, x in vars(m).items() if _is_generator(x))
 
 
-def _named(function: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+def _named(function: object, depth: int = _DEPTH) -> Iterator[tuple[str, _Generator]]:
     """The generators in variables that a function's code names: free ones, global ones, those of functions among them; and of a method."""
     if isinstance(function, functools.partial):
         function = function.func
@@ -86,15 +90,15 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _is_generator(x: Any) -> bool:
+def _is_generator(x: object) -> TypeGuard[_Generator]:
     return isinstance(x, np.random.Generator | np.random.RandomState) or type(x) is random.Random
 
 
-def _kind(x: Any) -> str:
+def _kind(x: _Generator) -> str:
     return "Python" if isinstance(x, random.Random) else "NumPy"
 
 
-def _state(x: Any) -> Any:
+def _state(x: _Generator) -> object:
     if isinstance(x, random.Random):
         return x.getstate()
     return x.bit_generator.state if isinstance(x, np.random.Generator) else x.get_state()
@@ -109,10 +113,10 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
 
 
-_default_rng: Any = np.random.default_rng
+_default_rng = np.random.default_rng
 
 
-def _noted(seed: Any = None, **keywords: Any) -> Any:
+def _noted(seed: Any = None, **keywords: Any) -> np.random.Generator:
     """numpy.random.default_rng, which tells of a generator without a seed in code that jax traces."""
     if TRACE.dispatch is not None and seed is None:
         _DONE.without_seed = True
@@ -125,11 +129,11 @@ while_tracing(np.random, "default_rng", _noted)
 _GLOBAL = {"numpy.random": (np.random, np.random.RandomState), "random": (random, random.Random)}
 
 
-def _drawing(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _drawing(module: str, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """A function of the module's global generator, which tells of a call in code that jax traces."""
 
     @functools.wraps(function)
-    def call(*args: Any, **keywords: Any) -> Any:
+    def call(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
         if TRACE.dispatch is not None:
             _DONE.drew |= {module}
         return function(*args, **keywords)

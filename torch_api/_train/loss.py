@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,11 @@ import numpy as np
 import torch
 
 from bridge._compat.torch import version
+from bridge._compat.types import PyTreeDef
 from bridge._compiler.spec import Spec
 from bridge._interop.containers import holds
 from bridge._interop.dtypes import numpy_dtype
+from bridge._ir.types import PyTree
 from bridge._names import nest, unnest
 from bridge._tracing.module_function import traced_call
 from bridge._train import loss_jaxpr
@@ -28,20 +29,22 @@ from .module_guard import Watch
 class TracedLoss:
     """`loss_fn(module, *batch)` of arrays: (params, buffers, batch, seed) to the loss, a list of the rest, and a list of new buffers."""
 
-    def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> None:
+    def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., PyTree], has_aux: bool, watch: Watch, items: Batch) -> None:
         self._module, self._loss_fn, self._has_aux, self._items = module, loss_fn, has_aux, items
         self._names = list(watch.params), list(watch.buffers)
         given = [*(numpy_dtype(p.dtype) for p in watch.params.values()), *(x.dtype for x in items.arrays)]
         wide = any(dtype in (np.float64, np.complex128) for dtype in given)
         self.keeps_64_bits: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        self._tree: Any = None
+        self._tree: PyTreeDef | None = None
         self._outside: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._leaves: list[Any] = []
+        self._leaves: list[object] = []
 
-    def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
+    def __call__(
+        self, params: Sequence[jax.Array], buffers: Sequence[jax.Array], batch: Sequence[jax.Array], seed: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
-        constants: dict[int, Any] = {}
+        constants: dict[int, tuple[torch.Tensor, object]] = {}
         given = self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch)
         result, after = traced_call(*given, rng=jax.random.key(seed), x64=self.keeps_64_bits, constants=constants)
         self._outside = [tensor for tensor, _ in constants.values() if not tensor.is_inference()]
@@ -62,15 +65,16 @@ class TracedLoss:
         """Whether a tensor from outside, whose value is a constant of the trace, has been written into since."""
         return list(map(version, self._outside)) != self._versions
 
-    def _parted(self, result: Any) -> tuple[Any, Any]:
+    def _parted(self, result: PyTree) -> tuple[object, PyTree]:
         if not self._has_aux:
             return result, None
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{OWNER}: has_aux is True, so loss_fn must return (loss, aux), but it returned a {type(result).__name__}.")
         return result
 
-    def restored(self, arrays: Sequence[Any]) -> Any:
+    def restored(self, arrays: Sequence[torch.Tensor]) -> PyTree:
         """The auxiliary results with these arrays; what is no array is as it was when the loss was traced."""
+        assert self._tree is not None
         rest = iter(arrays)
         return self._tree.unflatten([next(rest) if x is _TRACED else x for x in self._leaves])
 
@@ -78,7 +82,13 @@ class TracedLoss:
 _TRACED = object()
 
 
-def _checked(loss: Any) -> Any:
+class TracedForward(loss_jaxpr.Forward):
+    """The traced loss of a module."""
+
+    function: TracedLoss  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def _checked(loss: object) -> jax.Array:
     what = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, jax.Array) else f"a {type(loss).__name__}"
     if not isinstance(loss, jax.Array) or loss.size != 1 or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
@@ -88,13 +98,13 @@ def _checked(loss: Any) -> Any:
     return loss.reshape(())
 
 
-def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., Any], has_aux: bool, watch: Watch, items: Batch) -> loss_jaxpr.Forward:
+def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., PyTree], has_aux: bool, watch: Watch, items: Batch) -> TracedForward:
     """The loss, traced for this kind of batch; nothing is written to the module."""
     specs = [
         {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
     ]
     function, draws = TracedLoss(module, loss_fn, has_aux, watch, items), Draws(module, loss_fn)
-    forward = loss_jaxpr.Forward(function, specs[0], specs[1], items.arrays, narrow=not function.keeps_64_bits)
+    forward = TracedForward(function, specs[0], specs[1], items.arrays, narrow=not function.keeps_64_bits)
     sources = draws.sources()
     if sources:
         warnings.warn(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ class Watch:
         self._seen = self._places()
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[Hashable, ...]:
         """All that the trace of a loss depends on."""
         kinds = tuple((name, t.shape, t.dtype) for name, t in (*self.params.items(), *self.buffers.items()))
         hooks = tuple(Same(hook) for m in self._modules for name in _HOOKS for hook in getattr(m, name).values())
@@ -59,10 +58,10 @@ class Watch:
     def _same_parts(self) -> bool:
         return self._lengths == list(map(len, self._parts)) and all(map(is_, self._held, self._contents()))
 
-    def _contents(self) -> list[Any]:
+    def _contents(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._parts)))
 
-    def _places(self) -> Sequence[Any]:
+    def _places(self) -> Sequence[object]:
         held = list(map(len, map(storage_of, self._tensors)))  # a storage that is freed and given back may lie where it did
         return list(map(_address, self._tensors)), held, list(map(_strides, self._tensors)), list(map(_kind, self._tensors))
 
@@ -79,10 +78,10 @@ class Watch:
         """How many attributes each module has and the latest: others than before would be more, or a later one."""
         return list(map(len, self._own)), list(map(next, map(reversed, self._own)))
 
-    def _attributes(self) -> list[Any]:
+    def _attributes(self) -> list[object]:
         return list(chain.from_iterable([get(own) for get, own in zip(self._getters, self._own, strict=True)]))
 
-    def _described(self) -> list[Any]:
+    def _described(self) -> list[tuple[str, Hashable]]:
         return [(name, _description(value)) for own in self._own for name, value in own.items()]
 
 
@@ -91,13 +90,13 @@ class Watch:
 _TORCHS = frozenset(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict | set))
 
 
-def _getter(own: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+def _getter(own: dict[str, object]) -> Callable[[dict[str, object]], Iterable[object]]:
     """What gets the values of a module's attributes, but for torch's own, as a tuple."""
     names = [name for name in own if name not in _TORCHS]
     return itemgetter(*names) if len(names) > 1 else lambda own: tuple(map(own.__getitem__, names))
 
 
-def _description(value: Any) -> Any:
+def _description(value: object) -> tuple[Hashable, ...] | None:
     """A plain value with its type, since 1 == True; of others nothing."""
     if isinstance(value, tuple):
         return tuple, *map(_description, value)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -19,22 +19,34 @@ from bridge._compiler.plan import Plan
 from bridge._compiler.spec import GRADIENTS, NO_EXTRA, Extra, Same
 from bridge._interop.dlpack import device_of, to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
+from bridge._ir.types import PyTree
 from bridge._memory import adoption, allocation, jax_buffers
-from bridge._memory.call_arguments import Views, operands
+from bridge._memory.call_arguments import operands
 from bridge._memory.jax_buffers import lost_like
 from bridge._process import looks_for_nan, not_traced, refuse_not_finite, x64
 from bridge._runtime.transaction import Transaction
-from bridge._train import call, loss_jaxpr, train_program
+from bridge._train import call, train_program
 from bridge._warnings import CompilationWarning, stack_level
 from torch_api._params.record import Leaf
 from torch_api._step.bound_executable import Block, Launch
 from torch_api._step.extra_args import Arguments, are_wide
+from torch_api._step.launch_cache import Launches
 from torch_api._step.recompile_reasons import CacheInfo
 from torch_api.optimizer import OptaxOptimizer
 
-from .arguments import Parts, check_arguments, check_fit, check_readable, check_whole, refuse_autocast, refuse_keywords
+from .arguments import (
+    Parts,
+    PerCallInput,
+    ReadArray,
+    check_arguments,
+    check_fit,
+    check_readable,
+    check_whole,
+    refuse_autocast,
+    refuse_keywords,
+)
 from .batch import OWNER, Batch
-from .loss import traced_loss
+from .loss import TracedForward, traced_loss
 from .module_guard import Watch
 
 _is_deleted = methodcaller("is_deleted")
@@ -42,6 +54,7 @@ _NO_SEED = np.int64(0)
 # So many programs are one for each batch of some loops: that is said.
 _MANY = 9
 _AGAIN = object()
+_Result = TypeVar("_Result")
 
 
 class Ready(NamedTuple):
@@ -55,10 +68,10 @@ class Ready(NamedTuple):
     buffers: list[jax_buffers.Memory]
     in_place: list[torch.Tensor]
     copied: list[torch.Tensor]
-    copied_order: list[Any]
-    read: list[Any]
+    copied_order: list[tuple[int, ...] | None]
+    read: list[ReadArray]
     imported: list[jax.Array]
-    looked_at: list[tuple[int, torch.Tensor, Any, Views | None]]
+    looked_at: list[PerCallInput]
     sums: list[jax_buffers.Memory]
     names: list[str]
 
@@ -97,7 +110,7 @@ class JaxTrainStep:
     def __init__(
         self,
         module: torch.nn.Module,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., PyTree],
         optimizer: OptaxOptimizer,
         accumulate: int = 1,
         has_aux: bool = False,
@@ -105,19 +118,19 @@ class JaxTrainStep:
         check_arguments(module, loss_fn, optimizer, accumulate)
         self.module, self.loss_fn, self.optimizer = module, loss_fn, optimizer
         self.accumulate, self.has_aux = accumulate, has_aux
-        self._launches: Any = None  # those of the optimizer that all that is ready was made for
-        self._forwards: dict[Any, Any] = {}
-        self._programs: dict[Any, train_program.Program] = {}
+        self._launches: Launches | None = None  # those of the optimizer that all that is ready was made for
+        self._forwards: dict[Hashable, TracedForward] = {}
+        self._programs: dict[Hashable, train_program.Program] = {}
         self._sums: dict[str, jax_buffers.Memory] = {}
         self._pending, self._summed = 0, frozenset()
         # Which call updates is settled before its hooks run: with several calls to an update those of other threads wait for their turn.
-        self._turn: AbstractContextManager[Any] = threading.RLock() if accumulate > 1 else nullcontext()
+        self._turn: AbstractContextManager[object] = threading.RLock() if accumulate > 1 else nullcontext()
         self._hits = self._misses = self._compilations = 0
-        self._loss_like: Any = None
+        self._loss_like: jax.Array | None = None
         with optimizer._transaction():
             self._look()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"{OWNER} cannot be copied or pickled: its programs work on the memory of this module and optimizer. Copy the module, and make "
             "an optimizer and a train step for the copy; what to save are both state_dicts."
@@ -133,7 +146,7 @@ class JaxTrainStep:
         return CacheInfo(self._hits, self._misses, len(self._programs), self._compilations)
 
     @not_traced
-    def __call__(self, *batch: Any, **extra_args: Any) -> Any:
+    def __call__(self, *batch: PyTree, **extra_args: PyTree) -> Any:
         """One step on this batch; `extra_args` are further arguments of the transformation, as of `optimizer.step`."""
         refuse_autocast()
         if extra_args:
@@ -151,7 +164,7 @@ class JaxTrainStep:
                     result = self._step(batch, extra_args, False)
         return result
 
-    def flush(self, **extra_args: Any) -> None:
+    def flush(self, **extra_args: PyTree) -> None:
         """Update now with the mean of the gradients of the `pending` calls, if there are any: for the end of an epoch."""
         with self._turn, self.optimizer._transaction():
             if not self._pending:
@@ -172,7 +185,7 @@ class JaxTrainStep:
 
     # ------------------------------------------------------------------ one call
 
-    def _step(self, batch: Sequence[Any], extra_args: dict[str, Any], updates: bool) -> Any:
+    def _step(self, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
         """The call; `_AGAIN` where others were made meanwhile, so that this one is to update or not."""
         result = _AGAIN
         while result is _AGAIN and updates is (self._pending + 1 >= self.accumulate):
@@ -180,7 +193,7 @@ class JaxTrainStep:
                 result = self._update(transaction, batch, extra_args, updates)
         return result
 
-    def _update(self, transaction: Transaction, batch: Sequence[Any], extra_args: dict[str, Any], updates: bool) -> Any:
+    def _update(self, transaction: Transaction, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
         """The call within a transaction; `_AGAIN` where it must begin again, because the optimizer was changed while it prepared."""
         optimizer, devices = self.optimizer, self.optimizer._devices
         if optimizer._exchange.inside:  # by now, in another thread
@@ -271,7 +284,9 @@ class JaxTrainStep:
         else:
             self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
 
-    def _salvage(self, error: BaseException, before: Any, ready: Ready, landed: Sequence[Launch]) -> None:
+    def _salvage(
+        self, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Ready, landed: Sequence[Launch]
+    ) -> None:
         """After a failed call: give tensors whose memory is gone others, as the optimizer does after a failed step."""
         for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
             if memory.is_gone:
@@ -285,7 +300,7 @@ class JaxTrainStep:
             self._pending, self._summed = 0, frozenset()
         self._launches = None
 
-    def _arguments(self, given: dict[str, Any]) -> Arguments | None:
+    def _arguments(self, given: dict[str, PyTree]) -> Arguments | None:
         """The further arguments of the transformation, the loss among them, if it takes any."""
         optimizer = self.optimizer
         if not any(rule.takes_extra for rule in optimizer._rules.values()):
@@ -316,7 +331,7 @@ class JaxTrainStep:
         self._ready, self._traced, self._lives = {}, {}, {}
         self._launches = optimizer._launches
 
-    def _live(self, forward: loss_jaxpr.Forward, updates: bool) -> tuple[int, ...]:
+    def _live(self, forward: TracedForward, updates: bool) -> tuple[int, ...]:
         """The parameters that this call trains: those that the loss reaches, or that an earlier one did whose gradient waits."""
         summed = self._summed if updates else frozenset()
         live = self._lives.get((forward, summed))
@@ -332,7 +347,7 @@ class JaxTrainStep:
             )
         return live
 
-    def _forward(self, items: Batch, transaction: Transaction) -> Any:
+    def _forward(self, items: Batch, transaction: Transaction) -> TracedForward | None:
         """The traced loss for this kind of batch, with the values that tensors from outside have now.
 
         None where a signal handler has changed the optimizer while it was traced.
@@ -357,7 +372,7 @@ class JaxTrainStep:
     def _prepared(
         self,
         transaction: Transaction,
-        forward: Any,
+        forward: TracedForward,
         live: tuple[int, ...],
         extra: Extra,
         loss_at: int | None,
@@ -402,6 +417,7 @@ class JaxTrainStep:
 
     def _was_changed(self) -> bool:
         """Whether a signal handler has changed the optimizer while a loss was traced or compiled."""
+        assert self._launches is not None
         return self._launches.is_outdated or bool(self.optimizer._exchange.inside)
 
     def _optimizers_names(self) -> dict[str, str]:
@@ -445,6 +461,6 @@ def _elsewhere(leaf: Leaf) -> bool:
 
 
 @OptaxOptimizer.profile_hook_step
-def _hooked(_: OptaxOptimizer, function: Callable[..., Any], *arguments: Any) -> Any:
+def _hooked(_: OptaxOptimizer, function: Callable[..., _Result], *arguments: Any) -> _Result:
     """A call within the hooks of an optimizer's step, and under its name in a profile."""
     return function(*arguments)
