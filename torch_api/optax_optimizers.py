@@ -7,19 +7,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import optax
 import optax.contrib
 import torch
 
 from bridge._compiler.spec import MASTER
+from bridge._ir.types import PyTree
 
+from ._params.record import Decided
 from ._params.swap import EVALUATION, write
 from ._rules.betas import spread
+from ._rules.types import MutableParamGroup, ParamState, StateDict
 from .optimizer import OptaxOptimizer
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 _MODE = "train_mode"  # in a group, False between `eval` and `train`: the key of the schedulefree package
 
@@ -32,11 +39,11 @@ class MaskedLion(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float,
         b1: float = 0.9,
         b2: float = 0.99,
-        mu_dtype: Any = None,
+        mu_dtype: jax.typing.DTypeLike | None = None,
         weight_decay: float = 1e-3,
         **engine: Any,
     ) -> None:
@@ -52,7 +59,7 @@ class MaskedLamb(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float,
         b1: float = 0.9,
         b2: float = 0.999,
@@ -75,13 +82,13 @@ class MaskedLars(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float,
         weight_decay: float = 0.0,
-        weight_decay_mask: Any = True,
+        weight_decay_mask: PyTree | Callable[[PyTree], PyTree] = True,
         trust_coefficient: float = 0.001,
         eps: float = 0.0,
-        trust_ratio_mask: Any = True,
+        trust_ratio_mask: PyTree | Callable[[PyTree], PyTree] = True,
         momentum: float = 0.9,
         nesterov: bool = False,
         **engine: Any,
@@ -99,7 +106,7 @@ class MaskedAdaBelief(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float,
         b1: float = 0.9,
         b2: float = 0.999,
@@ -121,7 +128,7 @@ class MaskedYogi(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float,
         b1: float = 0.9,
         b2: float = 0.999,
@@ -145,7 +152,7 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 0.0025,
         warmup_steps: int | None = None,
         b1: float = 0.9,
@@ -216,14 +223,14 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
                 group.pop(_MODE, None)
             self._exchange.inside, self._points = "", {}
 
-    def _training_point(self, p: torch.Tensor, b1: float, state: Mapping[str, Any]) -> torch.Tensor:
+    def _training_point(self, p: torch.Tensor, b1: float, state: ParamState) -> torch.Tensor:
         master = state[MASTER].to(p.dtype) if MASTER in state else None  # what a loaded optimizer has of y
         y, b1_before = self._points.get(id(p), (master, b1))
         if y is not None and torch.equal(p.detach(), _average(y, b1_before, state["z"]).to(p.dtype)):
             return y
         return b1 * p.detach() + (1.0 - b1) * state["z"]
 
-    def _members(self) -> list[tuple[torch.Tensor, float, dict[str, Any]]]:
+    def _members(self) -> list[tuple[torch.Tensor, float, ParamState]]:
         """Each parameter with its b1 and its state."""
         return [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
 
@@ -234,7 +241,7 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         super()._begin()
         self._points: dict[int, tuple[torch.Tensor, float]] = {}  # y and b1 at `eval()`, by id of the parameter
 
-    def _set_state(self, state: dict[str, Any], decided: Any) -> None:
+    def _set_state(self, state: StateDict, decided: Sequence[tuple[str, int, Decided]] | None) -> None:
         super()._set_state(state, decided)
         self._points = {}
         if self._exchange.inside in ("", EVALUATION):
@@ -246,7 +253,7 @@ def _average(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
     return (y - (1.0 - b1) * z) / b1
 
 
-def _momenta(owner: type, engine: dict[str, Any], b1: Any, b2: Any) -> tuple[Any, Any]:
+def _momenta(owner: type, engine: MutableParamGroup, b1: float, b2: float) -> tuple[float, float]:
     """The two momenta: `betas`, which is taken out of the keyword arguments, or b1 and b2, which are at their defaults beside it."""
     if "betas" not in engine:
         return b1, b2
@@ -256,6 +263,6 @@ def _momenta(owner: type, engine: dict[str, Any], b1: Any, b2: Any) -> tuple[Any
     return both["b1"], both["b2"]
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> MutableParamGroup:
     """Those that are not None, which stands for optax's own choice."""
     return {name: value for name, value in options.items() if value is not None}

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from bridge._compiler.state_layout import nested as dict_path
 from bridge._compiler.state_layout import owners, tails
 from bridge._interop.dlpack import to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
+from bridge._ir.types import PyTree
 from bridge._names import near, path_name
 from bridge._process import default_promotion, x64
 
@@ -32,11 +34,14 @@ _OPTAX_NAMES: dict[str, tuple[str, ...]] = {
 # Parts of a state that are settings, not results of training: optax.inject_hyperparams, masks of elements (bridge.select).
 _SETTINGS = frozenset({"hyperparams", "hyperparams_states", "elements"})
 
+# Shape (None: any), dtype and device of a field.
+_Wanted: TypeAlias = tuple[tuple[int, ...] | None, torch.dtype, torch.device]
+
 
 class _Place(NamedTuple):
     """A leaf of an optax state: the parameter that it belongs to (None: all of `members`), and its name without the parameter's."""
 
-    path: tuple[Any, ...]
+    path: KeyPath
     name: str
     owner: int | None
     members: tuple[int, ...]
@@ -55,8 +60,13 @@ class _Place(NamedTuple):
 
 
 def to_optax_state(
-    optimizer: torch.optim.Optimizer, tx: Any = None, *, module: torch.nn.Module | None = None, count: int | None = None, copy: bool = False
-) -> Any:
+    optimizer: torch.optim.Optimizer,
+    tx: object = None,
+    *,
+    module: torch.nn.Module | None = None,
+    count: int | None = None,
+    copy: bool = False,
+) -> PyTree:
     """The optimizer's state as the tree that `tx.init(params)` gives, over the nested dict of its parameters.
 
     With it `tx` goes on in pure JAX where the optimizer stopped: `state = to_optax_state(opt, optax.adam(1e-3))`.
@@ -109,7 +119,7 @@ def to_optax_state(
 
 
 def load_optax_state(
-    optimizer: torch.optim.Optimizer, state: Any, *, module: torch.nn.Module | None = None, count: int | None = None
+    optimizer: torch.optim.Optimizer, state: PyTree, *, module: torch.nn.Module | None = None, count: int | None = None
 ) -> None:
     """Write an optax state over the nested dict of parameters into the optimizer, in place: the inverse of `to_optax_state`.
 
@@ -131,7 +141,7 @@ def load_optax_state(
         _load(optimizer, state, module, count)
 
 
-def _load(optimizer: torch.optim.Optimizer, state: Any, module: torch.nn.Module | None, count: int | None) -> None:
+def _load(optimizer: torch.optim.Optimizer, state: PyTree, module: torch.nn.Module | None, count: int | None) -> None:
     what = "load_optax_state"
     params = parameters(what, optimizer, module)
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
@@ -151,17 +161,17 @@ def _load(optimizer: torch.optim.Optimizer, state: Any, module: torch.nn.Module 
 # ------------------------------------------------------------------ places
 
 
-def _places(paths: Sequence[tuple[Any, ...]], params: Sequence[Param]) -> list[_Place]:
+def _places(paths: Sequence[KeyPath], params: Sequence[Param]) -> list[_Place]:
     """Which leaf of a state belongs to which parameter, or to which of them together."""
     found = _found(paths, [dict_path(param.path) for param in params])
-    below: dict[tuple[Any, ...], set[int]] = {}
+    below: dict[KeyPath, set[int]] = {}
     for path, (owner, _) in zip(paths, found, strict=True):
         if owner is not None:
             for end in range(len(path)):
                 below.setdefault(path[:end], set()).add(owner)
     everyone = tuple(i for i, param in enumerate(params) if param.trained)
 
-    def members(path: tuple[Any, ...]) -> tuple[int, ...]:
+    def members(path: KeyPath) -> tuple[int, ...]:
         # A count belongs to those that have arrays beside it. One without such, in a part of an optax.partition, is not that of
         # another part: then all are asked, and must agree.
         near_by = (below[path[:end]] for end in range(len(path) - 1, len(_part(path)) - 1, -1) if path[:end] in below)
@@ -172,19 +182,19 @@ def _places(paths: Sequence[tuple[Any, ...]], params: Sequence[Param]) -> list[_
     ]
 
 
-def _part(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _part(path: KeyPath) -> KeyPath:
     """The beginning of a key path that leads into a part of an optax.partition; empty where there is none."""
     return path[: max((i + 2 for i, key in enumerate(path) if getattr(key, "name", None) == "inner_states"), default=0)]
 
 
-def _found(paths: Sequence[tuple[Any, ...]], names: Sequence[tuple[Any, ...]]) -> list[tuple[int | None, str]]:
+def _found(paths: Sequence[KeyPath], names: Sequence[KeyPath]) -> list[tuple[int | None, str]]:
     """The parameter of each path, and the path's name without that; each part of an optax.partition knows some of them only."""
     index = {name: i for i, name in enumerate(names)}
     lengths = sorted(set(map(len, names)))
-    parts: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    parts: dict[KeyPath, list[KeyPath]] = {}
     for path in paths:
         parts.setdefault(_part(path), []).append(path)
-    found: dict[tuple[Any, ...], tuple[int | None, str]] = {}
+    found: dict[KeyPath, tuple[int | None, str]] = {}
     for head, own in parts.items():
         inner = [path[len(head) :] for path in own]
         pieces = {path[start : start + n] for path in inner for n in lengths for start in range(len(path) - n + 1)}
@@ -208,7 +218,7 @@ def _field(place: _Place, fields: Iterable[str]) -> str | None:
 
 
 def _given(
-    what: str, place: _Place, params: Sequence[Param], shape: tuple[int, ...], initial: Callable[[], Any], count: int | None
+    what: str, place: _Place, params: Sequence[Param], shape: tuple[int, ...], initial: Callable[[], jax.Array], count: int | None
 ) -> tuple[torch.Tensor | None, list[tuple[int, str]]]:
     """What the optimizer has for a place, None where it is to begin; and the fields that it comes from."""
     found: list[tuple[Param, torch.Tensor]] = []
@@ -247,7 +257,7 @@ def _given(
     return found[0][1], givers
 
 
-def _disagree(what: str, place: _Place, one: tuple[Param, Any], other: tuple[Param, Any]) -> NoReturn:
+def _disagree(what: str, place: _Place, one: tuple[Param, torch.Tensor], other: tuple[Param, torch.Tensor]) -> NoReturn:
     (a, x), (b, y) = one, other
     raise ValueError(
         f"{what}: {place.shown!r} is one for {a.name!r} and {b.name!r}, of which the optimizer has {_shown(x)} and {_shown(y)}: one is "
@@ -262,19 +272,21 @@ def _shown(tensor: torch.Tensor) -> str:
 class _Template:
     """The state that a transformation begins with, as shapes; as arrays only where those are asked for."""
 
-    def __init__(self, what: str, tx: Any, params: Sequence[Param]) -> None:
+    def __init__(self, what: str, tx: object, params: Sequence[Param]) -> None:
         self._what, self._params = what, params
-        if not callable(getattr(tx, "init", None)) or isinstance(tx, type):
+        init_state = getattr(tx, "init", None)
+        if not callable(init_state) or isinstance(tx, type):
             raise TypeError(
                 f"{what}: tx is {getattr(tx, '__name__', repr(tx))}; expected an optax transformation, such as optax.adam(1e-3), or None."
             )
-        self._tx, self._begun = tx, None
+        self._init: Callable[[PyTree], PyTree] = init_state
+        self._begun: list[jax.Array] | None = None
         types = [numpy_dtype(param.tensor.dtype) for param in params]
         self._wide = any(dtype in (np.float64, np.complex128) for dtype in types)
-        keys: list[Any] = []
+        keys: list[Hashable] = []
 
-        def init(tree: Any) -> Any:
-            state = tx.init(tree)
+        def init(tree: PyTree) -> PyTree:
+            state = self._init(tree)
             keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(state)]
             return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), state)
 
@@ -286,15 +298,15 @@ class _Template:
         self._leaves = [(aval, key) for (_, aval), key in zip(flat, keys, strict=True)]
         self.shapes = [aval.shape for aval, _ in self._leaves]
 
-    def initial(self, position: int) -> Any:
+    def initial(self, position: int) -> jax.Array:
         """A leaf as the transformation begins with it."""
         if self._begun is None:  # copies, because an init may hand out the parameters themselves
             tree = nested((param.path, to_jax(param.tensor.detach(), copy=True)) for param in self._params)
             with x64(self._wide), default_promotion():
-                self._begun = jax.tree.leaves(self._tx.init(tree))
+                self._begun = jax.tree.leaves(self._init(tree))
         return self._begun[position]
 
-    def array(self, position: int, tensor: torch.Tensor, copy: bool) -> Any:
+    def array(self, position: int, tensor: torch.Tensor, copy: bool) -> jax.Array:
         """The tensor as this leaf, in its type, but where that is the narrower one."""
         aval, key = self._leaves[position]
         if key is not None:
@@ -304,8 +316,9 @@ class _Template:
         return to_jax(tensor, copy=True if copy or tensor.ndim == 0 else None)
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _is_key(x: object) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _keeps(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -318,21 +331,21 @@ def _keeps(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 # ------------------------------------------------------------------ back
 
 
-def _wanted(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, tuple[tuple[int, ...] | None, torch.dtype, torch.device]]:
+def _wanted(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, _Wanted]:
     """Shape (None: any), dtype and device of each field that a parameter's state is to have: as it is, or as a step would make it."""
     if not param.trained:
         return {}
     p = param.tensor
-    wanted: dict[str, tuple[tuple[int, ...] | None, torch.dtype, torch.device]] = {}
+    wanted: dict[str, _Wanted] = {}
     for name, field in expected(optimizer, param).items():
         shape = None if field.position == -1 else tuple(p.shape) if field.shape is None else tuple(field.shape)
         wanted[name] = shape, getattr(torch, field.dtype), scalar_device(optimizer, param) if shape == () else p.device
     return wanted | {name: (tuple(x.shape), x.dtype, x.device) for name, x in param.fields.items()}
 
 
-def _tensors(what: str, places: Sequence[_Place], flat: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
+def _tensors(what: str, places: Sequence[_Place], flat: Sequence[tuple[KeyPath, object]]) -> list[torch.Tensor]:
     """The leaves of a state as tensors, without a copy."""
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, jax.typing.ArrayLike | torch.Tensor] = {}
     for place, (_, x) in zip(places, flat, strict=True):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | torch.Tensor | float | int):
             raise ValueError(f"{what}: {place.shown!r} is {x!r}; expected an array. Give the state of `tx.init` or `tx.update`.")
@@ -347,7 +360,7 @@ def _tensors(what: str, places: Sequence[_Place], flat: Sequence[tuple[Any, Any]
 def _claimed(
     what: str,
     params: Sequence[Param],
-    wanted: Sequence[Mapping[str, Any]],
+    wanted: Sequence[Mapping[str, _Wanted]],
     given: Iterable[tuple[_Place, torch.Tensor]],
     count: int | None,
 ) -> list[dict[str, torch.Tensor]]:
@@ -378,7 +391,7 @@ def _claimed(
     return found
 
 
-def _unclaimed(what: str, place: _Place, params: Sequence[Param], wanted: Sequence[Mapping[str, Any]]) -> NoReturn:
+def _unclaimed(what: str, place: _Place, params: Sequence[Param], wanted: Sequence[Mapping[str, _Wanted]]) -> NoReturn:
     """Raise for an array of a state that the optimizer has no place for."""
     if place.owner is not None and not params[place.owner].trained:
         raise ValueError(

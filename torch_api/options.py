@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from bridge._interop.dtypes import numpy_dtype
 
 from ._params.param_groups import check_keywords
 from ._params.record import Leaf
+from ._rules.types import Hyperparams
 from ._rules.validators import is_number
 
 
@@ -32,7 +33,7 @@ class Options:
     ema_decay: float | None = None
 
     @classmethod
-    def of(cls, owner: str, given: Mapping[str, Any]) -> Options:
+    def of(cls, owner: str, given: Hyperparams) -> Options:
         """The options by name, or the error that says what is wrong with one."""
         check_keywords(owner, given, NAMES)
         options = cls(**given)
@@ -68,12 +69,12 @@ class Changeable:
     def __set_name__(self, _: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, optimizer: Any, value: Any) -> None:
+    def __set__(self, optimizer: object, value: object) -> None:
         _check(type(optimizer).__name__, self._name, value)
         optimizer.__dict__[self._name] = value
 
 
-def _check(owner: str, name: str, value: Any) -> None:
+def _check(owner: str, name: str, value: object) -> None:
     fits, expected = _CHECKS[name]
     if not fits(value):
         raise ValueError(f"{owner}: {name} is {value!r}; expected {expected}.")
@@ -81,7 +82,7 @@ def _check(owner: str, name: str, value: Any) -> None:
 
 NAMES = frozenset(field.name for field in fields(Options))
 _is_flag = lambda value: isinstance(value, bool)  # noqa: E731
-_CHECKS: dict[str, tuple[Any, str]] = {
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_grad_norm": (lambda v: v is None or (is_number(v) and v > 0), "a positive number, or None for no bound"),
     "writeback": (lambda v: v in ("inplace", "copy"), "'inplace' or 'copy'"),
     "state_dtype": (lambda v: v is None or (isinstance(v, torch.dtype) and v.is_floating_point), "a floating torch.dtype, or None"),

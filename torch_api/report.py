@@ -10,6 +10,7 @@ import torch
 
 from ._params.param_groups import lr_scale
 from ._params.record import Leaf
+from ._rules.types import ParamGroup, ParamState
 
 COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr", "decay", "state bytes", "write-back")
 
@@ -24,8 +25,8 @@ class Report:
         self,
         title: str,
         leaves: Sequence[Leaf],
-        param_groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Any, Any],
+        param_groups: Sequence[ParamGroup],
+        state: Mapping[torch.Tensor, ParamState],
         multiplied: Sequence[int] = (),
     ) -> None:
         self.title = title
@@ -57,7 +58,7 @@ class Report:
         return f"<p>{html.escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
-def _row(leaf: Leaf, group: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+def _row(leaf: Leaf, group: ParamGroup, state: ParamState) -> dict[str, Any]:
     status, rule = "trained", leaf.rule
     if not leaf.trained:
         status = "frozen"
@@ -90,7 +91,7 @@ def _write_back(leaf: Leaf) -> str:
     return "inplace" if leaf.memory is not None else f"copy: {leaf.why}"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import optax
 import torch
@@ -11,12 +11,14 @@ import torch
 from bridge._compiler.spec import BESIDE, Field, Problem, Row, Spec
 from bridge._compiler.state_layout import layout
 from bridge._interop.dtypes import numpy_dtype
+from bridge._ir.types import PyTree
 from bridge._names import Path, tree_paths
 
 from ._params import sharding, wrapper_state
 from ._params.param_groups import group_reader, names
 from ._rules import torch_rules
 from ._rules.optimizer_spec import Rule
+from ._rules.types import ParamGroup
 from .optimizer import OptaxOptimizer
 
 FROZEN = "frozen"  # the label of what is not trained
@@ -99,7 +101,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
-def rule_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | None:
+def rule_of(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule | None:
     """The rule by which a group is updated; None for a class of torch's that no rule of ours stands for."""
     if isinstance(optimizer, OptaxOptimizer):
         return optimizer.rule_of(group)
@@ -127,7 +129,7 @@ def scalar_device(optimizer: torch.optim.Optimizer, param: Param) -> torch.devic
     return param.tensor.device if on_device else torch.device("cpu")
 
 
-def transformation(what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]) -> Any:
+def transformation(what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]) -> optax.GradientTransformation:
     """The optax transformation that the optimizer runs: its own where it trains all by one, else an `optax.partition`.
 
     Its labels are those of a partitioned optimizer, else "trained", or "group0", "group1"; and "frozen" for the rest.
@@ -139,15 +141,15 @@ def transformation(what: str, optimizer: torch.optim.Optimizer, params: Sequence
     if len(rows) == 1 and all(param.trained for param in params):
         return next(iter(rows.values()))[0]
     label_of = {id(param.tensor): label for label, (_, own) in rows.items() for param in own}
-    transforms: dict[Any, Any] = {label: tx for label, (tx, _) in rows.items()}
+    transforms: dict[Hashable, optax.GradientTransformation] = {label: tx for label, (tx, _) in rows.items()}
     if len(label_of) < len(params):
         transforms[FROZEN] = optax.set_to_zero()
     return optax.partition(transforms, nested((param.path, label_of.get(id(param.tensor), FROZEN)) for param in params))
 
 
-def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+def nested(leaves: Iterable[tuple[Path, object]]) -> PyTree:
     """Leaves by their paths as a nested dict."""
-    root: dict[str, Any] = {}
+    root: PyTree = {}
     for path, leaf in leaves:
         node = root
         for part in path[:-1]:
@@ -156,9 +158,11 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
     return root
 
 
-def _rows(what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]) -> dict[str, tuple[Any, list[Param]]]:
+def _rows(
+    what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]
+) -> dict[str, tuple[optax.GradientTransformation, list[Param]]]:
     """label -> (transformation, the parameters that it trains)."""
-    parts: dict[str, tuple[Any, list[Param]]] = {}
+    parts: dict[str, tuple[optax.GradientTransformation, list[Param]]] = {}
     cut = optimizer.arrangement.cut(optimizer._hyperparams()) if isinstance(optimizer, OptaxOptimizer) else []
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves} if isinstance(optimizer, OptaxOptimizer) else {}
     for param in params:
@@ -188,7 +192,7 @@ def _label(optimizer: torch.optim.Optimizer, rule: Rule, param: Param) -> str:
     return label if rule.ready or len(alike) == 1 else f"{label}#{alike.index(param.group)}"
 
 
-def _row(rule: Rule, group: Mapping[str, Any]) -> tuple[Row, list[float]]:
+def _row(rule: Rule, group: ParamGroup) -> tuple[Row, list[float]]:
     """The row of a group of torch's own optimizers, and its numbers."""
     row = group_reader(rule, ())(_complete(rule, group))
     numbers: list[float] = []
@@ -198,7 +202,7 @@ def _row(rule: Rule, group: Mapping[str, Any]) -> tuple[Row, list[float]]:
     return row, numbers
 
 
-def _complete(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(rule: Rule, group: ParamGroup) -> ParamGroup:
     """The group with the options that this torch does not have yet."""
     return {**rule.hyperparams, **group}
 
