@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
+
+from .types import Array
 
 
 def real(x: jax.Array) -> jax.Array:
@@ -13,7 +17,11 @@ def real(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32 else x
 
 
-def times(x: jax.Array, factor: jax.Array | None) -> jax.Array:
+@overload
+def times(x: jax.Array, factor: jax.Array | None) -> jax.Array: ...
+@overload
+def times(x: Array, factor: jax.Array | None) -> Array: ...
+def times(x: Array, factor: jax.Array | None) -> Array:
     """The product for floating arrays, in their own type."""
     return x if factor is None or not jnp.issubdtype(x.dtype, jnp.inexact) else x * factor.astype(jnp.finfo(x.dtype).dtype)
 

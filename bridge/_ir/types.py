@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -10,13 +11,15 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.extend.core import JaxprEqn as Eqn
 
-__all__ = ["Array", "Atom", "ClosedJaxpr", "Eqn", "Jaxpr", "Literal", "PyTree", "ShapedArray", "Var", "aval_of", "open_jaxpr"]
+__all__ = ["Array", "Atom", "ClosedJaxpr", "Eqn", "Jaxpr", "KeyPath", "Literal", "PyTree", "ShapedArray", "Var", "aval_of", "open_jaxpr"]
 
 Atom: TypeAlias = Var | Literal
 # The value of a variable while a jaxpr is evaluated: traced, or a constant.
 Array: TypeAlias = jax.Array | np.ndarray
 # Any nesting of containers that jax knows, with leaves of any class.
 PyTree: TypeAlias = Any
+# The place of a leaf in a pytree: keys as `jax.tree_util.DictKey`.
+KeyPath: TypeAlias = tuple[Hashable, ...]
 
 
 def aval_of(atom: Atom) -> ShapedArray:

@@ -6,20 +6,19 @@ XLA would run one loop after the other, each of them as long as it takes to star
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 
 from bridge._compiler.chunking import enough
 from bridge._ir.fingerprint import params_text
-from bridge._ir.jaxpr import bound, literal, part, slices
+from bridge._ir.jaxpr import Slices, bound, literal, part, slices
 from bridge._ir.numerics import is_key
-from bridge._ir.types import aval_of
+from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 from .hoist import Rest, read_by, run, sums_up
 from .operand_limit import apart
@@ -30,7 +29,7 @@ class Slot:
 
     __slots__ = ("buffer", "index")
 
-    def __init__(self, buffer: Any, index: int) -> None:
+    def __init__(self, buffer: jax.Array, index: int) -> None:
         self.buffer, self.index = buffer, index
 
     @property
@@ -38,23 +37,28 @@ class Slot:
         return self.buffer.shape[1:]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.buffer.dtype
 
 
-def cut(x: Any) -> Any:
+Value: TypeAlias = jax.Array | Slot
+
+
+def cut(x: Value) -> jax.Array:
     """The array, one of its own where it is the row of a pack."""
     return jax.lax.index_in_dim(x.buffer, x.index, keepdims=False) if isinstance(x, Slot) else x
 
 
-def pack_of(rows: Sequence[int], values: Sequence[Any]) -> Any:
+def pack_of(rows: Sequence[int], values: Sequence[Value | None]) -> jax.Array | None:
     """The one buffer that has each of these values in its row; None where there is none."""
     first = values[0]
-    own = (isinstance(x, Slot) and (x.buffer is first.buffer and x.index == row) for x, row in zip(values, rows, strict=True))
-    return first.buffer if isinstance(first, Slot) and all(own) else None
+    if not isinstance(first, Slot):
+        return None
+    own = (isinstance(x, Slot) and x.buffer is first.buffer and x.index == row for x, row in zip(values, rows, strict=True))
+    return first.buffer if all(own) else None
 
 
-def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
+def packed(rows: Sequence[int], values: Sequence[Value], old: jax.Array) -> jax.Array:
     """A pack with these values in these rows, and what is `old` in others."""
     buffer = pack_of(rows, values)
     if buffer is not None:
@@ -63,7 +67,7 @@ def packed(rows: Sequence[int], values: Sequence[Any], old: Any) -> Any:
     return jnp.stack([given[r] if r in given else old[r] for r in range(len(old))])
 
 
-def buffers_of(arrays: Sequence[Any]) -> tuple[int, ...] | None:
+def buffers_of(arrays: Sequence[Value | None]) -> tuple[int, ...] | None:
     """Which packs of equal height these are one row of; None where they are not."""
     rows = [x for x in arrays if isinstance(x, Slot)]
     if not rows or len(rows) < len(arrays) or len({(x.index, len(x.buffer)) for x in rows}) > 1:
@@ -77,7 +81,7 @@ _ROUNDS = 6
 _DEPTH = 16  # operations between a number of a row and those that it is computed from
 
 
-def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+def of_packs(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Value]) -> dict[Var, Value]:
     """What is to be known of leaves that are rows of packs, of all rows at once: sums over each, and what those are taken of.
 
     And the numbers that this takes. XLA would run one loop after the other, each of them as long as it takes to start it.
@@ -87,7 +91,7 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
     there, behind = dict(values), slices(flat.jaxpr.eqns)
     eqns = behind(needed)
     apart = {*needed, *(v for eqn in eqns for v in eqn.outvars if aval_of(v).size == 1)}
-    waiting: dict[Any, _Work] = {}
+    waiting: dict[Var, _Work] = {}
     for eqn in eqns:
         if len(eqn.outvars) == 1 and (sums_up(eqn) or eqn.outvars[0] in apart):
             work = _Work.of(behind, apart, eqn)
@@ -97,12 +101,12 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
         for eqn in eqns:
             if waiting.keys().isdisjoint(eqn.outvars) and all(isinstance(v, Literal) or v in ready for v in eqn.invars):
                 ready.update(eqn.outvars)
-        kinds: dict[Any, list[tuple[Any, _Work]]] = {}
-        taken: Counter[Any] = Counter()
+        kinds: dict[Hashable, list[tuple[Var, _Work]]] = {}
+        taken: Counter[Hashable] = Counter()
         for v, work in waiting.items():
             buffers = buffers_of([there.get(x) for x in work.rest.arrays])
             if buffers is not None and ready.issuperset(work.rest.numbers):
-                row = there[work.rest.arrays[0]].index
+                row = cast(Slot, there[work.rest.arrays[0]]).index
                 taken[row, work.text, buffers] += 1  # two of one row may read other numbers
                 kinds.setdefault((work.text, buffers, taken[row, work.text, buffers]), []).append((v, work))
         if not kinds:
@@ -116,18 +120,18 @@ def of_packs(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dic
     return {v: x for v, x in there.items() if v not in values}
 
 
-def of_parts(flat: Any, needed: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+def of_parts(flat: ClosedJaxpr, needed: Sequence[Var], values: Mapping[Var, Value]) -> dict[Var, jax.Array]:
     """What is summed over leaves by themselves, of those that have enough equals each from one `part`."""
     behind, inputs = slices(flat.jaxpr.eqns), set(flat.jaxpr.invars)
-    kinds: dict[Any, list[tuple[Any, _Work]]] = {}
+    kinds: dict[Hashable, list[tuple[Var, _Work]]] = {}
     count = 0
     for eqn in filter(sums_up, behind(needed, values.keys())):
         work = _Work.of(behind, set(), eqn)
         read = [] if work is None else [*work.rest.arrays, *work.rest.numbers]
         if work is not None and inputs.issuperset(read) and not any(isinstance(values[v], Slot) for v in read):
-            kinds.setdefault((work.text, work.rest.arrays[0].aval.size), []).append((eqn.outvars[0], work))
+            kinds.setdefault((work.text, aval_of(work.rest.arrays[0]).size), []).append((eqn.outvars[0], work))
         count += 1
-    found: dict[Any, Any] = {}
+    found: dict[Var, jax.Array] = {}
     for members in kinds.values():
         if len(members) >= enough(count):
             (_, work), *_ = members
@@ -140,23 +144,23 @@ class _Work(NamedTuple):
     """How an array, or what is summed up of one by `total`, is computed: see `Rest`. `text`: equal for the same arithmetic."""
 
     rest: Rest
-    total: Any
-    text: Any
+    total: Eqn | None
+    text: Hashable
 
     @staticmethod
-    def of(behind: Callable[..., Any], known: set[Any], eqn: Any) -> _Work | None:
+    def of(behind: Slices, known: set[Var], eqn: Eqn) -> _Work | None:
         """That of the result of an operation; None where it is neither, or computed otherwise than each element by itself."""
-        total = eqn if sums_up(eqn) and eqn.outvars[0].aval.size == 1 else None
+        total = eqn if sums_up(eqn) and aval_of(eqn.outvars[0]).size == 1 else None
         array = eqn.outvars[0] if total is None else eqn.invars[0]
-        size = array.aval.size
-        if size == 1:
+        size = aval_of(array).size
+        if size == 1 or isinstance(array, Literal):
             return None
         is_there = total is not None and (array in known or not behind([array]))
         rest = Rest([0], [array], [], [array], []) if is_there else Rest.of(behind, known - {array}, [(0, array)], size)
         how = None if total is None else (total.primitive, params_text(total.params))
         return None if rest is None else _Work(rest, total, (how, rest.text((size,))))
 
-    def of_row(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    def of_row(self, arrays: Sequence[jax.Array], numbers: Sequence[Array]) -> jax.Array:
         """It, from what the rest reads."""
         made = run(
             self.rest.eqns, dict(zip(self.rest.arrays, arrays, strict=True)), dict(zip(self.rest.numbers, numbers, strict=True)), None
@@ -165,21 +169,24 @@ class _Work(NamedTuple):
         return x if self.total is None else self.total.primitive.bind(x, **self.total.params)
 
 
-def _side_by_side(flat: Any, members: Sequence[tuple[Any, _Work]], values: Mapping[Any, Any]) -> dict[Any, Any]:
+def _side_by_side(flat: ClosedJaxpr, members: Sequence[tuple[Var, _Work]], values: Mapping[Var, Value]) -> dict[Var, Value]:
     """These variables, all computed alike of rows of one pack."""
-    (_, work), rows = members[0], [values[work.rest.arrays[0]].index for _, work in members]
-    buffers = [values[v].buffer for v in work.rest.arrays]
+    (_, work), rows = members[0], [cast(Slot, values[work.rest.arrays[0]]).index for _, work in members]
+    buffers = [cast(Slot, values[v]).buffer for v in work.rest.arrays]
     columns = columns_of(flat, rows, [work.rest.numbers for _, work in members], values, len(buffers[0]))
     found = jax.vmap(work.of_row)(buffers, columns)
     return {v: Slot(found, row) if work.total is None else found[row] for row, (v, _) in zip(rows, members, strict=True)}
 
 
-def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]], values: Mapping[Any, Any], count: int) -> list[Any]:
+def columns_of(
+    flat: ClosedJaxpr, rows: Sequence[int], numbers: Sequence[Sequence[Var]], values: Mapping[Var, Value], count: int
+) -> list[Array]:
     """What these variables are in rows of a pack of so many, one column for each; in other rows whatever there is."""
-    made = {v: eqn for eqn in flat.jaxpr.eqns for v in eqn.outvars}
-    seen: dict[Any, Any] = {}
+    jaxpr: Jaxpr = flat.jaxpr
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    seen: dict[tuple[Var, ...], Array | None] = {}
 
-    def column(each: tuple[Any, ...], depth: int = 0) -> Any:
+    def column(each: Sequence[Atom], depth: int = 0) -> Array | None:
         """One column, computed as such where each row's number is computed alike from columns: of numbers XLA makes a loop for each.
 
         A number alone where it is that of all rows; None where they are not computed alike.
@@ -189,57 +196,63 @@ def columns_of(flat: Any, rows: Sequence[int], numbers: Sequence[Sequence[Any]],
             return literal(first) if all(isinstance(v, Literal) and (v.val, v.aval) == (first.val, first.aval) for v in each) else None
         if all(v is first for v in each):
             return cut(values[first] if first in values else evaluated_once(flat, [first], values)[first])
-        if depth == _DEPTH or any(isinstance(v, Literal) for v in each):
+        variables = tuple(v for v in each if not isinstance(v, Literal))
+        if depth == _DEPTH or len(variables) < len(each):
             return None
-        if each not in seen:
-            seen[each] = computed(each, depth)
-        return seen[each]
+        if variables not in seen:
+            seen[variables] = computed(variables, depth)
+        return seen[variables]
 
-    def computed(each: tuple[Any, ...], depth: int) -> Any:
+    def computed(each: tuple[Var, ...], depth: int) -> Array | None:
         found = [values.get(v) for v in each]
         if isinstance(found[0], Slot):
             buffer = pack_of(rows, found)
             return None if buffer is None or len(buffer) != count else buffer
-        eqns: list[Any] = [made.get(v) for v in each]
+        eqns = [made[v] for v in each if v in made]
+        if len(eqns) < len(each):
+            return None
         one = eqns[0]
-        if None in eqns or len(one.outvars) > 1 or one.effects or any(v.aval.size != 1 or is_key(v.aval) for v in one.invars):
+        if len(one.outvars) > 1 or one.effects or any(aval_of(v).size != 1 or is_key(v.aval) for v in one.invars):
             return None
         if len({(eqn.primitive, params_text(eqn.params), len(eqn.invars)) for eqn in eqns}) > 1:
             return None
-        operands = [column(operand, depth + 1) for operand in zip(*(eqn.invars for eqn in eqns), strict=True)]
-        if any(x is None for x in operands):
+        columns = [column(operand, depth + 1) for operand in zip(*(eqn.invars for eqn in eqns), strict=True)]
+        operands = [x for x in columns if x is not None]
+        if len(operands) < len(columns):
             return None
-        axes = [0 if np.ndim(x) > v.aval.ndim else None for x, v in zip(operands, one.invars, strict=True)]
+        axes = [0 if np.ndim(x) > aval_of(v).ndim else None for x, v in zip(operands, one.invars, strict=True)]
         found = jax.vmap(partial(bound, one), in_axes=axes)(*operands) if 0 in axes else bound(one, *operands)
         return found[0]
 
-    def whole(each: tuple[Any, ...]) -> Any:
+    def whole(each: Sequence[Var]) -> Array:
         found = column(each)
         if found is None:
             own = dict(zip(rows, (cut(values[v]) for v in each), strict=True))
             return jnp.stack([own.get(row, own[rows[0]]) for row in range(count)])
-        return jnp.broadcast_to(found, (count, *each[0].aval.shape)) if np.ndim(found) == each[0].aval.ndim else found
+        return jnp.broadcast_to(found, (count, *aval_of(each[0]).shape)) if np.ndim(found) == aval_of(each[0]).ndim else found
 
     return [whole(each) for each in zip(*numbers, strict=True)]
 
 
-def evaluated_once(flat: Any, wanted: Sequence[Any], values: Mapping[Any, Any]) -> dict[Any, Any]:
+def evaluated_once(flat: ClosedJaxpr, wanted: Sequence[Var], values: Mapping[Var, Value]) -> dict[Var, jax.Array]:
     """Those of the wanted variables that are not among the values, by these."""
-    jaxpr, todo = flat.jaxpr, [v for v in wanted if v not in values]
+    jaxpr: Jaxpr = flat.jaxpr
+    todo = [v for v in wanted if v not in values]
     eqns = slices(jaxpr.eqns)(todo, values.keys())
     given = [v for v in read_by(eqns) if v in values]
     program = ClosedJaxpr(jaxpr.replace(constvars=[], invars=given, outvars=todo, eqns=eqns), [])
     cell = _cells(sum(len(eqn.invars) for eqn in eqns))
-    return dict(zip(todo, apart(program, [cut(values[v]) for v in given], cell, reciprocals=True), strict=True))
+    found = cast(list[jax.Array], apart(program, [cut(values[v]) for v in given], cell, reciprocals=True))
+    return dict(zip(todo, found, strict=True))
 
 
-def _cells(uses: int) -> Callable[[Any], Any]:
+def _cells(uses: int) -> Callable[[Array], jax.Array]:
     """What gives a number as one that XLA does not know to be the same, at most so many times: else it stores an array of one number that
     two sums over arrays read."""
-    columns: dict[Any, Iterator[Any]] = {}
-    seen = []  # so that each has an identity of its own
+    columns: dict[Hashable, Iterator[jax.Array]] = {}
+    seen: list[Array] = []  # so that each has an identity of its own
 
-    def cell(number: Any) -> Any:
+    def cell(number: Array) -> jax.Array:
         key = (number.dtype, number.tobytes()) if isinstance(number, np.ndarray) else id(number)
         if key not in columns:
             seen.append(number)

@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from bridge._ir.jaxpr import apply, at_start, inlined, literal
 from bridge._ir.rounding import bfloat16_bits, of_bits
+from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 # ------------------------------------------------------------------ results in bfloat16
 
 
-def by_bits(closed: Any) -> Any:
+def by_bits(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program of arrays that rounds its results in bfloat16 by operations on bits; as it is if some are not rounded last.
 
     XLA's own conversion chooses between a rounded number and a NaN, for which LLVM takes vectors of 8 numbers where it takes 32 without:
     SGD with momentum took 1.6 times as long, AdamW 1.8 times. Where a result is read to compute another, XLA may leave that rounding out.
     """
-    if not any(v.aval.dtype == jnp.bfloat16 for v in closed.jaxpr.outvars):
+    if not any(aval_of(v).dtype == jnp.bfloat16 for v in closed.jaxpr.outvars):
         return closed
     plain = inlined(closed.jaxpr, closed.consts)
     last = _rounded_last(plain.jaxpr)
     if last is None:
         return closed
 
-    def written(*inputs: Any) -> list[Any]:
+    def written(*inputs: jax.Array) -> list[Array]:
         values = at_start(plain.jaxpr, plain.consts, inputs)
-        bits: dict[Any, Any] = {}
+        bits: dict[Var, jax.Array] = {}
         made = {v: eqn for eqn in plain.jaxpr.eqns for v in eqn.outvars}
-        read = lambda v: literal(v) if isinstance(v, Literal) else of_bits(bits[v]) if v in bits else values[v]  # noqa: E731
-        bits_of = lambda v: bits[v] if not isinstance(v, Literal) and v in bits else jax.lax.bitcast_convert_type(read(v), np.uint16)  # noqa: E731
+
+        def read(v: Atom) -> Array:
+            return literal(v) if isinstance(v, Literal) else of_bits(bits[v]) if v in bits else values[v]
+
+        def bits_of(v: Atom) -> jax.Array:
+            return bits[v] if not isinstance(v, Literal) and v in bits else jax.lax.bitcast_convert_type(read(v), np.uint16)
+
         for eqn in plain.jaxpr.eqns:
             out = eqn.outvars[0] if eqn.outvars else None
-            if out not in last:
+            if out is None or out not in last:
                 values |= zip(eqn.outvars, apply(plain.jaxpr, eqn, list(map(read, eqn.invars))), strict=True)
             elif eqn.primitive.name == "select_n":
                 bits[out] = jax.lax.select_n(read(eqn.invars[0]), *map(bits_of, eqn.invars[1:]))
@@ -45,13 +53,13 @@ def by_bits(closed: Any) -> Any:
                 bits[out] = bfloat16_bits(read(eqn.invars[0]), _is_computed(eqn.invars[0], made))
         return list(map(read, plain.jaxpr.outvars))
 
-    return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in plain.jaxpr.invars))
+    return jax.make_jaxpr(written)(*(jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in plain.jaxpr.invars))
 
 
 _ARITHMETIC = frozenset({"add", "add_any", "div", "mul", "sqrt", "sub"})  # of these a NaN comes out quiet: with a high bit set
 
 
-def _is_computed(var: Any, made: Mapping[Any, Any]) -> bool:
+def _is_computed(var: Atom, made: Mapping[Var, Eqn]) -> bool:
     """Whether all elements come from arithmetic, maybe by a choice; else some may be as they were given."""
     eqn = None if isinstance(var, Literal) else made.get(var)
     if eqn is None or eqn.primitive.name != "select_n":
@@ -59,22 +67,24 @@ def _is_computed(var: Any, made: Mapping[Any, Any]) -> bool:
     return all(_is_computed(v, made) for v in eqn.invars[1:])
 
 
-def _rounded_last(jaxpr: Any) -> set[Any] | None:
+def _rounded_last(jaxpr: Jaxpr) -> set[Var] | None:
     """Of the results of a program that are bfloat16 those that it rounds, and what they are chosen from; no others read these.
 
     None where a result is anything else, but what it was or bits already, or is read to compute another.
     """
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    todo = [v for v in jaxpr.outvars if v.aval.dtype == jnp.bfloat16]
-    last, choices = set(), set()
+    todo = [v for v in jaxpr.outvars if aval_of(v).dtype == jnp.bfloat16]
+    last, choices = set[Var](), set[Var]()
     while todo:
         v = todo.pop()
-        eqn = None if isinstance(v, Literal) or v in choices else made.get(v)
+        if isinstance(v, Literal) or v in choices:
+            continue
+        eqn = made.get(v)
         if eqn is not None and eqn.primitive.name == "select_n":
             choices.add(v)
             todo += eqn.invars[1:]
         elif eqn is not None and _rounds(eqn):
-            widened = made.get(eqn.invars[0])
+            widened = None if isinstance(eqn.invars[0], Literal) else made.get(eqn.invars[0])
             if widened is None or not _widens(widened):  # else XLA leaves both out
                 last.add(v)
         elif eqn is not None and eqn.primitive.name != "bitcast_convert_type":
@@ -84,16 +94,16 @@ def _rounded_last(jaxpr: Any) -> set[Any] | None:
     return None if any(v in last for eqn in others for v in eqn.invars if not isinstance(v, Literal)) else last
 
 
-def _rounds(eqn: Any) -> bool:
+def _rounds(eqn: Eqn) -> bool:
     return _converts(eqn, jnp.float32, jnp.bfloat16)
 
 
-def _widens(eqn: Any) -> bool:
+def _widens(eqn: Eqn) -> bool:
     return _converts(eqn, jnp.bfloat16, jnp.float32)
 
 
-def _converts(eqn: Any, old: Any, new: Any) -> bool:
+def _converts(eqn: Eqn, old: DTypeLike, new: DTypeLike) -> bool:
     """Whether it makes arrays of one type of such of another."""
     if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
-    return (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (old, new)
+    return (aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype) == (old, new)

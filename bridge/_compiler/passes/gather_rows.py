@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from bridge._ir.jaxpr import apply, at_start, literal
+from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var
 from bridge._memory.address_space import Scattered, everything
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 READS = 64  # gathers with places of their own; of more some are stored
 
 
-def signature(count: int, dtype: str, length: int | None = None) -> list[tuple[tuple[int, ...], Any]]:
+def signature(count: int, dtype: str, length: int | None = None) -> list[tuple[tuple[int, ...], DTypeLike]]:
     """Shape and dtype of all memory, and of where each of so many rows begins in it, with zeros for the reads.
 
     length: of each row, for a program that is only counted: the compiler takes a gather to read all that it may.
@@ -32,20 +35,22 @@ def signature(count: int, dtype: str, length: int | None = None) -> list[tuple[t
     return [(memory, dtype), ((count + READS,), np.int64)]
 
 
-def over_rows(closed: Any, at: int, mapped: Sequence[bool]) -> Callable[..., list[Any]]:
+def over_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[..., list[Array]]:
     """A program of one row, of which the input `at` is `Scattered`, for all rows; `mapped`: which inputs are one for each row."""
-    jaxpr = closed.jaxpr
+    jaxpr: Jaxpr = closed.jaxpr
     depends = _dependent(jaxpr, jaxpr.invars[at])
     times = _times(jaxpr, depends)
     reads = times.get(jaxpr.invars[at], 0)
     if reads > READS:  # one gather, which XLA stores: as many evaluations as reads would take ever longer to trace
-        times, reads = {}, 1
+        times, reads = Counter[Var](), 1
 
-    def one_row(others: list[Any], copies: list[Any]) -> list[Any]:
-        values = at_start(jaxpr, closed.consts, [*others[:at], copies[0] if copies else None, *others[at:]])
-        made: dict[Any, list[Any]] = {jaxpr.invars[at]: copies} if times else {}
+    def one_row(others: list[jax.Array], copies: list[jax.Array]) -> list[Array]:
+        # Without copies nothing reads the input.
+        inputs = cast(list[Array], [*others[:at], copies[0] if copies else None, *others[at:]])
+        values = at_start(jaxpr, closed.consts, inputs)
+        made: dict[Var, list[Array]] = {jaxpr.invars[at]: [*copies]} if times else {}
 
-        def read(v: Any) -> Any:
+        def read(v: Atom) -> Array:
             return literal(v) if isinstance(v, Literal) else made[v].pop() if v in made else values[v]
 
         for eqn in jaxpr.eqns:
@@ -60,22 +65,22 @@ def over_rows(closed: Any, at: int, mapped: Sequence[bool]) -> Callable[..., lis
                         values[v] = x
         return list(map(read, jaxpr.outvars))
 
-    def all_rows(*inputs: Any) -> list[Any]:
-        others = [x for i, x in enumerate(inputs) if i != at]
+    def all_rows(*inputs: jax.Array | Scattered) -> list[Array]:
+        others = cast(list[jax.Array], [x for i, x in enumerate(inputs) if i != at])
         axes = [0 if each else None for i, each in enumerate(mapped) if i != at]
-        return jax.vmap(one_row, in_axes=(axes, 0))(others, [_read(inputs[at], nth) for nth in range(reads)])
+        return jax.vmap(one_row, in_axes=(axes, 0))(others, [_read(cast(Scattered, inputs[at]), nth) for nth in range(reads)])
 
     return all_rows
 
 
-def _read(far: Scattered, nth: int) -> Any:
+def _read(far: Scattered, nth: int) -> jax.Array:
     count, length = far.shape
     starts = (far.order[:count] + far.order[count + nth]).reshape(count, 1)
     rows = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
     return jax.lax.gather(far.memory, starts, rows, (length,), mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _dependent(jaxpr: Any, given: Any) -> set[Any]:
+def _dependent(jaxpr: Jaxpr, given: Var) -> set[Var]:
     """An input, and what is computed from it."""
     depends = {given}
     for eqn in jaxpr.eqns:
@@ -84,7 +89,7 @@ def _dependent(jaxpr: Any, given: Any) -> set[Any]:
     return depends
 
 
-def _times(jaxpr: Any, depends: set[Any]) -> dict[Any, int]:
+def _times(jaxpr: Jaxpr, depends: set[Var]) -> Counter[Var]:
     """How often each of these must be there for each operation, and each result, to have one of its own."""
     times = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal) and v in depends)
     for eqn in reversed(jaxpr.eqns):
@@ -93,5 +98,5 @@ def _times(jaxpr: Any, depends: set[Any]) -> dict[Any, int]:
     return times
 
 
-def _variables(eqn: Any) -> list[Any]:
+def _variables(eqn: Eqn) -> list[Var]:
     return list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from bridge._ir.classify import REDUCTIONS, elementwise, keeps_elements, spreads
 from bridge._ir.fingerprint import kind_text, params_text
-from bridge._ir.jaxpr import literal, slice_of, source
+from bridge._ir.jaxpr import Slices, literal, slice_of, source
 from bridge._ir.numerics import times
+from bridge._ir.types import Array, Atom, Eqn, Jaxpr, Literal, Var, aval_of
 
 
 class Rest(NamedTuple):
@@ -21,13 +23,13 @@ class Rest(NamedTuple):
     """
 
     places: list[int]
-    results: list[Any]
-    eqns: list[Any]
-    arrays: list[Any]
-    numbers: list[Any]
+    results: list[Var]
+    eqns: list[Eqn]
+    arrays: list[Var]
+    numbers: list[Var]
 
     @staticmethod
-    def of(behind: Callable[..., Any], known: set[Any], outputs: Sequence[tuple[int, Any]], size: int) -> Rest | None:
+    def of(behind: Slices, known: AbstractSet[Var], outputs: Sequence[tuple[int, Atom]], size: int) -> Rest | None:
         """Those of these results that are not known; None where there are none, they need arrays of another size, or other operations.
 
         Args:
@@ -38,12 +40,12 @@ class Rest(NamedTuple):
         """
         eqns = behind([v for _, v in outputs], known)
         made = {v for eqn in eqns for v in eqn.outvars}
-        outputs = [(at, v) for at, v in outputs if not isinstance(v, Literal) and v in made]
+        new = [(at, v) for at, v in outputs if not isinstance(v, Literal) and v in made]
         given = [v for v in read_by(eqns) if v not in made]
-        arrays, numbers = ([v for v in given if (v.aval.size > 1) is large] for large in (True, False))
-        if {v.aval.size for v in (*made, *arrays)} != {size} or not all(map(by_element, eqns)):
+        arrays, numbers = ([v for v in given if (aval_of(v).size > 1) is large] for large in (True, False))
+        if {aval_of(v).size for v in (*made, *arrays)} != {size} or not all(map(by_element, eqns)):
             return None
-        return Rest([at for at, _ in outputs], [v for _, v in outputs], eqns, arrays, numbers)
+        return Rest([at for at, _ in new], [v for _, v in new], eqns, arrays, numbers)
 
     def text(self, like: tuple[int, ...]) -> tuple[str, ...]:
         """Equal for the same arithmetic; the shape `like` as L, arrays and numbers in the order in which they are read."""
@@ -56,7 +58,7 @@ class Rest(NamedTuple):
         return *lines, *(names[v] for v in self.results)
 
 
-def known(jaxpr: Any) -> list[Any]:
+def known(jaxpr: Jaxpr) -> list[Var]:
     """What is evaluated once: numbers, what looks across elements, and what that is taken of, where results need it again."""
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
@@ -64,40 +66,45 @@ def known(jaxpr: Any) -> list[Any]:
     rest = slice_of(jaxpr.eqns, results, hard)
     needed = {*results, *read_by(rest)}
     own = {v for eqn in rest for v in eqn.outvars}
-    is_array = lambda v: v.aval.size > 1 and not (v in made and spreads(made[v], v.aval.size))  # noqa: E731
+
+    def is_array(v: Var) -> bool:
+        return aval_of(v).size > 1 and not (v in made and spreads(made[v], aval_of(v).size))
+
     roots = [source(eqn.invars[0], made, by_element, is_array) for eqn in jaxpr.eqns if sums_up(eqn)]
-    stored = [root for root in roots if root in own and root not in results]
+    stored = [root for root in roots if isinstance(root, Var) and root in own and root not in results]
     others = [eqn for eqn in jaxpr.eqns if not by_element(eqn) and eqn.primitive.name not in REDUCTIONS]
     stored += [v for v in read_by(others) if v in own]  # an operation that is no loop over elements has its arrays stored anyway
     return list(dict.fromkeys([*(v for v in hard if v in needed), *stored]))
 
 
-def by_element(eqn: Any) -> bool:
+def by_element(eqn: Eqn) -> bool:
     """Whether an array is computed, each element from that element of arrays as large, and from single numbers."""
-    size = eqn.outvars[0].aval.size if eqn.outvars else 1
+    size = aval_of(eqn.outvars[0]).size if eqn.outvars else 1
     return size > 1 and (elementwise(eqn, size) or spreads(eqn, size) or keeps_elements(eqn))
 
 
-def sums_up(eqn: Any) -> bool:
+def sums_up(eqn: Eqn) -> bool:
     """Whether an array is summed over, whatever is left of it."""
-    return eqn.primitive.name in REDUCTIONS and eqn.invars[0].aval.size > 1
+    return eqn.primitive.name in REDUCTIONS and aval_of(eqn.invars[0]).size > 1
 
 
-def read_by(eqns: Iterable[Any]) -> list[Any]:
+def read_by(eqns: Iterable[Eqn]) -> list[Var]:
     """What operations read, each once."""
     return list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)))
 
 
-def run(eqns: Sequence[Any], arrays: dict[Any, Any], numbers: dict[Any, Any], factor: Any) -> dict[Any, Any]:
+def run(
+    eqns: Sequence[Eqn], arrays: Mapping[Var, jax.Array], numbers: Mapping[Var, Array], factor: jax.Array | None
+) -> dict[Var, jax.Array]:
     """All that these operations give, from arrays times a factor, so that nothing is shared with another evaluation: see `leaf_update`.
 
     But a choice hands on the bits of an array as they are, and a half type is multiplied once it is wide: the product of a number
     too small to be normal may be 0.
     """
-    values: dict[Any, Any] = {}
-    half = [v for v in arrays if jnp.issubdtype(v.aval.dtype, jnp.floating) and jnp.finfo(v.aval.dtype).bits < 32]
+    values: dict[Var, jax.Array] = {}
+    half = [v for v in arrays if jnp.issubdtype(aval_of(v).dtype, jnp.floating) and jnp.finfo(aval_of(v).dtype).bits < 32]
 
-    def read(v: Any, as_it_is: bool) -> Any:
+    def read(v: Atom, as_it_is: bool) -> Array:
         if isinstance(v, Literal):
             return literal(v)
         if v in arrays:
@@ -106,7 +113,7 @@ def run(eqns: Sequence[Any], arrays: dict[Any, Any], numbers: dict[Any, Any], fa
 
     for eqn in eqns:
         chooses = eqn.primitive.name == "select_n"
-        found = eqn.primitive.bind(*(read(v, chooses) for v in eqn.invars), **eqn.params)
+        found: jax.Array = eqn.primitive.bind(*(read(v, chooses) for v in eqn.invars), **eqn.params)
         widens = eqn.primitive.name == "convert_element_type" and eqn.invars[0] in half
         values[eqn.outvars[0]] = times(found, factor) if widens else found
     return values

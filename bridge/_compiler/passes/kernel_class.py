@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from bridge._ir.types import PyTree
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
 
 _FEW = 64  # elements up to which a value that depends on scalars alone is one of them
 
@@ -22,11 +27,11 @@ class Alike(NamedTuple):
     at: where the scalars of all leaves are given once, as columns, the row of each leaf in those. Each is then a `part` of the program.
     """
 
-    function: Callable[..., Any]
-    arrays: Sequence[Any]
-    scalars: Sequence[Any]
+    function: Callable[..., PyTree]
+    arrays: Sequence[PyTree]
+    scalars: Sequence[PyTree]
     rows: int | None = None
-    family: Any = None
+    family: Hashable = None
     at: Sequence[int] | None = None
 
     @property
@@ -35,10 +40,10 @@ class Alike(NamedTuple):
         return math.prod(jax.tree.leaves(self.arrays[0])[0].shape[-1:])
 
 
-def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
+def _repeated(function: Callable[..., PyTree], times: int) -> Callable[..., PyTree]:
     """The function, traced and lowered once, and called from then on, if that is asked for more than once: XLA writes out each call."""
     return jax.jit(function) if times > 1 else function
 
 
-def _shape(x: Any) -> Any:
+def _shape(x: ArrayLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from bridge._ir.classify import spreads
 from bridge._ir.jaxpr import apply, at_start, in_turn, inlined, part, slice_of, traced
 from bridge._ir.numerics import is_key
+from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, PyTree, aval_of
 from bridge._memory.address_space import Scattered
 
 from .batch_scalars import _known, _Numbers
@@ -22,18 +23,20 @@ from .gather_rows import over_rows
 from .kernel_class import _FEW, Alike, _repeated, _shape
 from .operand_limit import fewer
 
+_Function: TypeAlias = Callable[..., Sequence[Array]]
 
-def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[list[Any]]:
+
+def for_each(kinds: Sequence[Alike], common: PyTree, apart: bool = True) -> list[list[PyTree]]:
     """For each kind [function(a, s, common) for a, s in zip(arrays, scalars)], traced once, mapped over rows.
 
     common: a pytree that all calls get. apart: whether the numbers of each leaf are cut out before its loop, as is best on a CPU.
     """
     shared = jax.tree.leaves(common)
     cuts = _cuts(kinds, common, apart)
-    alike: dict[Any, list[int]] = {}
+    alike: dict[Hashable, list[int]] = {}
     for position, cut in enumerate(cuts):
         alike.setdefault(cut.key, []).append(position)
-    results: list[list[Any]] = [[] for _ in kinds]
+    results: list[list[PyTree]] = [[] for _ in kinds]
     for positions in alike.values():
         known = _known(cuts[positions[0]].of_scalars, cuts[positions[0]].handed, [kinds[i] for i in positions], shared, apart)
         for i in positions:
@@ -48,7 +51,7 @@ def for_each(kinds: Sequence[Alike], common: Any, apart: bool = True) -> list[li
     return results
 
 
-def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Callable[..., Any]:
+def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[jax.Array], apart: bool) -> _Function:
     """The second part of a function, for the arrays of a kind."""
     given = jax.tree.leaves(kind.arrays[0])
     far = next((i for i, x in enumerate(given) if isinstance(x, Scattered)), None)
@@ -60,30 +63,31 @@ def _of_arrays(cut: _Cut, kind: Alike, shared: Sequence[Any], apart: bool) -> Ca
     return _repeated(function, len(kind.arrays) if kind.at is None else 1)
 
 
-def _at_row(function: Callable[..., Any], taken: Callable[..., Any], count: int) -> Callable[..., Any]:
+def _at_row(function: _Function, taken: _Function, count: int) -> _Function:
     """The function, with its first operands taken from others, so many."""
     return lambda *given: function(*taken(*given[:count]), *given[count:])
 
 
-_families: dict[Any, _Cut] = {}
+_families: dict[Hashable, _Cut] = {}
 _FAMILIES_KEPT = 256
 
 
-def _cuts(kinds: Sequence[Alike], common: Any, apart: bool) -> list[_Cut]:
+def _cuts(kinds: Sequence[Alike], common: PyTree, apart: bool) -> list[_Cut]:
     """The function of each kind, cut in two; that of a family is traced once in a process."""
-    found: list[Any] = [None] * len(kinds)
+    found: dict[int, _Cut] = {}
     like = jax.tree.structure(common), tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(common))
     for i in sorted(range(len(kinds)), key=lambda i: -kinds[i].size):
         kind, key = kinds[i], (kinds[i].family, like, apart)
         known = None if kind.family is None else _families.get(key)
-        found[i] = None if known is None else known.resized(kind.size)
-        if found[i] is None:
-            found[i] = _Cut(kind, common, apart)
-            if kind.family is not None and (known is None or found[i].is_flat):  # one of few elements serves none of another size
+        cut = None if known is None else known.resized(kind.size)
+        if cut is None:
+            cut = _Cut(kind, common, apart)
+            if kind.family is not None and (known is None or cut.is_flat):  # one of few elements serves none of another size
                 while len(_families) >= _FAMILIES_KEPT:
                     del _families[next(iter(_families))]
-                _families[key] = found[i]
-    return found
+                _families[key] = cut
+        found[i] = cut
+    return [found[i] for i in range(len(kinds))]
 
 
 class _Cut:
@@ -92,7 +96,7 @@ class _Cut:
     The first gives what is handed to the second, then the results that need no array. Its `key` is equal for the same arithmetic.
     """
 
-    def __init__(self, kind: Alike, common: Any, apart: bool) -> None:
+    def __init__(self, kind: Alike, common: PyTree, apart: bool) -> None:
         columns = kind.rows is not None, kind.rows is not None or kind.at is not None
         one = [
             jax.tree.map(lambda x, column=column: jax.ShapeDtypeStruct(x.shape[column:], x.dtype), x[0])
@@ -102,36 +106,41 @@ class _Cut:
         self.structure, self._size, self._now = jax.tree.structure(result), kind.size, kind.size
         closed = fewer(closed, jax.tree.leaves(one[0])[0].size) if apart else closed
         arrays, scalars = (len(jax.tree.leaves(x)) for x in one)
-        jaxpr = closed.jaxpr
+        jaxpr: Jaxpr = closed.jaxpr
         own, each, rest = jaxpr.invars[:arrays], jaxpr.invars[arrays : arrays + scalars], jaxpr.invars[arrays + scalars :]
         given = [*each, *rest, *jaxpr.constvars]
-        small = {v for v in given if v.aval.size <= _FEW}
-        numbers, second = _Numbers(given), []
+        small = {v for v in given if aval_of(v).size <= _FEW}
+        numbers = _Numbers(given)
+        second: list[Eqn] = []
         for eqn in jaxpr.eqns:
             if not eqn.outvars and not eqn.effects:  # a call of which nothing was left
                 continue
             # A number in all elements of a leaf of few is none: the cut would depend on whether that was traced, or a larger one before it.
             depends = all(isinstance(v, Literal) or v in small for v in eqn.invars) and not spreads(eqn, kind.size)
             # A random key fits in no table of numbers: it is made anew where it is read.
-            if depends and all(v.aval.size <= _FEW and not is_key(v.aval) for v in eqn.outvars) and not eqn.effects:
+            if depends and all(aval_of(v).size <= _FEW and not is_key(v.aval) for v in eqn.outvars) and not eqn.effects:
                 numbers.add(eqn)
                 small.update(eqn.outvars)
             else:
                 second.append(eqn)
         made = {*each, *numbers.made}
-        of_scalars = lambda v: not isinstance(v, Literal) and v in made  # noqa: E731
+
+        def of_scalars(v: Atom) -> bool:
+            return not isinstance(v, Literal) and v in made
+
         self.is_scalar = list(map(of_scalars, jaxpr.outvars))
         done, others = ([v for v in jaxpr.outvars if of_scalars(v) is scalar] for scalar in (True, False))
         second = second if any(eqn.effects for eqn in second) else slice_of(second, others)
         # What two evaluations read is handed on to each: a number that is read twice would be cut out of its row in a loop of its own.
         handed = [v for v in dict.fromkeys(v for eqn in second for v in eqn.invars if not isinstance(v, Literal)) if v in made]
-        arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
-        arrays = by_bits(arrays) if apart else arrays
+        of_arrays = ClosedJaxpr(jaxpr.replace(invars=[*handed, *own, *rest], outvars=others, eqns=second), closed.consts)
+        of_arrays = by_bits(of_arrays) if apart else of_arrays
         self._own, self.handed, results = len(own), len(handed), [numbers.first(v) for v in (*handed, *done)]
         first = slice_of(numbers.eqns, results)
-        self.key = self.handed, numbers.text(first, results), tuple(map(id, closed.consts))
+        self.key: Hashable = self.handed, numbers.text(first, results), tuple(map(id, closed.consts))
         self.of_scalars = ClosedJaxpr(jaxpr.replace(invars=[*each, *rest], outvars=results, eqns=first), closed.consts)
-        self._arrays, self.of_arrays = arrays, jaxpr_as_fun(arrays)
+        self._arrays = of_arrays
+        self.of_arrays: _Function = jaxpr_as_fun(of_arrays)
 
     def resized(self, size: int) -> _Cut | None:
         """The same for arrays of another size; None where not all arrays are flat and of the size that this is for."""
@@ -143,40 +152,40 @@ class _Cut:
         other._now, other.of_arrays = size, lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (size,))
         return other
 
-    def all_rows(self, far: int, shared: int) -> Callable[..., Any]:
+    def all_rows(self, far: int, shared: int) -> _Function:
         """The second part of all rows, in one loop, of which the array `far` lies anywhere; of its inputs, so many are common to all."""
         mapped = [True] * (self.handed + self._own) + [False] * shared
         return over_rows(self._plain if self._now == self._size else self._resized, self.handed + far, mapped)
 
     @property
-    def _resized(self) -> Any:
+    def _resized(self) -> ClosedJaxpr:
         """The second part as traced for the size that this is for now."""
-        sizes = [(self._now,) if v.aval.shape == (self._size,) else v.aval.shape for v in self._plain.jaxpr.invars]
-        inputs = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(sizes, self._plain.jaxpr.invars, strict=True)]
+        sizes = [(self._now,) if aval_of(v).shape == (self._size,) else aval_of(v).shape for v in self._plain.jaxpr.invars]
+        inputs = [jax.ShapeDtypeStruct(shape, aval_of(v).dtype) for shape, v in zip(sizes, self._plain.jaxpr.invars, strict=True)]
         return jax.make_jaxpr(lambda *inputs: _in_shape(self._plain, inputs, (self._size,), (self._now,)))(*inputs)
 
     @cached_property
     def is_flat(self) -> bool:
         """Whether it can be had for arrays of other sizes."""
-        seen = [v.aval for eqn in self._plain.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
+        seen = [aval_of(v) for eqn in self._plain.jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
         return self._size > _FEW and all(aval.shape == (self._size,) or aval.size <= _FEW for aval in seen)
 
     @cached_property
-    def _plain(self) -> Any:
+    def _plain(self) -> ClosedJaxpr:
         """The second part, with the bodies of what it calls in place of the calls."""
         return inlined(self._arrays.jaxpr, self._arrays.consts)
 
-    def results(self, done: Sequence[Any], others: Sequence[Any]) -> Any:
+    def results(self, done: Sequence[Array], others: Sequence[Array]) -> PyTree:
         """What the function gives, from the results that scalars gave and those that arrays did."""
         parts = {True: iter(done), False: iter(others)}
         return self.structure.unflatten([next(parts[scalar]) for scalar in self.is_scalar])
 
 
-def _in_shape(closed: Any, inputs: Sequence[Any], old: tuple[int, ...], new: tuple[int, ...]) -> list[Any]:
+def _in_shape(closed: ClosedJaxpr, inputs: Sequence[Array], old: tuple[int, ...], new: tuple[int, ...]) -> list[Array]:
     """The results of a program as of `inlined` for inputs of the shape `new`, where it was traced for `old`."""
-    jaxpr = closed.jaxpr
+    jaxpr: Jaxpr = closed.jaxpr
 
-    def reshaped(eqn: Any, operands: list[Any]) -> list[Any]:
+    def reshaped(eqn: Eqn, operands: list[Array]) -> list[Array]:
         params = {name: new if isinstance(value, tuple) and value == old else value for name, value in eqn.params.items()}
         return apply(jaxpr, eqn.replace(params=params), operands)
 

@@ -8,30 +8,32 @@ ones) chooses between sums instead, which are then taken once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from bridge._ir.classify import elementwise, keeps_elements, reduces, spreads
 from bridge._ir.jaxpr import apply, at_start, in_turn, inlined, slice_of, source
 from bridge._ir.numerics import times
-from bridge._ir.types import Array, aval_of
+from bridge._ir.types import Array, Atom, Eqn, Jaxpr, Literal, PyTree, Var, aval_of
 
 
 class _Spread(NamedTuple):
     """One number for all elements."""
 
-    number: Any
+    number: Array
 
 
 class _Choice(NamedTuple):
     """One number that chooses between arrays."""
 
-    which: Any
-    cases: tuple[Any, ...]
+    which: Array
+    cases: tuple[_Value, ...]
+
+
+_Value: TypeAlias = Array | _Spread | _Choice
 
 
 class Stages:
@@ -43,38 +45,41 @@ class Stages:
       size: of a leaf.
     """
 
-    def __init__(self, function: Callable[[Any], Any], inputs: Any, size: int) -> None:
+    def __init__(self, function: Callable[[PyTree], PyTree], inputs: PyTree, size: int) -> None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
         closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
         closed = inlined(closed.jaxpr, closed.consts)
         self._size, self._structure = size, jax.tree.structure(result)
-        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        self._jaxpr: Jaxpr = closed.jaxpr
+        self._consts = closed.consts
         self._made = {var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars}
         self._sums = [eqn.outvars[0] for eqn in self._jaxpr.eqns if reduces(eqn, size)]
         self._equal = self._found(lambda eqn, equal: spreads(eqn, size) or self._all_equal(eqn, equal))
         summed = self._found(lambda eqn, found: reduces(eqn, size) or any(not isinstance(v, Literal) and v in found for v in eqn.invars))
         roots = dict.fromkeys(self._root(self._made[var].invars[0]) for var in self._sums)
-        self._roots = [var for var in roots if var in self._made and var not in summed]
+        self._roots = [var for var in roots if isinstance(var, Var) and var in self._made and var not in summed]
         results = [v for v in dict.fromkeys(v for v in self._jaxpr.outvars if not isinstance(v, Literal)) if v in self._made]
-        self._ready = [v for v in results if v.aval.size == size and v not in summed and v not in self._equal]
+        self._ready = [v for v in results if aval_of(v).size == size and v not in summed and v not in self._equal]
 
-    def _found(self, holds: Callable[[Any, set[Any]], bool]) -> set[Any]:
+    def _found(self, holds: Callable[[Eqn, set[Var]], bool]) -> set[Var]:
         """The results of all operations for which something holds, given those found before."""
-        found: set[Any] = set()
+        found: set[Var] = set()
         for eqn in self._jaxpr.eqns:
             if holds(eqn, found):
                 found.update(eqn.outvars)
         return found
 
-    def _all_equal(self, eqn: Any, equal: set[Any]) -> bool:
-        known = all(isinstance(v, Literal) or v.aval.size == 1 or v in equal for v in eqn.invars)
-        return known and eqn.outvars[0].aval.size == self._size and (elementwise(eqn, self._size) or keeps_elements(eqn))
+    def _all_equal(self, eqn: Eqn, equal: set[Var]) -> bool:
+        known = all(isinstance(v, Literal) or aval_of(v).size == 1 or v in equal for v in eqn.invars)
+        return known and aval_of(eqn.outvars[0]).size == self._size and (elementwise(eqn, self._size) or keeps_elements(eqn))
 
-    def _root(self, var: Any) -> Any:
-        by_element = lambda eqn: elementwise(eqn, self._size) or keeps_elements(eqn)  # noqa: E731
+    def _root(self, var: Atom) -> Atom:
+        def by_element(eqn: Eqn) -> bool:
+            return elementwise(eqn, self._size) or keeps_elements(eqn)
+
         return source(var, self._made, by_element, lambda v: aval_of(v).size == self._size and v not in self._equal)
 
-    def begin(self, inputs: Any, one: Any) -> Callable[[Any], Any]:
+    def begin(self, inputs: PyTree, one: jax.Array | None) -> Callable[[jax.Array | None], PyTree]:
         """The sums of these inputs; gives a function from a traced 1.0 or None, as of `evaluate`, to the results.
 
         What is summed up, and the results that are known by then, are stored before: evaluated apart, so that XLA writes all of them from
@@ -85,7 +90,7 @@ class Stages:
           one: a traced 1.0, for that; None where nothing is to be stored.
         """
         flat = jax.tree.leaves(inputs)
-        known: dict[Any, Any] = {}
+        known: dict[Var, Array] = {}
         if one is not None and self._roots:
             apart = [v for v in self._roots if v not in self._ready]
             first = [*self._run(self._ready, flat, {}, None), *self._run(apart, flat, {}, one)]
@@ -93,14 +98,18 @@ class Stages:
         known |= zip(self._sums, self._run(self._sums, flat, known, None), strict=True)
         return lambda factor: self._structure.unflatten(self._run(self._jaxpr.outvars, flat, known, factor))
 
-    def _run(self, wanted: Sequence[Any], flat: Sequence[Any], known: Mapping[Any, Any], factor: Any) -> list[Any]:
+    def _run(self, wanted: Sequence[Atom], flat: Sequence[jax.Array], known: Mapping[Var, Array], factor: jax.Array | None) -> list[Array]:
         """The wanted variables, from the inputs and what is known; all arrays times the factor."""
-        scaled = lambda x: times(x, factor) if x.size == self._size else x  # noqa: E731
-        values = at_start(self._jaxpr, self._consts, list(map(scaled, flat))) | {var: scaled(x) for var, x in known.items()}
+
+        def scaled(x: Array) -> Array:
+            return times(x, factor) if x.size == self._size else x
+
+        values: dict[Var, _Value] = at_start(self._jaxpr, self._consts, list(map(scaled, flat)))
+        values |= {var: scaled(x) for var, x in known.items()}
         read = in_turn(slice_of(self._jaxpr.eqns, wanted, known), values, self._apply)
         return [known[v] if not isinstance(v, Literal) and v in known else _array(read(v), _shape(v)) for v in wanted]
 
-    def _apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _apply(self, eqn: Eqn, operands: list[_Value]) -> Sequence[_Value]:
         """The results of one operation, as numbers or choices of numbers where all elements are."""
         size = self._size
         if spreads(eqn, size) and not isinstance(operands[0], _Spread | _Choice):
@@ -108,29 +117,28 @@ class Stages:
         if keeps_elements(eqn) and isinstance(operands[0], _Spread | _Choice):
             return operands
         if reduces(eqn, size) and isinstance(operands[0], _Spread | _Choice) and eqn.primitive.name != "reduce_prod":
-            return [self._reduced(eqn, operands[0]).reshape(eqn.outvars[0].aval.shape)]
-        if elementwise(eqn, size) and eqn.outvars[0].aval.size == size:
+            return [self._reduced(eqn, operands[0]).reshape(aval_of(eqn.outvars[0]).shape)]
+        if elementwise(eqn, size) and aval_of(eqn.outvars[0]).size == size:
             found = self._elementwise(eqn, operands)
             if found is not None:
                 return [found]
         return apply(self._jaxpr, eqn, [_array(x, _shape(v)) for x, v in zip(operands, eqn.invars, strict=True)])
 
-    def _elementwise(self, eqn: Any, operands: list[Any]) -> Any:
-        numbers: list[Any] = [x.number if isinstance(x, _Spread) else x for x in operands]
+    def _elementwise(self, eqn: Eqn, operands: list[_Value]) -> _Spread | _Choice | None:
+        numbers = [x.number if isinstance(x, _Spread) else x for x in operands]
         arrays = {id(x): x for x in numbers if isinstance(x, _Choice) or x.size > 1}
         if not arrays:
-            return _Spread(apply(self._jaxpr, eqn, [x.reshape(()) for x in numbers])[0])
-        which: Any = numbers[0]
-        chooses = eqn.primitive.name == "select_n" and not isinstance(which, _Choice) and which.size == 1
-        if chooses and any(isinstance(x, _Spread) for x in operands[1:]):
-            number: Any = which
-            return _Choice(number.reshape(()), tuple(operands[1:]))
+            return _Spread(apply(self._jaxpr, eqn, [x.reshape(()) for x in numbers if not isinstance(x, _Choice)])[0])
+        which = numbers[0]
+        is_choice = eqn.primitive.name == "select_n" and any(isinstance(x, _Spread) for x in operands[1:])
+        if is_choice and not isinstance(which, _Choice) and which.size == 1:
+            return _Choice(which.reshape(()), tuple(operands[1:]))
         only = next(iter(arrays.values()))
         if len(arrays) > 1 or not isinstance(only, _Choice):
             return None
         return _Choice(only.which, tuple(self._apply(eqn, [case if x is only else x for x in operands])[0] for case in only.cases))
 
-    def _reduced(self, eqn: Any, value: Any) -> Array:
+    def _reduced(self, eqn: Eqn, value: _Value) -> Array:
         """The sum, maximum, ... of a choice of arrays, as a 0-d array."""
         if isinstance(value, _Choice):
             return jax.lax.select_n(value.which, *(self._reduced(eqn, case) for case in value.cases))
@@ -139,7 +147,7 @@ class Stages:
         return apply(self._jaxpr, eqn, [value.reshape(_shape(eqn.invars[0]))])[0].reshape(())
 
 
-def _array(value: Any, shape: tuple[int, ...]) -> Any:
+def _array(value: _Value, shape: tuple[int, ...]) -> Array:
     if isinstance(value, _Spread):
         return jnp.broadcast_to(value.number, shape)
     if isinstance(value, _Choice):
@@ -147,5 +155,5 @@ def _array(value: Any, shape: tuple[int, ...]) -> Any:
     return value if value.shape == shape else value.reshape(shape)
 
 
-def _shape(var: Any) -> tuple[int, ...]:
-    return var.aval.shape
+def _shape(var: Atom) -> tuple[int, ...]:
+    return aval_of(var).shape
