@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,29 @@ import optax
 
 from bridge._ir.numerics import times
 from bridge._ir.rounding import nearest, stochastic_round
+from bridge._ir.types import Array, PyTree
 from bridge._process import x64
 
+from .hyperparams import Scalar
 from .spec import AVERAGE, GRADIENTS, KEY, MASTER, Field, Layout, Problem, Row, buffer_shape, flatten, lift, lower, unflatten
 from .state_layout import layout
 
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
 
-class Arrays(NamedTuple):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Arrays(NamedTuple, Generic[T_co]):
     """What one evaluation reads or writes: of each leaf, the fields of each leaf, the shared fields."""
 
-    params: Sequence[Any]
-    grads: Sequence[Any]
-    own: Sequence[Sequence[Any]]
-    shared: Sequence[Any]
+    params: Sequence[T_co]
+    grads: Sequence[T_co]
+    own: Sequence[Sequence[T_co]]
+    shared: Sequence[T_co]
 
 
-def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arrays:
+def begin(problem: Problem, values: Sequence[ArrayLike | Scalar] | Array, params: Sequence[jax.Array]) -> Arrays[jax.Array]:
     """The state of shaped leaves as the transformation begins, in the layout's types; the leaves themselves, and what is kept
     beside that state, are left out."""
     row, plan = problem.row, layout(problem)
@@ -41,8 +48,14 @@ def begin(problem: Problem, values: Sequence[Any], params: Sequence[Any]) -> Arr
 
 
 def evaluate(
-    problem: Problem, arrays: Arrays, values: Any, multipliers: Sequence[Any], scale: Any, factor: Any, extra: Mapping[str, Any]
-) -> Arrays:
+    problem: Problem,
+    arrays: Arrays[jax.Array],
+    values: jax.Array,
+    multipliers: Sequence[jax.Array],
+    scale: jax.Array | None,
+    factor: jax.Array | None,
+    extra: Mapping[str, PyTree],
+) -> Arrays[jax.Array]:
     """The transformation's update of shaped leaves; in the result `grads` is empty.
 
     Args:
@@ -63,7 +76,7 @@ def evaluate(
         wide = [_wide(p, kept, row) for p, kept in zip(arrays.params, beside, strict=True)]
         params = [times(p, factor) for p in wide]
         grads = [times(times(lift(g, row), factor), scale) for g in arrays.grads]
-        state: list[Any] = [None] * plan.structure.num_leaves
+        state: list[jax.Array | None] = [None] * plan.structure.num_leaves
         for fields, leaf_state in zip((*plan.own, plan.shared), (*arrays.own, arrays.shared), strict=True):
             for field, x in zip(fields, leaf_state, strict=True):
                 if field.position is not None:
@@ -75,7 +88,8 @@ def evaluate(
         transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
         if extra and isinstance(transformation, optax.GradientTransformation):
             transformation = optax.with_extra_args_support(transformation)  # one that takes none is beside one that does
-        updates, new = transformation.update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
+        update: Callable[..., tuple[PyTree, PyTree]] = transformation.update
+        updates, new = update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
         new_state, structure = jax.tree.flatten(new)
         if structure != plan.structure:
             raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
@@ -87,8 +101,14 @@ def evaluate(
 
 
 def evaluate_buffers(
-    problem: Problem, arrays: Arrays, values: Any, multipliers: Sequence[Any], scale: Any, factor: Any, extra: Mapping[str, Any]
-) -> Arrays:
+    problem: Problem,
+    arrays: Arrays[jax.Array],
+    values: jax.Array,
+    multipliers: Sequence[jax.Array],
+    scale: jax.Array | None,
+    factor: jax.Array | None,
+    extra: Mapping[str, PyTree],
+) -> Arrays[jax.Array]:
     """`evaluate` for flat buffers, with buffers as result."""
     plan, specs = layout(problem), problem.specs
     shaped = Arrays(
@@ -105,8 +125,9 @@ def evaluate_buffers(
     return buffered(problem, plan, new)._replace(params=params)
 
 
-def _moves(problem: Problem, updates: Any, params: Sequence[Any]) -> list[Any]:
+def _moves(problem: Problem, updates: PyTree, params: Sequence[jax.Array]) -> list[jax.Array]:
     """The update of each leaf; an error where the transformation gives none, or one that does not fit."""
+    moves: list[PyTree]
     try:
         moves = problem.leaves(updates)
     except (KeyError, TypeError, IndexError):
@@ -121,7 +142,7 @@ def _moves(problem: Problem, updates: Any, params: Sequence[Any]) -> list[Any]:
     return moves
 
 
-def _wide(p: Any, beside: Mapping[str, Any], row: Row) -> Any:
+def _wide(p: jax.Array, beside: Mapping[str, jax.Array], row: Row) -> jax.Array:
     """The parameter in the type of the arithmetic: its master, but where the parameter was written to since, its own value."""
     if MASTER not in beside:
         return lift(p, row)
@@ -129,10 +150,18 @@ def _wide(p: Any, beside: Mapping[str, Any], row: Row) -> Any:
     return jnp.where(nearest(beside[MASTER], p.dtype) == own, beside[MASTER], own)
 
 
-def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: Mapping[str, Any], decay: Any) -> tuple[Any, dict[str, Any]]:
+def _settled(
+    row: Row,
+    old: jax.Array,
+    p: jax.Array,
+    update: jax.Array,
+    multiplier: jax.Array,
+    beside: Mapping[str, jax.Array],
+    decay: jax.Array | None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """p + multiplier * update in the type of `old`, and `old` itself where the multiplier is 0, whatever the update is; and what
     is kept beside it."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, jax.Array] = {}
     factor = None
     if row.scaled:
         update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
@@ -150,7 +179,7 @@ def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: M
         new = jnp.where(factor == 0, old, new)
     if MASTER in beside:
         kept[MASTER] = moved
-    if AVERAGE in beside:
+    if AVERAGE in beside and decay is not None:
         average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
         with x64():
             share = (1 - decay).astype(jnp.finfo(average.dtype).dtype)
@@ -159,25 +188,25 @@ def _settled(row: Row, old: Any, p: Any, update: Any, multiplier: Any, beside: M
 
 
 def _taken_out(
-    problem: Problem, plan: Layout, state: Sequence[Any], like: Arrays | None, beside: Sequence[Mapping[str, Any]]
-) -> tuple[list[list[Any]], list[Any]]:
+    problem: Problem, plan: Layout, state: Sequence[jax.Array], like: Arrays[jax.Array] | None, beside: Sequence[Mapping[str, jax.Array]]
+) -> tuple[list[list[jax.Array]], list[jax.Array]]:
     """The leaves of a state by owner, in the types that `like` has, else in the layout's; then what is `beside` it."""
 
-    def stored(field: Field, old: Any) -> Any:
-        x: Any = state[field.position] if field.position is not None else None
+    def stored(field: Field, position: int, old: object) -> jax.Array:
+        x = state[position]
         return jax.random.key_data(x) if field.key is not None else lower(jnp.asarray(x), getattr(old, "dtype", field.dtype), problem.row)
 
     columns = (*plan.own, plan.shared)
     before = columns if like is None else (*like.own, like.shared)
     *own, shared = [
-        [stored(f, old) for f, old in zip(fields, olds, strict=True) if f.position is not None]
+        [stored(f, f.position, old) for f, old in zip(fields, olds, strict=True) if f.position is not None]
         + [extra[f.name] for f in fields if f.position is None and f.name in extra]
         for fields, olds, extra in zip(columns, before, (*beside, {}), strict=True)
     ]
     return own, shared
 
 
-def buffered(problem: Problem, plan: Layout, state: Arrays) -> Arrays:
+def buffered(problem: Problem, plan: Layout, state: Arrays[jax.Array]) -> Arrays[jax.Array]:
     """State of shaped leaves as buffers."""
     own = [
         [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=False)]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from bridge._process import x64
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike, DTypeLike
 
 
 class Scalar:
@@ -24,10 +27,10 @@ class Scalar:
     __array_ufunc__ = None  # numpy scalars on the left leave the operation to us
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any, dtype: Any) -> None:
+    def __init__(self, value: jax.Array, dtype: DTypeLike) -> None:
         self._value, self._dtype = value, dtype
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         return self._value.astype(self._dtype)
 
     # What needs the number itself raises jax's error about traced values; such a hyperparam is then made static.
@@ -47,8 +50,10 @@ class Scalar:
         return f"Scalar({self._value})"
 
 
-def _binary(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[Scalar, Any], Any]:
-    def method(self: Scalar, other: Any) -> Any:
+def _binary(
+    function: Callable[[ArrayLike, ArrayLike], jax.Array], swapped: bool = False
+) -> Callable[[Scalar, ArrayLike | Scalar], jax.Array | Scalar]:
+    def method(self: Scalar, other: ArrayLike | Scalar) -> jax.Array | Scalar:
         if not isinstance(other, int | float | Scalar):
             mine = self.__jax_array__()
             return function(other, mine) if swapped else function(mine, other)

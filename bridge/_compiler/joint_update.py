@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from bridge._ir.classify import spreads
 from bridge._ir.jaxpr import literal, slice_of, slices
-from bridge._ir.types import aval_of
+from bridge._ir.types import Array, ClosedJaxpr, Jaxpr, Literal, PyTree, Var, aval_of
 
 from .apply_transform import Arrays, evaluate_buffers
 from .chunking import enough
-from .leaf_update import kept_in, selected_state, unless
-from .passes.batch_rows import Slot, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts, packed
+from .leaf_update import Common, kept_in, selected_state, unless
+from .passes.batch_rows import Slot, Value, buffers_of, columns_of, cut, evaluated_once, of_packs, of_parts, packed
 from .passes.flatten import Flat
 from .passes.hoist import Rest, known, run
 from .passes.kernel_class import Alike
@@ -47,11 +46,11 @@ class Old(NamedTuple):
     In a pack the arrays are rows. `multiplier`: its row of a column, or a number.
     """
 
-    param: Any
-    state: Sequence[Any]
+    param: Value
+    state: Sequence[Value]
     shaped: Sequence[bool]
-    mask: Any
-    multiplier: Any
+    mask: jax.Array | None
+    multiplier: Value
 
 
 class _Leaf(NamedTuple):
@@ -59,24 +58,31 @@ class _Leaf(NamedTuple):
     reads, the mask, and numbers; `key`: equal where that is the same but for the size."""
 
     rest: Rest
-    param: Any
-    old: dict[int, Any]
-    mask: Any
-    multiplier: Any
-    function: Callable[..., Any]
-    key: Any
+    param: Value
+    old: dict[int, Value]
+    mask: jax.Array | None
+    multiplier: Value
+    function: Callable[..., list[jax.Array]]
+    key: Hashable
 
-    def arrays(self, values: Mapping[Any, Any]) -> tuple[list[Any], list[Any], Any]:
+    def arrays(self, values: Mapping[Var, Value]) -> tuple[list[Value], list[Value], jax.Array | None]:
         """What the function takes of the leaf."""
         return [self.old[at] for at in self.rest.places], [values[v] for v in self.rest.arrays], self.mask
 
-    def pack(self, values: Mapping[Any, Any]) -> Any:
+    def pack(self, values: Mapping[Var, Value]) -> Hashable:
         """Equal for leaves whose arrays are rows of the same packs, and only those; None for other leaves."""
         buffers = buffers_of(jax.tree.leaves(self.arrays(values)))
         return None if buffers is None or self.mask is not None else (self.key, buffers)
 
 
-def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], ones: Any, skip: Any, way: Way) -> Arrays:
+def updated(
+    function: Callable[[PyTree], Arrays[jax.Array]],
+    inputs: PyTree,
+    old: Sequence[Old],
+    ones: jax.Array,
+    skip: jax.Array | None,
+    way: Way,
+) -> Arrays[Value]:
     """The function's arrays, flat: where a mask is False, or all is skipped, the old ones; its shared state as it comes.
 
     Args:
@@ -92,18 +98,19 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
     if found is None:  # a callback is called once
         return settled(function(jax.tree.map(cut, inputs)), old, skip)
     flat, structure = found
-    jaxpr, outvars = flat.jaxpr, flat.jaxpr.outvars
+    jaxpr: Jaxpr = flat.jaxpr
+    outvars = jaxpr.outvars
     needed, places = known(jaxpr), structure.unflatten(range(structure.num_leaves))
     leaves = _leaves(jaxpr, needed, places, old, way.fused)
     apart = {at for leaf in leaves for at in leaf.rest.places}
 
     once = {at: v for at, v in enumerate(outvars) if at not in apart}
     before = list(dict.fromkeys([*needed, *(v for v in once.values() if not isinstance(v, Literal))]))
-    values = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *flat.consts), strict=True))
+    values: dict[Var, Value] = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*given, *flat.consts), strict=True))
     values |= of_packs(flat, before, values)
     values |= of_parts(flat, before, values) if way.pieces else {}
     values |= evaluated_once(flat, before, values)
-    results: list[Any] = [None] * structure.num_leaves
+    results: list[Value | None] = [None] * structure.num_leaves
     for at, v in once.items():
         results[at] = jnp.asarray(literal(v)) if isinstance(v, Literal) else values[v]
     results = jax.tree.leaves(settled(structure.unflatten(results), old, skip), is_leaf=lambda x: x is None)
@@ -112,17 +119,17 @@ def updated(function: Callable[[Any], Arrays], inputs: Any, old: Sequence[Old], 
     return structure.unflatten(results)
 
 
-def _leaves(jaxpr: Any, needed: Sequence[Any], places: Arrays, old: Sequence[Old], fused: bool) -> list[_Leaf]:
+def _leaves(jaxpr: Jaxpr, needed: Sequence[Var], places: Arrays[int], old: Sequence[Old], fused: bool) -> list[_Leaf]:
     """The leaves of which something is left to evaluate."""
     behind, is_known = slices(jaxpr.eqns), set(needed)
-    found = []
+    found: list[_Leaf] = []
     for leaf, p, own in zip(old, places.params, places.own, strict=True):
         shaped = {p: leaf.param} | {at: x for at, x, like in zip(own, leaf.state, leaf.shaped, strict=True) if like}
         (size,) = leaf.param.shape
         rest = Rest.of(behind, is_known, [(at, jaxpr.outvars[at]) for at in shaped], size)
         if rest is not None:
             elements = leaf.param.buffer.size if isinstance(leaf.param, Slot) else size
-            apart = fused and elements >= _LARGE and not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in rest.arrays)
+            apart = fused and elements >= _LARGE and not any(jnp.issubdtype(aval_of(v).dtype, jnp.complexfloating) for v in rest.arrays)
             groups = _groups(rest) if apart else [list(range(len(rest.results)))]
             found.append(
                 _Leaf(rest, leaf.param, shaped, leaf.mask, leaf.multiplier, _evaluated(rest, groups), (rest.text((size,)), str(groups)))
@@ -130,26 +137,31 @@ def _leaves(jaxpr: Any, needed: Sequence[Any], places: Arrays, old: Sequence[Old
     return found
 
 
-def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common: Any, pieces: bool) -> Iterator[tuple[int, Any]]:
+def _rests(
+    flat: ClosedJaxpr, leaves: Sequence[_Leaf], values: Mapping[Var, Value], common: tuple[jax.Array, jax.Array | None], pieces: bool
+) -> Iterator[tuple[int, Value]]:
     """The results of all leaves, each with its place: those of equal ones from one function, those of a whole pack from one loop."""
-    home = lambda leaf: id(leaf.param.buffer if isinstance(leaf.param, Slot) else leaf.param)  # noqa: E731
-    seen: dict[int, set[Any]] = {}
+
+    def home(leaf: _Leaf) -> int:
+        return id(leaf.param.buffer if isinstance(leaf.param, Slot) else leaf.param)
+
+    seen: dict[int, set[Hashable]] = {}
     for leaf in leaves:
         seen.setdefault(home(leaf), set()).add(leaf.pack(values))
-    kinds: dict[Any, list[_Leaf]] = {}
+    kinds: dict[tuple[bool, Hashable], list[_Leaf]] = {}
     for leaf in leaves:
         pack = leaf.pack(values)
         side_by_side = pack is not None and seen[home(leaf)] == {pack}
         kinds.setdefault((side_by_side, pack if side_by_side else (leaf.key, leaf.param.shape, leaf.mask is None)), []).append(leaf)
     least = enough(sum(1 if side_by_side else len(members) for (side_by_side, _), members in kinds.items())) if pieces else math.inf
-    alike = []
+    alike: list[Alike] = []
     for (side_by_side, _), members in kinds.items():
         parts = not side_by_side and len(members) >= least
         alike.append(_alike(flat, members, values, side_by_side, parts))
     for ((side_by_side, _), members), found in zip(kinds.items(), for_each(alike, common), strict=True):
         if side_by_side:
-            rows = [leaf.param.index for leaf in members]
-            buffers = [x.buffer for x in members[0].arrays(values)[0]]
+            rows = [cast(Slot, leaf.param).index for leaf in members]
+            buffers = [cast(Slot, x).buffer for x in members[0].arrays(values)[0]]
             live = np.isin(np.arange(len(buffers[0])), rows)[:, None]
             new = [x if live.all() else jnp.where(live, x, old) for x, old in zip(found[0], buffers, strict=True)]
             found = [[Slot(x, row) for x in new] for row in rows]
@@ -157,7 +169,7 @@ def _rests(flat: Any, leaves: Sequence[_Leaf], values: Mapping[Any, Any], common
             yield from zip(leaf.rest.places, arrays, strict=True)
 
 
-def _alike(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any], side_by_side: bool, parts: bool) -> Alike:
+def _alike(flat: ClosedJaxpr, members: Sequence[_Leaf], values: Mapping[Var, Value], side_by_side: bool, parts: bool) -> Alike:
     """Leaves of one function; `side_by_side`: as the rows of one pack; `parts`: each is a part of the program."""
     first, arrays = members[0], [leaf.arrays(values) for leaf in members]
     family = "joint", first.key, first.mask is None
@@ -167,37 +179,41 @@ def _alike(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any], side_
     if parts:
         columns, at = _columns(flat, members, values)
         return Alike(first.function, jax.tree.map(cut, arrays), [columns], family=family, at=at)
-    rows, count = [leaf.multiplier.index for leaf in members], len(first.multiplier.buffer)
+    multipliers = [cast(Slot, leaf.multiplier) for leaf in members]
+    rows, count = [multiplier.index for multiplier in multipliers], len(multipliers[0].buffer)
     columns = columns_of(flat, rows, [leaf.rest.numbers for leaf in members], values, count)
     return Alike(first.function, [jax.tree.map(lambda x: x.buffer, arrays[0])], [columns], count, family)
 
 
-def _columns(flat: Any, members: Sequence[_Leaf], values: Mapping[Any, Any]) -> tuple[list[Any], list[int]]:
+def _columns(flat: ClosedJaxpr, members: Sequence[_Leaf], values: Mapping[Var, Value]) -> tuple[list[Array], list[int]]:
     """Return the numbers that the leaves read, as columns, and the row of each leaf in them.
 
     Each bucket has a table of its own for its multipliers, and the leaves outside buckets share one. A row index means one leaf only
     within one table, so the columns of several tables are concatenated.
     """
-    tables: dict[int, list[_Leaf]] = {}
-    for leaf in members:
-        tables.setdefault(id(leaf.multiplier.buffer), []).append(leaf)
-    starts, parts, height = {}, [], 0
+    multipliers = [cast(Slot, leaf.multiplier) for leaf in members]
+    tables: dict[int, list[tuple[_Leaf, Slot]]] = {}
+    for leaf, multiplier in zip(members, multipliers, strict=True):
+        tables.setdefault(id(multiplier.buffer), []).append((leaf, multiplier))
+    starts: dict[int, int] = {}
+    parts: list[list[Array]] = []
+    height = 0
     for key, own in tables.items():
-        rows, count = [leaf.multiplier.index for leaf in own], len(own[0].multiplier.buffer)
-        parts.append(columns_of(flat, rows, [leaf.rest.numbers for leaf in own], values, count))
+        rows, count = [multiplier.index for _, multiplier in own], len(own[0][1].buffer)
+        parts.append(columns_of(flat, rows, [leaf.rest.numbers for leaf, _ in own], values, count))
         starts[key], height = height, height + count
-    columns = parts[0] if len(parts) == 1 else [jnp.concatenate(each) for each in zip(*parts, strict=True)]
-    return columns, [starts[id(leaf.multiplier.buffer)] + leaf.multiplier.index for leaf in members]
+    columns: list[Array] = parts[0] if len(parts) == 1 else [jnp.concatenate(each) for each in zip(*parts, strict=True)]
+    return columns, [starts[id(multiplier.buffer)] + multiplier.index for multiplier in multipliers]
 
 
-def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:
+def settled(new: Arrays[Value], old: Sequence[Old], skip: jax.Array | None) -> Arrays[Value]:
     """The new parameters and state where they are to be taken, those that are there."""
 
-    def one(mask: Any, after: Any, before: Any) -> Any:
+    def one(mask: jax.Array | None, after: Value, before: Value) -> Value:
         if after is None or after is before:
             return after
-        after, before = cut(after), cut(before)
-        return unless(skip, after if mask is None else jnp.where(mask, after, before), before)
+        new, old = cut(after), cut(before)
+        return unless(skip, new if mask is None else jnp.where(mask, new, old), old)
 
     params = [one(leaf.mask, p, leaf.param) for leaf, p in zip(old, new.params, strict=True)]
     own = [
@@ -212,7 +228,7 @@ def settled(new: Arrays, old: Sequence[Old], skip: Any) -> Arrays:
 
 def _groups(rest: Rest) -> list[list[int]]:
     """Which results are evaluated together: those that share nothing which is computed from arrays, the parameter last."""
-    groups: list[tuple[set[Any], list[int]]] = []
+    groups: list[tuple[set[Var], list[int]]] = []
     for i in (*range(1, len(rest.results)), 0):
         own = {v for eqn in slice_of(rest.eqns, [rest.results[i]]) if not spreads(eqn, aval_of(eqn.outvars[0]).size) for v in eqn.outvars}
         free = next((group for group in groups if own.isdisjoint(group[0])), None)
@@ -228,13 +244,17 @@ _LARGE = 1 << 14  # elements; fewer are evaluated once, since each evaluation is
 _EVALUATIONS = 4  # the first as it is, each other times a traced 1.0 of its own
 
 
-def _evaluated(rest: Rest, groups: Sequence[list[int]]) -> Callable[..., Any]:
+def _evaluated(rest: Rest, groups: Sequence[list[int]]) -> Callable[..., list[jax.Array]]:
     """The function of a leaf: see `_Leaf`."""
     parts = [(group, slice_of(rest.eqns, [rest.results[i] for i in group])) for group in groups]
 
-    def leaf(given: Any, own: Any, common: Any) -> list[Any]:
+    def leaf(
+        given: tuple[list[jax.Array], list[jax.Array], jax.Array | None],
+        own: list[jax.Array],
+        common: tuple[jax.Array, jax.Array | None],
+    ) -> list[jax.Array]:
         (old, read, mask), (ones, skip) = given, common
-        new: list[Any] = [None] * len(old)
+        new = list(old)
         for nth, (group, eqns) in enumerate(parts):
             arrays, numbers = dict(zip(rest.arrays, read, strict=True)), dict(zip(rest.numbers, own, strict=True))
             values = run(eqns, arrays, numbers, ones[nth - 1] if nth else None)
@@ -255,16 +275,16 @@ class Columns(NamedTuple):
     The numbers of a leaf by itself may be a row of a table too, a `Slot`.
     """
 
-    params: Sequence[Any]
-    own: Sequence[Sequence[Any]]
-    grads: Sequence[Any]
-    masks: Sequence[Any]
-    values: Sequence[Any]
+    params: Sequence[jax.Array]
+    own: Sequence[Sequence[jax.Array]]
+    grads: Sequence[jax.Array]
+    masks: Sequence[jax.Array | None]
+    values: Sequence[Value]
 
 
 def unit_update(
-    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[Any], common: Any, extra: Extra, way: Way | None
-) -> tuple[list[Any], Mapping[int, tuple[Any, list[Any]]]]:
+    problem: Problem, places: Sequence[Place], given: Columns, shared: Sequence[jax.Array], common: Common, extra: Extra, way: Way | None
+) -> tuple[list[Array], Mapping[int, tuple[Array, list[Array]]]]:
     """The new shared state, and by position new parameters and state.
 
     Args:
@@ -277,11 +297,14 @@ def unit_update(
         order of dimensions, it is evaluated in the shapes of the leaves.
     """
     ones, scale, skip, further = common
-    of = lambda x, row: x if row is None else Slot(x, row)  # noqa: E731
-    values = [of(given.values[i], row) for i, row in places]
+
+    def of(x: jax.Array, row: int | None) -> Value:
+        return x if row is None else Slot(x, row)
+
+    values = [x if row is None else Slot(cast(jax.Array, x), row) for x, row in ((given.values[i], row) for i, row in places)]
     last = {id(x.buffer): x.buffer[:, -1] for x in values if isinstance(x, Slot)}
     multipliers = [Slot(last[id(x.buffer)], x.index) if isinstance(x, Slot) else x[-1] for x in values]
-    leaves = []
+    leaves: list[Old] = []
     for (i, row), kinds, multiplier in zip(places, layout(problem).own, multipliers, strict=True):
         state, shaped = [of(x, row) for x in given.own[i]], [field.shape is None for field in kinds]
         leaves.append(Old(of(given.params[i], row), state, shaped, given.masks[i], multiplier))
@@ -292,7 +315,7 @@ def unit_update(
         state = selected_state(problem, [leaf.mask for leaf in leaves], list(map(cut, params)), state, cut(values[0]))
     inputs = Arrays(params, grads, state, shared), cut(values[0]), multipliers, scale, further
 
-    def evaluated(inputs: Any) -> Arrays:
+    def evaluated(inputs: PyTree) -> Arrays[jax.Array]:
         arrays, values, multipliers, scale, further = inputs
         return evaluate_buffers(problem, arrays, values, multipliers, scale, None, extra.restored(further))
 
@@ -301,7 +324,7 @@ def unit_update(
     else:
         ready = flat_of(problem, extra) if scale is None else None
         new = updated(evaluated, inputs, leaves, ones, skip, way._replace(ready=ready))
-    found: dict[int, list[tuple[int | None, list[Any]]]] = {}
+    found: dict[int, list[tuple[int | None, list[Value]]]] = {}
     for (position, row), p, state in zip(places, new.params, new.own, strict=True):
         found.setdefault(position, []).append((row, [p, *state]))
     results = {}

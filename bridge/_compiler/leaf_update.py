@@ -6,11 +6,14 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
+from bridge._compat.types import Device
+from bridge._ir.types import PyTree
+from bridge._memory.address_space import Scattered
 from bridge._xla import probes
 from bridge._xla.multi_output_fusion import requested
 
@@ -23,15 +26,51 @@ from .state_layout import layout
 # Traced 1.0s at the head of the hyperparams, one for each evaluation of a rule that must not be merged with the others.
 ONES = 4
 
+T = TypeVar("T")
+NewLeaf: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]  # the parameter, the arrays of state, the scalars of state
 
-def parted(problem: Problem, p: Any, state: Sequence[Any], g: Any, mask: Any, values: Any) -> tuple[Any, Any]:
+
+class LeafArrays(NamedTuple):
+    """The arrays that the update of one leaf reads: in a pack each has one row for each leaf."""
+
+    param: jax.Array
+    state: list[jax.Array]
+    grad: jax.Array | Scattered
+    mask: jax.Array | None
+
+
+class LeafScalars(NamedTuple):
+    """The scalars that the update of one leaf reads: those of its state, and the row of its hyperparams."""
+
+    state: list[jax.Array]
+    values: jax.Array
+
+
+class Common(NamedTuple):
+    """What the updates of all leaves read.
+
+    ones: traced 1.0s, as of `ONES`.
+    scale: what the gradients are multiplied by, or None.
+    skip: whether the update is skipped, or None.
+    extra: the arrays among the further arguments.
+    """
+
+    ones: jax.Array
+    scale: jax.Array | None
+    skip: jax.Array | None
+    extra: list[jax.Array]
+
+
+def parted(
+    problem: Problem, p: jax.Array, state: Sequence[jax.Array], g: jax.Array | Scattered, mask: jax.Array | None, values: jax.Array
+) -> tuple[LeafArrays, LeafScalars]:
     """What an update reads of one leaf: its arrays, and the scalars of its state with the numbers of its row."""
     fields = layout(problem).own[0]
     columns = [[x for field, x in zip(fields, state, strict=True) if (field.shape == ()) is scalar] for scalar in (False, True)]
-    return (p, columns[0], g, mask), (columns[1], values)
+    return LeafArrays(p, columns[0], g, mask), LeafScalars(columns[1], values)
 
 
-def joined(problem: Problem, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
+def joined(problem: Problem, arrays: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> list[jax.Array]:
     """The state of a leaf in the order of its fields."""
     columns = {False: iter(arrays), True: iter(scalars)}
     return [next(columns[field.shape == ()]) for field in layout(problem).own[0]]
@@ -53,7 +92,7 @@ class Passes(NamedTuple):
 ONCE, TWICE = Passes(1), Passes(2, beside=True)
 
 
-def passes_of(problem: Problem, extra: Extra, device: Any, large: bool, fused: bool) -> Passes:
+def passes_of(problem: Problem, extra: Extra, device: Device, large: bool, fused: bool) -> Passes:
     """Return how often the rule of a leaf is evaluated, so that its update moves few bytes.
 
     XLA writes several results from one loop if they have one type and share no intermediate. A leaf that keeps its shape, or is summed
@@ -87,15 +126,16 @@ def passes_of(problem: Problem, extra: Extra, device: Any, large: bool, fused: b
 
 
 @functools.lru_cache(1024)
-def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[..., Any]:
+def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[..., NewLeaf]:
     """The update of one leaf: (arrays, scalars) as of `parted`, and what all leaves have in common, to (p, arrays, scalars)."""
     fields = layout(problem).own[0]
 
-    def leaf(arrays: Any, scalars: Any, common: Any) -> tuple[Any, list[Any], list[Any]]:
-        (p, _, g, mask), (_, values), (ones, scale, skip, further) = arrays, scalars, common
-        state = joined(problem, arrays[1], scalars[0])
+    def leaf(arrays: LeafArrays, scalars: LeafScalars, common: Common) -> NewLeaf:
+        p, g, mask, values = arrays.param, cast(jax.Array, arrays.grad), arrays.mask, scalars.values
+        ones, scale, skip, further = common
+        state = joined(problem, arrays.state, scalars.state)
 
-        def evaluated(inputs: Any, factor: Any = None) -> tuple[Any, list[Any]]:
+        def evaluated(inputs: PyTree, factor: jax.Array | None = None) -> tuple[jax.Array, list[jax.Array]]:
             p, g, state, values, scale, further = inputs
             new = evaluate_buffers(problem, Arrays([p], [g], [state], []), values, [values[-1]], scale, factor, extra.restored(further))
             return new.params[0], list(new.own[0])
@@ -121,8 +161,8 @@ def leaf_update(problem: Problem, passes: Passes, extra: Extra) -> Callable[...,
             new_state = [jnp.where(ones[0] == 1, new, old) if new is g else new for new, old in zip(new_state, state, strict=True)]
         new = (new_p, new_state) if mask is None else masked(mask, fields, (p, state), (new_p, new_state))
         new_p, new_state = unless(skip, new, (p, state))
-        (_, new_arrays, _, _), (new_scalars, _) = parted(problem, new_p, new_state, g, mask, values)
-        return new_p, new_arrays, new_scalars
+        new_arrays, new_scalars = parted(problem, new_p, new_state, g, mask, values)
+        return new_p, new_arrays.state, new_scalars.state
 
     count = 1 + sum(field.shape != () for field in fields)  # as `parted` has them: the parameter, then the arrays of state
     if not passes.by_type:
@@ -135,14 +175,21 @@ def repeatable(fields: Sequence[Field], beside: bool) -> list[int]:
     return [i for i, field in enumerate(fields) if field.shape is None and not (beside and field.position is None)]
 
 
-def kept_in(mask: Any, x: Any, problem: Problem) -> Any:
+def kept_in(mask: jax.Array | None, x: T, problem: Problem) -> T | jax.Array:
     """The array with 0 where the mask is False, if the transformation may look from one element to another."""
-    return x if mask is None or not looks_across(problem) else jnp.where(mask, x, jnp.zeros_like(x))
+    if mask is None or not looks_across(problem):
+        return x
+    array = cast(jax.Array, x)  # rows of packs have no masks
+    return jnp.where(mask, array, jnp.zeros_like(array))
 
 
 def selected_state(
-    problem: Problem, masks: Sequence[Any], params: Sequence[Any], state: Sequence[Sequence[Any]], values: Any
-) -> list[list[Any]]:
+    problem: Problem,
+    masks: Sequence[jax.Array | None],
+    params: Sequence[jax.Array],
+    state: Sequence[Sequence[T]],
+    values: jax.Array,
+) -> Sequence[Sequence[T | jax.Array]]:
     """Return the state that an update reads: where a mask is False, what `init` gives of parameters as of `kept_in`.
 
     A state that begins at the parameter would else be compared with the 0 that the update sees there.
@@ -155,11 +202,19 @@ def selected_state(
     return [list(starmap(partial(_begun_outside, mask), zip_longest(fields, own, begun))) for fields, mask, own, begun in columns]
 
 
-def _begun_outside(mask: Any, field: Field, x: Any, begun: Any) -> Any:
-    return x if mask is None or begun is None or field.shape is not None else jnp.where(mask, x, begun.astype(x.dtype))
+def _begun_outside(mask: jax.Array | None, field: Field, x: T, begun: jax.Array | None) -> T | jax.Array:
+    if mask is None or begun is None or field.shape is not None:
+        return x
+    array = cast(jax.Array, x)
+    return jnp.where(mask, array, begun.astype(array.dtype))
 
 
-def masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[Any, Any]) -> tuple[Any, list[Any]]:
+def masked(
+    mask: jax.Array,
+    fields: Sequence[Field],
+    old: tuple[jax.Array, Sequence[jax.Array]],
+    new: tuple[jax.Array, Sequence[jax.Array]],
+) -> tuple[jax.Array, list[jax.Array]]:
     """The new values where the mask is True, the old where it is False."""
     state = [
         jnp.where(mask, after, before) if field.shape is None else after
@@ -168,6 +223,6 @@ def masked(mask: Any, fields: Sequence[Field], old: tuple[Any, Any], new: tuple[
     return jnp.where(mask, new[0], old[0]), state
 
 
-def unless(skip: Any, new: Any, old: Any) -> Any:
+def unless(skip: jax.Array | None, new: T, old: T) -> T:
     """The new values, or all old ones where the update is skipped."""
     return new if skip is None else jax.tree.map(lambda after, before: jnp.where(skip, before, after), new, old)

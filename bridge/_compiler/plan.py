@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bridge._compat.types import Device
 from bridge._memory.address_space import SUPPORTED, Scattered
 from bridge._names import Path
 
 from .passes.gather_rows import signature as at_once
 from .spec import NO_EXTRA, Extra, Problem, Row, Same, Signature, Spec
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 # Elements of one place that a turn reads, and places. 49 gradients of 600 MB on 2 cores of an AMD EPYC, by turns, medians of six processes,
 # three of them while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27 (slow), parts of half
@@ -94,7 +98,7 @@ class Plan:
 
     leaves: tuple[Leaf, ...]
     clip: bool
-    device: Any
+    device: Device
     width: int
     skeleton: tuple[Path, ...] = ()
     shared: tuple[tuple[Signature, ...], ...] = ()
@@ -153,7 +157,7 @@ class Plan:
         return sum(leaf.count or 1 for leaf in self.leaves)
 
 
-def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
+def in_rows(plan: Plan, grads: Sequence[jax.Array]) -> list[jax.Array | Scattered]:
     """The gradient of each leaf of the plan, of a pack in rows, from flat ones as of `abstract`."""
     given = iter(grads)
     return [
@@ -168,16 +172,37 @@ def in_rows(plan: Plan, grads: Sequence[Any]) -> list[Any]:
     ]
 
 
-def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:
-    """Shape and dtype of the arguments of `stepped`, in its order; or of one that is only to be counted."""
+class AbstractArguments(NamedTuple):
+    """Shape and dtype of the arguments of `bridge._compiler.update.stepped`, in its order."""
+
+    params: list[jax.ShapeDtypeStruct]
+    state: list[jax.ShapeDtypeStruct]
+    vectors: list[jax.ShapeDtypeStruct]
+    kept: list[jax.ShapeDtypeStruct]
+    grads: list[jax.ShapeDtypeStruct]
+    masks: list[jax.ShapeDtypeStruct]
+    hyperparams: jax.ShapeDtypeStruct
+    offsets: jax.ShapeDtypeStruct
+    live: jax.ShapeDtypeStruct
+    extra: list[jax.ShapeDtypeStruct]
+    scaling: list[jax.ShapeDtypeStruct]
+    measure: jax.ShapeDtypeStruct
+    after: list[jax.ShapeDtypeStruct]
+
+
+def abstract(plan: Plan, counted: bool = False) -> AbstractArguments:
+    """Return the abstract arguments of a plan's program, or of one that is only to be counted."""
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
-    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
+
+    def array(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
     params = [array(*leaf.buffer) for leaf in plan.leaves if leaf.inplace]
     kept = [array(*leaf.buffer) for leaf in plan.leaves if not leaf.inplace]
     own = [s for leaf in plan.leaves for s, among in zip(leaf.state, leaf.together, strict=True) if not among]
     state = [array(*s) for s in (*own, *(s for signatures in plan.shared for s in signatures))]
     scalars = [array((count,), dtype) for dtype, count in plan.scalars.items()]
-    grads = []
+    grads: list[jax.ShapeDtypeStruct] = []
     for shape, dtype, leaf in ((leaf.buffer[0], leaf.gradient_dtype, leaf) for leaf in plan.leaves):
         if leaf.at_once:
             grads += [array(*each) for each in at_once(shape[0], dtype, shape[1] if counted else None)]
@@ -190,4 +215,4 @@ def abstract(plan: Plan, counted: bool = False) -> tuple[Any, ...]:
     scaling = [array((1,), dtype) for dtype in (np.float32, np.float32, np.int32)] if plan.scaled else []
     measure = jax.ShapeDtypeStruct((2,), np.float64)
     after = [] if plan.device.platform == "cpu" else [array((1,), np.float32)]
-    return params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after
+    return AbstractArguments(params, state, scalars, kept, grads, masks, hyperparams, offsets, live, extra, scaling, measure, after)

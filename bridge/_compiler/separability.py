@@ -6,7 +6,8 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+
+import numpy as np
 
 from bridge._ir.queries import properties_of
 from bridge._names import Path
@@ -37,8 +38,8 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
         return None  # two Python functions cannot be told apart by what they are called; and equal leaves are evaluated as one batch
     if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
         return None
-    chosen: dict[Any, Spec] = {}
-    found = []
+    chosen: dict[tuple[object, ...], Spec] = {}
+    found: list[Spec] = []
     for index, spec in enumerate(specs):
         text = together.text(index)
         if text is None:
@@ -163,7 +164,7 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
 
 
 # Programs that somebody holds, and the last one. Of a thousand leaves one is tens of megabytes.
-_alive: weakref.WeakValueDictionary[Any, _Program] = weakref.WeakValueDictionary()
+_alive: weakref.WeakValueDictionary[tuple[Problem, Extra], _Program] = weakref.WeakValueDictionary()
 _last: list[_Program] = []
 
 
@@ -179,7 +180,7 @@ def _held(problem: Problem, extra: Extra) -> _Program | None:
     return _alive.get((problem._replace(row=problem.row.together(0)), extra))
 
 
-def given_up() -> list[Any]:
+def given_up() -> list[_Program]:
     """What was looked at last, which is kept here no longer: whoever holds it spares `flat_of` a trace."""
     held, _last[:] = _last[:], []
     return held
@@ -197,7 +198,7 @@ def flat_of(problem: Problem, extra: Extra) -> Flat | None:
     return None if program is None else program.flat
 
 
-def begun(problem: Problem, extra: Extra) -> Arrays | None:
+def begun(problem: Problem, extra: Extra) -> Arrays[np.generic] | None:
     """Of each field of the state of leaves together the one number that all its elements begin with, in its type.
 
     None where there is no such number for one of them, or the leaves were not looked at, or nobody holds what was seen.

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from bridge._compat.types import PyTreeDef
 from bridge._ir.numerics import real
+from bridge._ir.types import Array, PyTree
 from bridge._names import Path
 from bridge._process import default_promotion, x64
 
 from .hyperparams import Scalar
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike, DTypeLike
 
 MASTER = "master_param"  # float32, of a half parameter: what the update is added to
 AVERAGE = "ema_param"  # exponential moving average of the trained weights
@@ -71,7 +77,7 @@ class Same:
     def __hash__(self) -> int:
         return id(self.value)
 
-    def __deepcopy__(self, memo: Any) -> Same:
+    def __deepcopy__(self, memo: object) -> Same:
         return self
 
 
@@ -87,8 +93,8 @@ class Row:
     `shaped`, `typed`: as of the `Rule`.
     """
 
-    factory: Callable[..., Any]
-    statics: tuple[tuple[str, Any], ...]
+    factory: Callable[..., optax.GradientTransformation]
+    statics: tuple[tuple[str, Hashable], ...]
     traced: tuple[tuple[str, int], ...]
     scaled: bool = False
     unit: int | None = None
@@ -101,16 +107,16 @@ class Row:
     def width(self) -> int:
         return sum(max(length, 1) for _, length in self.traced) + self.kept.average + self.scaled
 
-    def decay(self, values: Any) -> Any:
+    def decay(self, values: jax.Array) -> jax.Array | None:
         """The decay of the average, among the row's numbers."""
         return values[self.width - 1 - self.scaled] if self.kept.average else None
 
     def together(self, unit: int | None) -> Row:
         return replace(self, unit=unit)
 
-    def transformation(self, values: Any, dtype: str | None = None) -> Any:
+    def transformation(self, values: Sequence[ArrayLike | Scalar] | Array, dtype: str | None = None) -> optax.GradientTransformation:
         """The optax transformation with `values`, a sequence of `width` scalars, for its traced hyperparams, on leaves kept in `dtype`."""
-        hyperparams: dict[str, Any] = {"dtype": dtype} if self.typed else {}
+        hyperparams: dict[str, object] = {"dtype": dtype} if self.typed else {}
         at = 0
         for name, length in self.traced:
             hyperparams[name] = tuple(values[at + i] for i in range(length)) if length else values[at]
@@ -150,7 +156,7 @@ class Field(NamedTuple):
     shape: tuple[int, ...] | None
     dtype: str
     position: int | None
-    key: Any = None
+    key: Hashable = None
     arithmetic: str = ""
     asked: bool = False
 
@@ -158,7 +164,7 @@ class Field(NamedTuple):
 class Layout(NamedTuple):
     """The state of a transformation over some leaves: what belongs to each of them, and what to all."""
 
-    structure: Any
+    structure: PyTreeDef
     own: tuple[tuple[Field, ...], ...]
     shared: tuple[Field, ...]
 
@@ -166,10 +172,10 @@ class Layout(NamedTuple):
 class Extra(NamedTuple):
     """Further arguments of the transformations: their tree, and for each leaf its array's signature, or what is no array."""
 
-    tree: Any
+    tree: PyTreeDef
     leaves: tuple[Signature | Same, ...]
 
-    def restored(self, arrays: Sequence[Any]) -> dict[str, Any]:
+    def restored(self, arrays: Sequence[jax.Array]) -> dict[str, PyTree]:
         """The arguments by name, with these arrays."""
         rest = iter(arrays)
         return self.tree.unflatten([x.value if isinstance(x, Same) else next(rest) for x in self.leaves])
@@ -185,12 +191,12 @@ class Problem(NamedTuple):
     specs: tuple[Spec, ...]
     skeleton: tuple[Path, ...] = ()
 
-    def tree(self, leaves: Sequence[Any]) -> Any:
+    def tree(self, leaves: Sequence[object]) -> PyTree:
         """The leaves as the transformation's params: the nested dict of all paths, None where there is no leaf."""
         if self.specs[0].path is None:
             return leaves[0]
-        given: dict[Any, Any] = dict(zip((spec.path for spec in self.specs), leaves, strict=True))
-        root: dict[str, Any] = {}
+        given: dict[Path, object] = dict(zip((spec.path or () for spec in self.specs), leaves, strict=True))
+        root: dict[str, PyTree] = {}
         for path in list(given) if self.row.pruned else self.skeleton:
             node = root
             for part in path[:-1]:
@@ -198,7 +204,7 @@ class Problem(NamedTuple):
             node[path[-1]] = given.get(path)
         return root
 
-    def leaves(self, tree: Any) -> list[Any]:
+    def leaves(self, tree: PyTree) -> list[PyTree]:
         """The inverse of `tree`."""
         return [tree if spec.path is None else functools.reduce(lambda node, part: node[part], spec.path, tree) for spec in self.specs]
 
@@ -212,7 +218,7 @@ class Problem(NamedTuple):
         with x64(not self.row.scaled or self.wide), default_promotion():
             yield
 
-    def scalars(self, values: Any) -> list[Any]:
+    def scalars(self, values: jax.Array) -> list[Scalar] | jax.Array:
         """The row's numbers, float64 0-d arrays, as the transformation takes them."""
         return [Scalar(values[i], np.float64 if self.wide else np.float32) for i in range(self.row.width)] if self.row.scaled else values
 
@@ -223,26 +229,26 @@ def looks_across(problem: Problem) -> bool:
     return spec.path is not None or spec.whole or problem.row.shaped
 
 
-def lift(x: Any, row: Row) -> Any:
+def lift(x: jax.Array, row: Row) -> jax.Array:
     """An array in the type that the arithmetic runs in; complex as real pairs for torch's equations only."""
     return x if row.scaled and jnp.issubdtype(x.dtype, jnp.complexfloating) else real(x)
 
 
-def lower(x: Any, dtype: Any, row: Row) -> Any:
+def lower(x: jax.Array, dtype: DTypeLike, row: Row) -> jax.Array:
     """Back from `lift`: one rounding."""
     if jnp.issubdtype(dtype, jnp.complexfloating) and not row.scaled:
         return jax.lax.complex(x[..., 0], x[..., 1])
     return x.astype(dtype)
 
 
-def unflatten(buffer: Any, spec: Spec) -> Any:
+def unflatten(buffer: jax.Array, spec: Spec) -> jax.Array:
     """A flat buffer in the leaf's shape."""
     if spec.order is None:
         return buffer.reshape(spec.shape)
     return buffer.reshape([spec.shape[d] for d in spec.order]).transpose(np.argsort(spec.order))
 
 
-def flatten(x: Any, spec: Spec) -> Any:
+def flatten(x: jax.Array, spec: Spec) -> jax.Array:
     """The inverse of `unflatten`."""
     return jnp.reshape(x if spec.order is None else x.transpose(spec.order), -1)  # a constant of the program is a number alone
 

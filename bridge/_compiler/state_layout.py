@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bridge._ir.numerics import is_key
+from bridge._ir.types import KeyPath, PyTree
 from bridge._names import Path, path_name
 from bridge._process import x64
 
@@ -25,9 +25,9 @@ from .spec import BESIDE, Field, Layout, Problem, lift
 def layout(problem: Problem) -> Layout:
     """What state the transformation keeps for these leaves, from a trace of its `init`."""
     row, specs = problem.row, problem.specs
-    keys: list[Any] = []
+    keys: list[Hashable] = []
 
-    def init(values: Any, leaves: list[Any]) -> Any:
+    def init(values: jax.Array, leaves: list[jax.Array]) -> PyTree:
         with problem.types():
             state = row.transformation(problem.scalars(values), specs[0].dtype).init(problem.tree(leaves))
             keys[:] = [jax.random.key_impl(x) if is_key(x) else None for x in jax.tree.leaves(state)]
@@ -63,12 +63,12 @@ def layout(problem: Problem) -> Layout:
     return Layout(structure, tuple(map(tuple, own)), tuple(shared))
 
 
-def nested(path: Path | None) -> tuple[Any, ...]:
+def nested(path: Path | None) -> KeyPath:
     """A path in a nested dict as a key path of jax."""
     return tuple(map(jax.tree_util.DictKey, path or ()))
 
 
-def owners(paths: Sequence[tuple[Any, ...]], leaves: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], tuple[int | None, str]]:
+def owners(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[KeyPath], tuple[int | None, str]]:
     """How to tell from a path in the state which leaf it belongs to, and what it is called without the leaf's own path.
 
     A leaf's path stands at the end (the longest such counts), or, where the state keeps several arrays a leaf (SM3),
@@ -78,15 +78,15 @@ def owners(paths: Sequence[tuple[Any, ...]], leaves: Sequence[tuple[Any, ...]]) 
     index = {path: i for i, path in enumerate(leaves)}
     heads = {path[:n] for path in paths for n in range(len(path) + 1)}
 
-    def at_the_end(path: tuple[Any, ...]) -> int | None:
+    def at_the_end(path: KeyPath) -> int | None:
         return next((start for start in range(len(path) + (not leaves[0])) if path[start:] in index), None)
 
     @functools.cache
-    def holds_arrays(head: tuple[Any, ...]) -> bool:
+    def holds_arrays(head: KeyPath) -> bool:
         below = [path for path in paths for leaf in leaves if path[: len(head) + len(leaf)] == head + leaf]
         return all(head + leaf in heads for leaf in leaves) and all(at_the_end(path) is None for path in below)
 
-    def owner(path: tuple[Any, ...]) -> tuple[int | None, str]:
+    def owner(path: KeyPath) -> tuple[int | None, str]:
         start = at_the_end(path)
         if start is not None:
             return index[path[start:]], path_name(path[:start])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 
 from bridge._ir.classify import ELEMENTWISE
 from bridge._ir.fingerprint import Shapeless, constant_text, kind_text, params_text
 from bridge._ir.jaxpr import inlined, numbers_of, slice_of, slices, traced
 from bridge._ir.queries import properties_of
+from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of, open_jaxpr
 from bridge._process import x64
 
 from .apply_transform import Arrays, begin, evaluate
@@ -28,6 +29,7 @@ _REAL = {"complex64": "float32", "complex128": "float64"}
 
 
 _SEVERAL = -1
+Name: TypeAlias = tuple[str, int | None]  # of an input or output, and the leaf that it belongs to (None: to all)
 
 
 class _Program:
@@ -42,7 +44,9 @@ class _Program:
         arrays = Arrays(leaf, leaf, state[:-1], state[-1])
         further = [jax.ShapeDtypeStruct(*x) for x in extra.leaves if not isinstance(x, Same)]
 
-        def run(arrays: Arrays, values: Any, multipliers: Any, further: list[Any]) -> tuple[Arrays, Arrays]:
+        def run(
+            arrays: Arrays[jax.Array], values: jax.Array, multipliers: Sequence[jax.Array], further: list[jax.Array]
+        ) -> tuple[Arrays[jax.Array], Arrays[jax.Array]]:
             after = evaluate(problem, arrays, values, multipliers, None, None, extra.restored(further))
             return after, begin(problem, problem.scalars(values), arrays.params)
 
@@ -56,18 +60,19 @@ class _Program:
         names = [f.name for own in plan.own for f in own], [f.name for f in plan.shared]
         each = range(len(specs))
         owners = [i for i, own in enumerate(plan.own) for _ in own]
-        self.jaxpr, self._consts, self._shapes = closed.jaxpr, closed.consts, [spec.shape for spec in specs]
+        self.jaxpr: Jaxpr = closed.jaxpr
+        self._consts, self._shapes = closed.consts, [spec.shape for spec in specs]
         # Of each leaf by name: whether a field is as large as the leaf, else its shape.
         self._fields = [{f.name: f.shape for f in (*own, *plan.shared)} for own in plan.own]
-        # What each input and output is called in the text, and the leaf that it belongs to (None: to all).
-        states = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
-        others = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
-        self._inputs = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
-        begun = [
+        # What each input and output is called in the text.
+        states: list[Name] = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
+        others: list[Name] = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
+        self._inputs: list[Name] = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
+        begun: list[Name] = [
             *((f.name, i) for i, own in enumerate(plan.own) for f in own if f.position is not None),
             *((f.name, None) for f in plan.shared),
         ]
-        outputs = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in begun)]
+        outputs: list[Name] = [*(("param", i) for i in each), *states, *((f"init {name}", i) for name, i in begun)]
         results = list(zip(outputs, self.jaxpr.outvars, strict=True))
         self._after, self._begun = results[: len(specs) + len(states)], results[len(specs) + len(states) :]
         self._results = sorted(results, key=lambda pair: pair[0][0])
@@ -76,8 +81,8 @@ class _Program:
 
     def _define(self) -> None:
         """For each variable the operation that makes it, and the leaf that it depends on: None for none, `_SEVERAL` for more."""
-        self._owners: dict[Any, int | None] = {}
-        self._made: dict[Any, Any] = {}
+        self._owners: dict[Var, int | None] = {}
+        self._made: dict[Var, Eqn] = {}
         for var, (_, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
             self._owners[var] = owner
         for eqn in self.jaxpr.eqns:
@@ -94,7 +99,7 @@ class _Program:
         for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
             if owner is None or owner == index:
                 self._names[var] = name
-        results = []
+        results: list[str] = []
         for (name, owner), var in self._results:
             if owner is not None and owner != index:
                 continue
@@ -115,7 +120,7 @@ class _Program:
         with x64():
             closed = inlined(own, self._consts)
         named = {
-            var: (name, self._owners[old] == index and old.aval.shape == shape)
+            var: (name, self._owners[old] == index and aval_of(old).shape == shape)
             for var, (old, name) in zip(closed.jaxpr.invars, inputs, strict=True)
         }
         found = Shapeless(closed, size, named).text([(name, var) for (name, _), var in zip(results, closed.jaxpr.outvars, strict=True)])
@@ -130,11 +135,11 @@ class _Program:
         with x64():
             return Flat.written(ClosedJaxpr(update, self._consts), self._flat_inputs, self._flat_results)
 
-    def begun(self) -> Arrays | None:
+    def begun(self) -> Arrays[np.generic] | None:
         """As the function of this name."""
         number_of = numbers_of(self.jaxpr)
-        columns: list[list[Any]] = [[] for _ in self._shapes]
-        shared: list[Any] = []
+        columns: list[list[np.generic]] = [[] for _ in self._shapes]
+        shared: list[np.generic] = []
         for (_, owner), var in self._begun:
             number = number_of(var)
             if number is None:
@@ -146,25 +151,25 @@ class _Program:
         """As the function of this name; None where it calls back into Python."""
         if self.flat is None:
             return None
-        jaxpr = self.flat.closed.jaxpr
+        jaxpr: Jaxpr = self.flat.closed.jaxpr
         name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
         behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
 
         # Of each array the inputs that it is, or is computed from, each element by itself; None where it is computed otherwise.
-        inputs: dict[Any, frozenset[Any] | None] = {v: frozenset([name]) for v, name in name_of.items()}
+        inputs: dict[Var, frozenset[Name] | None] = {v: frozenset([name]) for v, name in name_of.items()}
 
-        def read_from(rest: Rest | None) -> frozenset[Any] | None:
+        def read_from(rest: Rest | None) -> frozenset[Name] | None:
             found = [None] if rest is None else [inputs.get(v) for v in rest.arrays]
             return None if None in found else frozenset().union(*(each for each in found if each is not None))
 
-        for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if v in is_known and v.aval.size > 1):
-            inputs[v] = read_from(Rest.of(behind, is_known - {v}, [(0, v)], v.aval.size))
-        outputs: list[list[tuple[int, Any]]] = [[] for _ in self._shapes]
+        for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if v in is_known and aval_of(v).size > 1):
+            inputs[v] = read_from(Rest.of(behind, is_known - {v}, [(0, v)], aval_of(v).size))
+        outputs: list[list[tuple[int, Atom]]] = [[] for _ in self._shapes]
         for at, ((name, owner), var) in enumerate(zip((pair for pair, _ in self._after), jaxpr.outvars, strict=True)):
             if owner is not None and self._fields[owner].get(name) is None:  # the parameter, or state of its shape
                 outputs[owner].append((at, var))
         found: list[int | None] = []
-        seen: dict[Any, int] = {}
+        seen: dict[Hashable, int] = {}
         for i, (shape, own) in enumerate(zip(self._shapes, outputs, strict=True)):
             new = [(at, v) for at, v in own if isinstance(v, Literal) or name_of.get(v) != self._after[at][0]]  # others stay as they are
             rest = Rest.of(behind, is_known, new, math.prod(shape))
@@ -176,7 +181,7 @@ class _Program:
                 found.append(seen.setdefault((rest.text((math.prod(shape),)), frozenset(name for name, _ in read), fields), len(seen)))
         return tuple(found)
 
-    def _write(self, var: Any, lines: list[str], like: tuple[int, ...] | None) -> str:
+    def _write(self, var: Atom, lines: list[str], like: tuple[int, ...] | None) -> str:
         """The variable's name in the text, after the lines that compute it."""
         if isinstance(var, Literal):
             return f"{var.val}:{kind_text(var.aval, like)}"
@@ -204,7 +209,7 @@ class _Program:
             return field.dtype in _COUNTS and not field.key
         before = next(var for var, name in zip(self.jaxpr.invars, self._inputs, strict=True) if name == (field.name, None))
         after = next(var for name, var in self._results if name == (field.name, None))
-        return after is before and before.aval.size <= 64
+        return after is before and aval_of(before).size <= 64
 
     @property
     def elementwise(self) -> bool:
@@ -212,24 +217,20 @@ class _Program:
         return _elementwise(self.jaxpr, self._shapes[0])
 
 
-def _elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
-    if any(v.aval.shape == shape for v in jaxpr.constvars):
+def _elementwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
+    if any(aval_of(v).shape == shape for v in jaxpr.constvars):
         return False
     for eqn in jaxpr.eqns:
-        shapes = {tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)}
-        bodies = [_body(eqn.params[name]) for name in _BODIES if name in eqn.params]
+        shapes = {tuple(aval_of(v).shape) for v in (*eqn.invars, *eqn.outvars)}
+        bodies = [open_jaxpr(eqn.params[name]) for name in _BODIES if name in eqn.params]
         if shapes <= {()}:
             continue
         if any(isinstance(v, Literal) and np.shape(v.val) != () for v in eqn.invars):
             return False  # a constant for each element: it knows where in the leaf the element lies
-        spread = eqn.primitive.name == "broadcast_in_dim" and tuple(eqn.invars[0].aval.shape) == ()
+        spread = eqn.primitive.name == "broadcast_in_dim" and tuple(aval_of(eqn.invars[0]).shape) == ()
         taken_apart = eqn.primitive.name in ("slice", "squeeze", "dynamic_slice", "gather") and shapes.isdisjoint({shape})
         if bodies and all(_elementwise(body, shape) for body in bodies) and eqn.primitive.name not in ("scan", "while", "cond"):
             continue
         if not (taken_apart or (shapes <= {(), shape} and (spread or eqn.primitive.name in ELEMENTWISE))):
             return False
     return True
-
-
-def _body(value: Any) -> Any:
-    return getattr(value, "jaxpr", value)

@@ -6,20 +6,23 @@ Every number that a user may change between steps is an element of one float64 v
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, compress
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bridge._ir.types import Array
+from bridge._memory.address_space import Scattered
+
 from .chunking import LARGE
 from .grad_stats import along, consequences, found_in
 from .joint_update import Columns, Way, unit_update
-from .leaf_update import ONES, Passes, joined, leaf_update, parted, passes_of, unless
-from .passes.batch_rows import Slot
+from .leaf_update import ONES, Common, LeafArrays, LeafScalars, NewLeaf, Passes, joined, leaf_update, parted, passes_of, unless
+from .passes.batch_rows import Slot, Value
 from .passes.kernel_class import Alike
 from .passes.per_kind import for_each
 from .plan import Leaf, Plan, in_rows
@@ -27,6 +30,7 @@ from .separability import in_parts
 from .spec import Row
 
 _traces = 0
+_Result: TypeAlias = tuple[Array, Sequence[Array]]  # the new parameter of a leaf, and its state
 
 
 def traces() -> int:
@@ -34,25 +38,36 @@ def traces() -> int:
     return _traces
 
 
+class Updated(NamedTuple):
+    """What an update gives: new values of its arguments of these names, the count of skipped updates, and a result that nobody donates."""
+
+    params: Sequence[Array]
+    state: Sequence[Array]
+    vectors: Sequence[Array]
+    kept: Sequence[Array]
+    skipped: Sequence[Array]
+    tokens: Sequence[Array]
+
+
 def update(
     plan: Plan,
-    params: list[Any],
-    state: list[Any],
-    vectors: list[Any],
-    kept: list[Any],
-    grads: list[Any],
-    masks: list[Any],
-    hyperparams: Any,
-    offsets: Any,
-    live: Any,
-    extra: list[Any],
-    scaling: list[Any],
-    measure: Any,
-    after: Sequence[Any] = (),
+    params: Sequence[jax.Array],
+    state: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    kept: Sequence[jax.Array],
+    grads: Sequence[jax.Array | Scattered],
+    masks: Sequence[jax.Array],
+    hyperparams: jax.Array,
+    offsets: jax.Array,
+    live: jax.Array,
+    extra: list[jax.Array],
+    scaling: Sequence[jax.Array],
+    measure: Array,
+    after: Sequence[jax.Array] = (),
     fused: bool = True,
     pieces: bool = False,
-) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Any], list[Any]]:
-    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens: a result that nobody donates.
+) -> Updated:
+    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens.
 
     The arguments after the plan are as of `abstract`: what a `bridge._runtime.launch.Launch` and a step have; `grads` as of `in_rows`.
     `after`: zeros that are there when the program may begin. `fused`: as of `compile.compiled`. `pieces`: it will be cut by `outline.cut`.
@@ -67,49 +82,54 @@ def update(
     if plan.decisive and not plan.measured:
         measure = found_here(plan, grads, leaf_masks, leaf_lives, scaling, measure)
     scale, skip, skipped = consequences(plan.clip, hyperparams[ONES], scaling, measure)
-    results: list[Any] = [None] * len(plan.leaves)
-    alike: dict[Any, list[int]] = {}
+    results: dict[int, _Result] = {}
+    alike: dict[tuple[Leaf, bool], list[int]] = {}
     for position, leaf in enumerate(plan.leaves):
         if leaf.row.unit is None:
             alike.setdefault((leaf, leaf_masks[position] is None), []).append(position)
+    common = Common(ones, scale, skip, extra)
     values = _values(plan, hyperparams, offsets, [i for at in alike.values() for i in at], pieces)
-    kinds = []
+    kinds: list[Alike] = []
     for (leaf, _), at in alike.items():
         problem = plan.problem(leaf)
         passes = _passes(plan, leaf, fused)
-        parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], values[i]) for i in at]
+        parts = [parted(problem, old_params[i], own[i], grads[i], leaf_masks[i], cast(jax.Array, values[i])) for i in at]
         arrays, scalars = zip(*parts, strict=True)
         kinds.append(Alike(leaf_update(problem, passes, plan.extra), arrays, scalars, leaf.count, _family(plan, leaf, passes, len(alike))))
-    updated = for_each(kinds, (ones, scale, skip, extra), plan.device.platform == "cpu")
+    updated = for_each(kinds, common, plan.device.platform == "cpu")
     for kind, ((leaf, _), at), new in zip(kinds, alike.items(), updated, strict=True):
         for i, arrays, scalars, result in zip(at, kind.arrays, kind.scalars, new, strict=True):
-            new_p, *columns = result if leaf.count in (None, 1) else _where_live(leaf_lives[i], result, arrays, scalars)
+            live_rows = leaf_lives[i]
+            new_p, *columns = result if live_rows is None or leaf.count == 1 else _where_live(live_rows, result, arrays, scalars)
             results[i] = new_p, joined(plan.problem(leaf), *columns)
-    columns, way = Columns(old_params, own, grads, leaf_masks, values), Way(fused, pieces)
-    new_shared, together = _together(plan, columns, states, (ones, scale, skip, extra), way if plan.device.platform == "cpu" else None)
-    results = [together.get(i, result) for i, result in enumerate(results)]
+    columns, way = Columns(old_params, own, cast(Sequence[jax.Array], grads), leaf_masks, values), Way(fused, pieces)
+    new_shared, together = _together(plan, columns, states, common, way if plan.device.platform == "cpu" else None)
+    results |= together
+    ordered = [results[i] for i in range(len(plan.leaves))]
     # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
     # the order of their arguments, and those without a buffer of their own last.
-    new_params = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if leaf.inplace]
-    new_kept = [p for leaf, (p, _) in zip(plan.leaves, results, strict=True) if not leaf.inplace]
-    new_state, new_vectors = _collected(plan, [fields for _, fields in results])
+    new_params = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if leaf.inplace]
+    new_kept = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if not leaf.inplace]
+    new_state, new_vectors = _collected(plan, [fields for _, fields in ordered])
     token = sum((x[0] for x in after), start=ones[0].astype(jnp.float32))
-    return new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token]
+    return Updated(new_params, new_state + new_shared, new_vectors, new_kept, skipped, [token])
 
 
-def _together(plan: Plan, columns: Columns, states: Iterator[Any], common: Any, way: Way | None) -> tuple[list[Any], dict[int, Any]]:
+def _together(
+    plan: Plan, columns: Columns, states: Iterator[jax.Array], common: Common, way: Way | None
+) -> tuple[list[Array], dict[int, _Result]]:
     """The new state that belongs to no leaf, and by position the results of leaves that a transformation sees together."""
-    new_shared: list[Any] = []
-    results: dict[int, Any] = {}
+    new_shared: list[Array] = []
+    results: dict[int, _Result] = {}
     for (problem, places), signatures in zip(plan.units, plan.shared, strict=True):
         shared = [next(states) for _ in signatures]
         new, found = unit_update(problem, places, columns, shared, common, plan.extra, way)
-        new_shared += unless(common[2], new, shared)
+        new_shared += unless(common.skip, new, shared)
         results |= found
     return new_shared, results
 
 
-def _distributed(plan: Plan, state: Iterator[Any], vectors: Sequence[Any]) -> list[list[Any]]:
+def _distributed(plan: Plan, state: Iterator[jax.Array], vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """The state of each leaf, from its arrays and from the vectors of scalars."""
     cells = {dtype: iter(jax.lax.split(x, [1] * len(x))) for dtype, x in zip(plan.scalars, vectors, strict=True)}
     return [
@@ -118,10 +138,10 @@ def _distributed(plan: Plan, state: Iterator[Any], vectors: Sequence[Any]) -> li
     ]
 
 
-def _collected(plan: Plan, own: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+def _collected(plan: Plan, own: Sequence[Sequence[Array]]) -> tuple[list[Array], list[jax.Array]]:
     """The arrays of the state of each leaf, and the vectors of scalars: what `_distributed` takes."""
-    arrays: list[Any] = []
-    scalars: dict[str, list[Any]] = {dtype: [] for dtype in plan.scalars}
+    arrays: list[Array] = []
+    scalars: dict[str, list[Array]] = {dtype: [] for dtype in plan.scalars}
     for leaf, fields in zip(plan.leaves, own, strict=True):
         for x, (_, dtype), among in zip(fields, leaf.state, leaf.together, strict=True):
             (scalars[dtype] if among else arrays).append(x.reshape(1) if among else x)
@@ -142,10 +162,10 @@ def by_type(plan: Plan) -> bool:
 
 # So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
 _KINDS = 4
-_of_any_size: dict[Any, bool] = {}
+_of_any_size: dict[Hashable, bool] = {}
 
 
-def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
+def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Hashable:
     """Equal for leaves whose updates are the same, but for their size where that was found not to matter."""
     size = math.prod(leaf.spec.shape)
     rule = plan.problem(leaf)._replace(specs=(leaf.spec._replace(shape=()),)), plan.extra
@@ -164,7 +184,7 @@ def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Any:
     )
 
 
-def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pieces: bool) -> list[Any]:
+def _values(plan: Plan, hyperparams: jax.Array, offsets: jax.Array, first: Sequence[int], pieces: bool) -> list[Value]:
     """The numbers of each leaf's row; of a pack one row of them for each of its leaves.
 
     They are taken from the hyperparams as a table for each transformation, those of the leaves `first` in the order in which they
@@ -176,7 +196,7 @@ def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pi
     for i in (*first, *(i for i, leaf in enumerate(plan.leaves) if leaf.row.unit is not None)):
         leaf = plan.leaves[i]
         tables.setdefault((leaf.row, pieces and leaf.row.unit is not None and leaf.count is None), []).append(i)
-    found: dict[int, Any] = {}
+    found: dict[int, Value] = {}
     for (kind, stay), at in tables.items():
         counts = [plan.leaves[i].count for i in at]
         rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in at])
@@ -192,38 +212,65 @@ def _values(plan: Plan, hyperparams: Any, offsets: Any, first: Sequence[int], pi
     return [found[i] for i in range(len(plan.leaves))]
 
 
-def _cut(vector: Any, start: Any, width: int) -> Any:
+def _cut(vector: jax.Array, start: jax.Array, width: int) -> jax.Array:
     return jax.lax.dynamic_slice(vector, (start,), (width,))
 
 
-def stepped(plan: Plan, params: Any, state: Any, vectors: Any, kept: Any, grads: list[Any], *others: Any) -> tuple[Any, ...]:
+def stepped(
+    plan: Plan,
+    params: list[jax.Array],
+    state: list[jax.Array],
+    vectors: list[jax.Array],
+    kept: list[jax.Array],
+    grads: list[jax.Array],
+    *others: Any,
+) -> tuple[Sequence[Array], ...]:
     """As `update`, of flat gradients as of `abstract`: the program of a step."""
-    return update(plan, params, state, vectors, kept, in_rows(plan, grads), *others, pieces=plan.device.platform == "cpu")
+    return tuple(update(plan, params, state, vectors, kept, in_rows(plan, grads), *others, pieces=plan.device.platform == "cpu"))
 
 
-def _flags(plan: Plan, masks: Sequence[Any], live: Any) -> tuple[list[Any], list[Any]]:
+def _flags(plan: Plan, masks: Sequence[jax.Array], live: jax.Array) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
     """For each leaf its mask of elements, and for each pack which of its rows are updated; None where there is none."""
-    at, lives, given = 0, [], iter(masks)
+    at, given = 0, iter(masks)
+    lives: list[jax.Array | None] = []
     for leaf in plan.leaves:
         lives.append(None if leaf.count is None else live[at : at + leaf.count])
         at += leaf.count or 0
     return [next(given) if leaf.elements else None for leaf in plan.leaves], lives
 
 
-def _where_live(live: Any, new: Any, arrays: Any, scalars: Any) -> Any:
+def _where_live(live: jax.Array, new: NewLeaf, arrays: LeafArrays, scalars: LeafScalars) -> NewLeaf:
     """The new rows of a pack; those that are not `live` keep their bits."""
-    chosen = lambda after, before: jnp.where(along(live, before), after, before)  # noqa: E731
-    return jax.tree.map(chosen, new, (arrays[0], arrays[1], scalars[0]))
+
+    def chosen(after: jax.Array, before: jax.Array) -> jax.Array:
+        return jnp.where(along(live, before), after, before)
+
+    return jax.tree.map(chosen, new, (arrays.param, arrays.state, scalars.state))
 
 
-def measured(plan: Plan, grads: Any, masks: Any, live: Any, scaling: Any, measure: Any, after: Sequence[Any]) -> Any:
+def measured(
+    plan: Plan,
+    grads: Sequence[jax.Array],
+    masks: Sequence[jax.Array],
+    live: jax.Array,
+    scaling: Sequence[jax.Array],
+    measure: Array,
+    after: Sequence[jax.Array],
+) -> Array:
     """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
     measure = sum((x[0].astype(jnp.float64) for x in after), start=measure)
     return found_here(plan, in_rows(plan, grads), *_flags(plan, masks, live), scaling, measure)
 
 
-def found_here(plan: Plan, grads: Sequence[Any], masks: Sequence[Any], lives: Sequence[Any], scaling: Any, before: Any) -> Any:
+def found_here(
+    plan: Plan,
+    grads: Sequence[jax.Array | Scattered],
+    masks: Sequence[jax.Array | None],
+    lives: Sequence[jax.Array | None],
+    scaling: Sequence[jax.Array],
+    before: Array,
+) -> Array:
     """As `found_in`, of the gradients of a plan that are not `far`."""
     near = [not plan.far(leaf) for leaf in plan.leaves]
-    grads, masks, lives = (list(compress(x, near)) for x in (grads, masks, lives))
-    return found_in(plan.clip, grads, masks, lives, scaling, before, plan.device.platform)
+    read = cast(list[jax.Array], list(compress(grads, near)))  # rows that lie anywhere are far
+    return found_in(plan.clip, read, list(compress(masks, near)), list(compress(lives, near)), scaling, before, plan.device.platform)
