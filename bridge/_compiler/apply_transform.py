@@ -1,15 +1,19 @@
 """One evaluation of a transformation: leaves, gradients and state in, leaves and state out, as shaped arrays or as flat buffers."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 
-from bridge._ir.numerics import times
+from bridge._compat.types import PyTreeDef
+from bridge._ir.numerics import finfo, times
 from bridge._ir.rounding import nearest, stochastic_round
 from bridge._ir.types import Array, PyTree
 from bridge._process import x64
@@ -86,11 +90,12 @@ def evaluate(
                         state[field.position] = times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor)
         extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
         transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
-        if extra and isinstance(transformation, optax.GradientTransformation):
+        # A transformation of the user may be of any class.
+        if extra and isinstance(transformation, optax.GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
             transformation = optax.with_extra_args_support(transformation)  # one that takes none is beside one that does
         update: Callable[..., tuple[PyTree, PyTree]] = transformation.update
         updates, new = update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
-        new_state, structure = jax.tree.flatten(new)
+        new_state, structure = cast(tuple[list[jax.Array], PyTreeDef], jax.tree.flatten(new))
         if structure != plan.structure:
             raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
         moves = _moves(problem, updates, params)
@@ -165,7 +170,7 @@ def _settled(
     factor = None
     if row.scaled:
         update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
-        factor = multiplier.astype(jnp.finfo(update.dtype).dtype)
+        factor = multiplier.astype(finfo(update.dtype).dtype)
         # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
         update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
     moved = p + update
@@ -182,7 +187,7 @@ def _settled(
     if AVERAGE in beside and decay is not None:
         average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
         with x64():
-            share = (1 - decay).astype(jnp.finfo(average.dtype).dtype)
+            share = (1 - decay).astype(finfo(average.dtype).dtype)
         kept[AVERAGE] = lower(average + share * (trained - average), beside[AVERAGE].dtype, row)
     return new, kept
 

@@ -1,8 +1,12 @@
 """What an update must know of all its gradients before the first element is updated: their norm, and whether all are finite."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +66,7 @@ def found_by(
     def at_once() -> jax.Array:
         return jnp.stack([total * unscaling**2 if clip else nothing, nothing])
 
-    return jax.lax.cond(jnp.isfinite(total), at_once, one_by_one)
+    return cast(jax.Array, jax.lax.cond(jnp.isfinite(total), at_once, one_by_one))
 
 
 def _unscaling(scaling: Sequence[jax.Array]) -> jax.Array:

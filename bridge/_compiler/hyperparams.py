@@ -5,6 +5,9 @@ traced float32 loses five digits of `1 - 0.999`; a traced float64 turns every fl
 A `Scalar` does neither: among scalars it is float64, and on meeting an array it becomes one of the arrays' type.
 """
 
+# jax declares many of its functions in part only, and the operators of `Scalar` are functions outside of the class.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 import operator

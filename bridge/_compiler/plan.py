@@ -138,7 +138,7 @@ class Plan:
             if leaf.row.unit is not None:
                 seen.setdefault(leaf.row.unit, []).extend((position, row, spec) for row, spec in leaf.members or ((None, leaf.spec),))
         nth = {path: i for i, path in enumerate(self.skeleton)}
-        units = []
+        units: list[tuple[Problem, list[tuple[int, int | None]]]] = []
         for _, own in sorted(seen.items()):
             own.sort(key=lambda place: nth[place[2].path or ()])
             problem = Problem(self.leaves[own[0][0]].row, tuple(spec for *_, spec in own), self.skeleton)

@@ -1,5 +1,8 @@
 """What a transformation must see of other leaves: nothing, their values, or their shapes; decided from its traced program."""
 
+# Modules of ours share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import functools
@@ -92,7 +95,10 @@ def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, siz
     dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
     leaf = row, () if spec.path is None else skeleton, spec.path, dtype, extra
     sizes = [size for size in sizes if size] if row.scaled else []
-    as_any = lambda size: (_in_numbers(*leaf, _ANY) or "").replace(str(_ANY), str(size))  # noqa: E731
+
+    def as_any(size: int) -> str:
+        return (_in_numbers(*leaf, _ANY) or "").replace(str(_ANY), str(size))
+
     return _knows_no_size(*leaf) and all(_in_numbers(*leaf, size) == as_any(size) for size in sizes)
 
 

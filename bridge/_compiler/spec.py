@@ -1,10 +1,13 @@
 """Static descriptions of leaves, state and further arguments."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from bridge._compat.types import PyTreeDef
 from bridge._ir.numerics import real
@@ -213,7 +216,7 @@ class Problem(NamedTuple):
         return any(spec.dtype in ("float64", "complex128") for spec in self.specs)
 
     @contextmanager
-    def types(self) -> Iterator[None]:
+    def types(self) -> Generator[None]:
         """The context that gives the transformation the types it would have in pure JAX, and jax's default promotion."""
         with x64(not self.row.scaled or self.wide), default_promotion():
             yield

@@ -1,22 +1,30 @@
 """The fields of a transformation's state by leaf, with the names that torch shows."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import collections
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bridge._compat.types import PyTreeDef
 from bridge._ir.numerics import is_key
 from bridge._ir.types import KeyPath, PyTree
 from bridge._names import Path, path_name
 from bridge._process import x64
 
 from .spec import BESIDE, Field, Layout, Problem, lift
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
 
 # ------------------------------------------------------------------ the state
 
@@ -31,18 +39,21 @@ def layout(problem: Problem) -> Layout:
         with problem.types():
             state = row.transformation(problem.scalars(values), specs[0].dtype).init(problem.tree(leaves))
             keys[:] = [jax.random.key_impl(x) if is_key(x) else None for x in jax.tree.leaves(state)]
-            return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else jnp.asarray(x), state)
+            return jax.tree.map(_as_array, state)
+
+    def lifted(leaves: list[jax.Array]) -> list[jax.Array]:
+        return [lift(x, row) for x in leaves]
 
     with x64():
         avals = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs]
-        wide = jax.eval_shape(lambda leaves: [lift(x, row) for x in leaves], avals)
+        wide: list[jax.ShapeDtypeStruct] = jax.eval_shape(lifted, avals)
         computed = jax.eval_shape(init, jax.ShapeDtypeStruct((row.width,), np.float64), wide)
         kept = jax.eval_shape(init, jax.ShapeDtypeStruct((row.width,), np.float64), avals) if row.scaled else computed
     own: list[list[Field]] = [[] for _ in specs]
     shared: list[Field] = []
-    flat, structure = jax.tree_util.tree_flatten_with_path(computed)
-    owner_of = owners([path for path, _ in flat], [nested(spec.path) for spec in specs])
-    for position, ((path, leaf), stored, key) in enumerate(zip(flat, jax.tree.leaves(kept), keys, strict=True)):
+    leaves, structure = cast(tuple[list[tuple[KeyPath, jax.ShapeDtypeStruct]], PyTreeDef], jax.tree_util.tree_flatten_with_path(computed))
+    owner_of = owners([path for path, _ in leaves], [nested(spec.path) for spec in specs])
+    for position, ((path, leaf), stored, key) in enumerate(zip(leaves, jax.tree.leaves(kept), keys, strict=True)):
         owner, name = owner_of(path)
         alike = owner is not None and leaf.shape == wide[owner].shape
         like_it = owner is not None and not row.scaled and leaf.ndim > 0  # of one array for each leaf, whatever its shape
@@ -61,6 +72,10 @@ def layout(problem: Problem) -> Layout:
     for fields, spec in zip(own, specs, strict=True):
         fields += [Field(name, shape, dtype, None, arithmetic=dtype) for name, shape, dtype in row.kept.fields(spec.dtype)]
     return Layout(structure, tuple(map(tuple, own)), tuple(shared))
+
+
+def _as_array(x: ArrayLike) -> jax.Array:
+    return jax.random.key_data(x) if is_key(x) else jnp.asarray(x)
 
 
 def nested(path: Path | None) -> KeyPath:
@@ -107,5 +122,8 @@ def tails(name: str) -> list[str]:
 def _short_names(fields: list[Field], taken: set[str]) -> list[Field]:
     """Each field by the shortest tail of its dotted name that is its own and not `taken`: 'nu', not '0.nu'."""
     ends = collections.Counter(tail for field in fields for tail in tails(field.name))
-    free = lambda tail: ends[tail] == 1 and tail not in taken and not tail[:1].isdigit()  # noqa: E731
+
+    def free(tail: str) -> bool:
+        return ends[tail] == 1 and tail not in taken and not tail[:1].isdigit()
+
     return [f._replace(name=next(filter(free, tails(f.name)), f.name or "state")) for f in fields]

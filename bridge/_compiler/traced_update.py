@@ -1,5 +1,8 @@
 """A transformation traced over the leaves of a problem."""
 
+# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# pyright: reportUnknownMemberType=false, reportUnusedClass=false
+
 from __future__ import annotations
 
 import functools
@@ -160,7 +163,7 @@ class _Program:
 
         def read_from(rest: Rest | None) -> frozenset[Name] | None:
             found = [None] if rest is None else [inputs.get(v) for v in rest.arrays]
-            return None if None in found else frozenset().union(*(each for each in found if each is not None))
+            return None if None in found else frozenset[Name]().union(*(each for each in found if each is not None))
 
         for v in (v for eqn in jaxpr.eqns for v in eqn.outvars if v in is_known and aval_of(v).size > 1):
             inputs[v] = read_from(Rest.of(behind, is_known - {v}, [(0, v)], aval_of(v).size))
@@ -188,7 +191,7 @@ class _Program:
         stack = [var]
         while stack:
             top = stack[-1]
-            if isinstance(top, Literal) or top in self._names:
+            if top in self._names:
                 stack.pop()
                 continue
             eqn = self._made[top]

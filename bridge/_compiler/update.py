@@ -39,7 +39,12 @@ def traces() -> int:
 
 
 class Updated(NamedTuple):
-    """What an update gives: new values of its arguments of these names, the count of skipped updates, and a result that nobody donates."""
+    """The results of an update.
+
+    params, state, vectors, kept: the new values of the arguments of these names.
+    skipped: the count of skipped updates, if the loss is scaled.
+    tokens: a result that nobody donates.
+    """
 
     params: Sequence[Array]
     state: Sequence[Array]
@@ -272,5 +277,5 @@ def found_here(
 ) -> Array:
     """As `found_in`, of the gradients of a plan that are not `far`."""
     near = [not plan.far(leaf) for leaf in plan.leaves]
-    read = cast(list[jax.Array], list(compress(grads, near)))  # rows that lie anywhere are far
+    read = cast(list[jax.Array], list(compress(grads, near)))  # those of rows that lie anywhere are far
     return found_in(plan.clip, read, list(compress(masks, near)), list(compress(lives, near)), scaling, before, plan.device.platform)

@@ -1,5 +1,8 @@
 """Texts that are equal for equal jaxprs, also for jaxprs that differ in the size of a leaf only."""
 
+# Modules of ours share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +83,7 @@ def _param(value: object, like: tuple[int, ...] | None = None) -> str:
     if isinstance(value, tuple) and value == like:
         return "L"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_param(v, like) for v in value)})"
+        return f"({', '.join(_param(v, like) for v in cast(Sequence[object], value))})"
     body = getattr(value, "jaxpr", value)
     if hasattr(body, "eqns"):
         jaxpr = cast(Jaxpr, body)

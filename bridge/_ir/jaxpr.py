@@ -1,5 +1,8 @@
 """Traced programs as data: trace, inline, slice, evaluate and rewrite a jaxpr."""
 
+# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnusedFunction=false
+
 from __future__ import annotations
 
 import re
@@ -135,12 +138,13 @@ def apply(jaxpr: Jaxpr, eqn: Eqn, operands: Sequence[Array], wanted: Callable[[E
         return bound(eqn, *(v.val if isinstance(v, Literal) else x for v, x in zip(eqn.invars, operands, strict=True)))
     given = [(v, x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)]
     alone = jaxpr.replace(constvars=[], invars=[v for v, _ in given], outvars=eqn.outvars, eqns=[eqn])
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))(*(x for _, x in given))
+    function = cast(Callable[..., list[Array]], jaxpr_as_fun(ClosedJaxpr(alone, [])))
+    return function(*(x for _, x in given))
 
 
 def bound(eqn: Eqn, *operands: Array) -> list[Array]:
     """The results of an operation that has no program among its parameters."""
-    found = eqn.primitive.bind(*operands, **eqn.params)
+    found = cast(PyTree, eqn.primitive.bind(*operands, **eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
 
 

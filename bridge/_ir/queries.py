@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import jax
@@ -135,8 +135,10 @@ def _held(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
 
 def jaxprs_in_params(eqn: Eqn) -> list[Jaxpr]:
     """Return the jaxprs among the parameters of an equation, open."""
-    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
-    return [body for x in values if hasattr(body := getattr(x, "jaxpr", x), "eqns")]
+    values: list[object] = []
+    for value in eqn.params.values():
+        values += cast(Sequence[object], value) if isinstance(value, tuple | list) else [value]
+    return [cast(Jaxpr, body) for x in values if hasattr(body := getattr(x, "jaxpr", x), "eqns")]
 
 
 def branches_to_select(eqn: Eqn) -> Sequence[ClosedJaxpr] | None:

@@ -1,5 +1,8 @@
 """Rounding to half precision: to the nearest number, and stochastically."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
@@ -9,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .numerics import finfo
 from .types import Array
 
 if TYPE_CHECKING:
@@ -21,9 +25,9 @@ def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     Not by a cast there and back, which XLA may drop (its xla_allow_excess_precision): no rounding would be left. Of float16
     `reduce_precision` alone would lose the subnormal numbers, the multiples of the smallest.
     """
-    info = jnp.finfo(dtype)
+    info = finfo(dtype)
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.minexp == jnp.finfo(x.dtype).minexp:
+    if info.minexp == finfo(x.dtype).minexp:
         return rounded
     smallest = float(info.smallest_subnormal)
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.round(x / smallest) * smallest, rounded)
@@ -108,5 +112,5 @@ def _stochastic_bfloat16(x: jax.Array, drawn: jax.Array) -> jax.Array:
     below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: towards zero
     is_below = bfloat16_bits(x) == below
     error = jnp.where(is_below, rest, -rest)
-    step = (_upper(drawn) < error) & (jnp.abs(x) < jnp.finfo(jnp.bfloat16).max.astype(np.float32))  # a NaN does not step
+    step = (_upper(drawn) < error) & (jnp.abs(x) < finfo(jnp.bfloat16).max.astype(np.float32))  # a NaN does not step
     return of_bits(below + (is_below == step).astype(np.uint16))

@@ -1,5 +1,8 @@
 """Results in bfloat16 rounded by operations on bits, which XLA's CPU compiler writes as vectors."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,8 @@
 """A traced update written for flat leaves: a result of a loop over a leaf's own shape cannot lie where its argument did."""
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,7 +14,8 @@ import numpy as np
 
 from bridge._compat.types import PyTreeDef
 from bridge._ir.classify import body_of, elementwise, keeps_elements, spreads
-from bridge._ir.jaxpr import apply, at_start, chosen, literal
+from bridge._ir.jaxpr import apply, at_start, bound, chosen, literal
+from bridge._ir.numerics import finfo
 from bridge._ir.queries import branches_to_select
 from bridge._ir.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, PyTree, aval_of, open_jaxpr
 
@@ -30,7 +34,7 @@ class Flat(NamedTuple):
     @staticmethod
     def of(function: Callable[[PyTree], PyTree], inputs: PyTree) -> Flat | None:
         """That of a function of such `inputs`, a pytree of which shapes and dtypes are looked at; None where it calls back into Python."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        shapes = jax.tree.map(_abstract, inputs)
         closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
         return None if closed.effects else Flat.written(closed, shapes, result)
 
@@ -49,6 +53,10 @@ class Flat(NamedTuple):
         """Whether it is for inputs of these shapes and dtypes."""
         kinds = [(tuple(aval_of(v).shape), aval_of(v).dtype) for v in self.closed.jaxpr.invars]
         return kinds == [(tuple(x.shape), x.dtype) for x in inputs]
+
+
+def _abstract(x: Array | Slot) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _results(jaxpr: Jaxpr, consts: Sequence[Array], arguments: Sequence[Array]) -> list[Array]:
@@ -84,7 +92,7 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Array], arguments: Sequence[Array]) 
         elif spreads(eqn, out.size):
             found = [jnp.broadcast_to(flat(eqn.invars[0]), (out.size,))]
         elif elementwise(eqn, out.size):
-            found = [eqn.primitive.bind(*map(flat, eqn.invars), **eqn.params)]
+            found = bound(eqn, *map(flat, eqn.invars))
         else:
             found = apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
         values |= zip(eqn.outvars, found, strict=True)
@@ -110,4 +118,4 @@ def _sums_products(eqn: Eqn) -> bool:
     one, other, total = (aval_of(v) for v in (*eqn.invars, *eqn.outvars))
     in_place = one.shape == other.shape and one.size > 1 and tuple(left) == tuple(right) and len(left) == one.ndim and not batch
     kinds = {one.dtype, other.dtype, total.dtype}
-    return in_place and len(kinds) == 1 and jnp.issubdtype(one.dtype, jnp.inexact) and jnp.finfo(one.dtype).bits >= 32
+    return in_place and len(kinds) == 1 and jnp.issubdtype(one.dtype, jnp.inexact) and finfo(one.dtype).bits >= 32

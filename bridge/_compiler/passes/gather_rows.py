@@ -6,6 +6,9 @@ twice. So each operation that needs the gradient has a gather of its own, and wh
 places that these read from, each has a zero of its own added, which the program is given, so that XLA cannot see that they are the same.
 """
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections import Counter

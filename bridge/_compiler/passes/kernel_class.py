@@ -1,5 +1,8 @@
 """Leaves whose updates are the same function."""
 
+# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# pyright: reportUnknownMemberType=false, reportUnusedFunction=false
+
 from __future__ import annotations
 
 import math

@@ -3,18 +3,23 @@
 The loops take barriers that stay until XLA has fused. XLA takes barriers out before that, unless the pass which does so is left
 out (`compile_options.of_barriers`)."""
 
+# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from bridge._compat.types import PyTreeDef
 from bridge._ir.jaxpr import apply, at_start, in_turn, inlined, literal, slice_of, traced
 from bridge._ir.types import Array, Jaxpr, Literal, PyTree, Var, aval_of
+
+from .kernel_class import _shape
 
 T = TypeVar("T")
 
@@ -34,7 +39,7 @@ def one_type_each(function: Callable[..., T], count: int, otherwise: Callable[..
     """
 
     def ordered(*inputs: PyTree) -> T:
-        closed, result = traced(function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs))
+        closed, result = traced(function, *jax.tree.map(_shape, inputs))
         closed = inlined(closed.jaxpr, closed.consts)
         jaxpr: Jaxpr = closed.jaxpr
         known: dict[Var, Array] = at_start(jaxpr, closed.consts, jax.tree.leaves(inputs))
@@ -54,7 +59,8 @@ def one_type_each(function: Callable[..., T], count: int, otherwise: Callable[..
                 known, done = known | dict(zip(read, kept, strict=True)), dict(zip(done, stored, strict=True))
             done |= _found(jaxpr, loop, known | done)
         found |= done
-        return jax.tree.unflatten(jax.tree.structure(result), [literal(v) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars])
+        structure = cast(PyTreeDef, jax.tree.structure(result))
+        return structure.unflatten([literal(v) if isinstance(v, Literal) else found[v] for v in jaxpr.outvars])
 
     return ordered
 

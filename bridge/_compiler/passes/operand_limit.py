@@ -7,9 +7,13 @@ the reciprocal in a loop of its own. Of the numbers of a row that are read once 
 bytes a float32 parameter with one parameter, 76 with two.
 """
 
+# jax declares many of its functions in part only.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +37,12 @@ def fewer(closed: ClosedJaxpr, size: int) -> ClosedJaxpr:
     if sum(1 for _ in _operands(program.jaxpr, size)) < _OPERANDS or _numbers_read(program.jaxpr, size) > _NUMBERS:
         return closed
     inputs = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in program.jaxpr.invars]
-    return jax.make_jaxpr(lambda *given: apart(program, given, jax.lax.copy_p.bind, reciprocals=True))(*inputs)
+    copy = cast(Callable[[Array], Array], jax.lax.copy_p.bind)
+
+    def written(*given: jax.Array) -> list[Array]:
+        return apart(program, given, copy, reciprocals=True)
+
+    return jax.make_jaxpr(written)(*inputs)
 
 
 def apart(program: ClosedJaxpr, inputs: Sequence[Array], own: Callable[[Array], Array], reciprocals: bool = False) -> list[Array]:
