@@ -10,21 +10,25 @@ Source: https://github.com/google/flax/tree/v0.3.6/flax/optim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike, DTypeLike
 
+from bridge._compat.types import PyTreeDef
+from bridge._ir.types import PyTree
 from bridge._names import path_name
 
-from .fields import check_gradients, field_values, in_type, one_learning_rate, opposite, wide_type
+from .fields import HyperParam, check_gradients, field_values, in_type, one_learning_rate, opposite, wide_type
 from .optimizer import OptimizerDef, OptimizerState
 
 
-def _static(default: Any) -> Any:
+def _static(default: bool | int) -> Any:
     """A field that decides structure: part of the pytree's type, never traced."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -40,38 +44,40 @@ class OptaxDef(OptimizerDef):
     that optax has for them, `absent` to what a field is that optax has not. optax's counts are not stored: they are the `step`.
     """
 
-    state_type: ClassVar[Any]
+    state_type: ClassVar[Callable[..., PyTree]]
     names: ClassVar[dict[str, str]] = {}
-    absent: ClassVar[dict[str, Any]] = {}
+    absent: ClassVar[dict[str, np.ndarray]] = {}
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
         raise NotImplementedError(f"{type(self).__name__} does not define transformation(hp).")
 
-    def init_param_state(self, param: Any) -> Any:
+    def init_param_state(self, param: ArrayLike) -> PyTree:
         tx = self._transformation(self.hyper_params.replace(learning_rate=0.0), 0)  # it may be given at each call only
         return self._named(tx.init(jnp.asarray(param)), self.absent)
 
-    def apply_param_gradient(self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any) -> tuple[Any, Any]:
+    def apply_param_gradient(
+        self, step: ArrayLike, hyper_params: Any, param: ArrayLike, state: PyTree, grad: ArrayLike
+    ) -> tuple[jax.Array, PyTree]:
         param, grad = jnp.asarray(param), jnp.asarray(grad)
         # optax adds counts and floats of other types; under strict promotion that is an error.
         with jax.numpy_dtype_promotion("standard"):
             tx = self._transformation(hyper_params, step)
             old = self._filled(jax.eval_shape(tx.init, param), state, step)
             updates, new = tx.update(grad, old, param)
-            return optax.apply_updates(param, updates), self._named(new, state._asdict())
+            return cast(jax.Array, optax.apply_updates(param, updates)), self._named(new, state._asdict())
 
-    def _transformation(self, hyper_params: Any, step: Any) -> optax.GradientTransformation:
+    def _transformation(self, hyper_params: Any, step: ArrayLike) -> optax.GradientTransformation:
         if hyper_params.learning_rate is None:
             name = type(self).__name__
             raise ValueError(f"{name} was given no learning rate. Pass learning_rate= to {name}(...) or to apply_gradient(...).")
         now = {name: value(step) for name, value in field_values(hyper_params).items() if callable(value)}
         return self.transformation(dataclasses.replace(hyper_params, **now))
 
-    def _filled(self, structure: Any, state: Any, step: Any) -> Any:
+    def _filled(self, structure: PyTree, state: PyTree, step: ArrayLike) -> PyTree:
         """optax's state, from ours and the step."""
         ours = {theirs: name for name, theirs in self.names.items()}
 
-        def value(path: Any, like: Any) -> Any:
+        def value(path: KeyPath, like: jax.ShapeDtypeStruct) -> ArrayLike:
             name = path_name(path[-1:])
             if name == "count":
                 return step
@@ -83,7 +89,7 @@ class OptaxDef(OptimizerDef):
 
         return jax.tree_util.tree_map_with_path(value, structure)
 
-    def _named(self, state: Any, absent: dict[str, Any]) -> Any:
+    def _named(self, state: optax.OptState, absent: Mapping[str, PyTree]) -> PyTree:
         """Our state, from optax's; what optax has not keeps its value."""
         found = {path_name(path[-1:]): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
         return self.state_type(**{name: found.get(theirs, absent.get(name)) for name, theirs in self.names.items()})
@@ -92,7 +98,7 @@ class OptaxDef(OptimizerDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientDescentHyperParams(HyperParams):
-    learning_rate: Any
+    learning_rate: HyperParam | None
 
 
 class GradientDescent(OptaxDef):
@@ -100,7 +106,7 @@ class GradientDescent(OptaxDef):
 
     state_type = optax.EmptyState
 
-    def __init__(self, learning_rate: Any = None, *, lr: Any = None) -> None:
+    def __init__(self, learning_rate: HyperParam | None = None, *, lr: HyperParam | None = None) -> None:
         super().__init__(GradientDescentHyperParams(one_learning_rate("GradientDescent", learning_rate, lr)))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
@@ -110,14 +116,14 @@ class GradientDescent(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MomentumHyperParams(HyperParams):
-    learning_rate: Any
-    beta: Any = 0.9
-    weight_decay: Any = 0.0
+    learning_rate: HyperParam | None
+    beta: HyperParam = 0.9
+    weight_decay: HyperParam = 0.0
     nesterov: bool = _static(False)
 
 
 class MomentumParamState(NamedTuple):
-    momentum: Any
+    momentum: jax.Array
 
 
 class Momentum(OptaxDef):
@@ -129,7 +135,13 @@ class Momentum(OptaxDef):
     state_type, names = MomentumParamState, {"momentum": "trace"}
 
     def __init__(
-        self, learning_rate: Any = None, beta: Any = 0.9, weight_decay: Any = 0.0, nesterov: bool = False, *, lr: Any = None
+        self,
+        learning_rate: HyperParam | None = None,
+        beta: HyperParam = 0.9,
+        weight_decay: HyperParam = 0.0,
+        nesterov: bool = False,
+        *,
+        lr: HyperParam | None = None,
     ) -> None:
         super().__init__(MomentumHyperParams(one_learning_rate("Momentum", learning_rate, lr), beta, weight_decay, nesterov))
 
@@ -141,16 +153,16 @@ class Momentum(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdamHyperParams(HyperParams):
-    learning_rate: Any
-    beta1: Any = 0.9
-    beta2: Any = 0.999
-    eps: Any = 1e-8
-    weight_decay: Any = 0.0
+    learning_rate: HyperParam | None
+    beta1: HyperParam = 0.9
+    beta2: HyperParam = 0.999
+    eps: HyperParam = 1e-8
+    weight_decay: HyperParam = 0.0
 
 
 class AdamParamState(NamedTuple):
-    grad_ema: Any
-    grad_sq_ema: Any
+    grad_ema: jax.Array
+    grad_sq_ema: jax.Array
 
 
 class Adam(OptaxDef):
@@ -162,7 +174,14 @@ class Adam(OptaxDef):
     state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
 
     def __init__(
-        self, learning_rate: Any = None, beta1: Any = 0.9, beta2: Any = 0.999, eps: Any = 1e-8, weight_decay: Any = 0.0, *, lr: Any = None
+        self,
+        learning_rate: HyperParam | None = None,
+        beta1: HyperParam = 0.9,
+        beta2: HyperParam = 0.999,
+        eps: HyperParam = 1e-8,
+        weight_decay: HyperParam = 0.0,
+        *,
+        lr: HyperParam | None = None,
     ) -> None:
         super().__init__(AdamHyperParams(one_learning_rate("Adam", learning_rate, lr), beta1, beta2, eps, weight_decay))
 
@@ -173,12 +192,12 @@ class Adam(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdagradHyperParams(HyperParams):
-    learning_rate: Any
-    eps: Any = 1e-8
+    learning_rate: HyperParam | None
+    eps: HyperParam = 1e-8
 
 
 class AdagradParamState(NamedTuple):
-    G: Any
+    G: jax.Array
 
 
 class Adagrad(OptaxDef):
@@ -189,7 +208,7 @@ class Adagrad(OptaxDef):
 
     state_type, names = AdagradParamState, {"G": "sum_of_squares"}
 
-    def __init__(self, learning_rate: Any = None, eps: Any = 1e-8, *, lr: Any = None) -> None:
+    def __init__(self, learning_rate: HyperParam | None = None, eps: HyperParam = 1e-8, *, lr: HyperParam | None = None) -> None:
         super().__init__(AdagradHyperParams(one_learning_rate("Adagrad", learning_rate, lr), eps))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
@@ -199,15 +218,15 @@ class Adagrad(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RMSPropHyperParams(HyperParams):
-    learning_rate: Any
-    beta2: Any = 0.9
-    eps: Any = 1e-8
+    learning_rate: HyperParam | None
+    beta2: HyperParam = 0.9
+    eps: HyperParam = 1e-8
     centered: bool = _static(False)
 
 
 class RMSPropParamState(NamedTuple):
-    v: Any
-    mg: Any  # None unless centered
+    v: jax.Array
+    mg: jax.Array | None  # None unless centered
 
 
 class RMSProp(OptaxDef):
@@ -218,7 +237,15 @@ class RMSProp(OptaxDef):
 
     state_type, names = RMSPropParamState, {"v": "nu", "mg": "mu"}
 
-    def __init__(self, learning_rate: Any = None, beta2: Any = 0.9, eps: Any = 1e-8, centered: bool = False, *, lr: Any = None) -> None:
+    def __init__(
+        self,
+        learning_rate: HyperParam | None = None,
+        beta2: HyperParam = 0.9,
+        eps: HyperParam = 1e-8,
+        centered: bool = False,
+        *,
+        lr: HyperParam | None = None,
+    ) -> None:
         super().__init__(RMSPropHyperParams(one_learning_rate("RMSProp", learning_rate, lr), beta2, eps, centered))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
@@ -228,11 +255,11 @@ class RMSProp(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LAMBHyperParams(HyperParams):
-    learning_rate: Any
-    beta1: Any = 0.9
-    beta2: Any = 0.999
-    weight_decay: Any = 0.0
-    eps: Any = 1e-6
+    learning_rate: HyperParam | None
+    beta1: HyperParam = 0.9
+    beta2: HyperParam = 0.999
+    weight_decay: HyperParam = 0.0
+    eps: HyperParam = 1e-6
 
 
 class LAMB(OptaxDef):
@@ -244,7 +271,14 @@ class LAMB(OptaxDef):
     state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
 
     def __init__(
-        self, learning_rate: Any = None, beta1: Any = 0.9, beta2: Any = 0.999, weight_decay: Any = 0.0, eps: Any = 1e-6, *, lr: Any = None
+        self,
+        learning_rate: HyperParam | None = None,
+        beta1: HyperParam = 0.9,
+        beta2: HyperParam = 0.999,
+        weight_decay: HyperParam = 0.0,
+        eps: HyperParam = 1e-6,
+        *,
+        lr: HyperParam | None = None,
     ) -> None:
         super().__init__(LAMBHyperParams(one_learning_rate("LAMB", learning_rate, lr), beta1, beta2, weight_decay, eps))
 
@@ -255,11 +289,11 @@ class LAMB(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LARSHyperParams(HyperParams):
-    learning_rate: Any
-    beta: Any = 0.9
-    weight_decay: Any = 0.0
-    trust_coefficient: Any = 0.001
-    eps: Any = 0.0
+    learning_rate: HyperParam | None
+    beta: HyperParam = 0.9
+    weight_decay: HyperParam = 0.0
+    trust_coefficient: HyperParam = 0.001
+    eps: HyperParam = 0.0
     nesterov: bool = _static(False)
 
 
@@ -272,8 +306,8 @@ class LARS(OptaxDef):
     state_type, names = MomentumParamState, {"momentum": "trace"}
 
     def __init__(
-        self, learning_rate: Any = None, beta: Any = 0.9, weight_decay: Any = 0.0, trust_coefficient: Any = 0.001, eps: Any = 0.0,
-        nesterov: bool = False, *, lr: Any = None,
+        self, learning_rate: HyperParam | None = None, beta: HyperParam = 0.9, weight_decay: HyperParam = 0.0,
+        trust_coefficient: HyperParam = 0.001, eps: HyperParam = 0.0, nesterov: bool = False, *, lr: HyperParam | None = None,
     ) -> None:  # fmt: skip
         learning_rate = one_learning_rate("LARS", learning_rate, lr)
         super().__init__(LARSHyperParams(learning_rate, beta, weight_decay, trust_coefficient, eps, nesterov))
@@ -286,24 +320,24 @@ class LARS(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdafactorHyperParams(HyperParams):
-    learning_rate: Any
+    learning_rate: HyperParam | None
     factored: bool = _static(True)
     multiply_by_parameter_scale: bool = _static(True)
-    beta1: Any = None
-    decay_rate: Any = 0.8
+    beta1: HyperParam | None = None
+    decay_rate: HyperParam = 0.8
     step_offset: int = _static(0)
-    clipping_threshold: Any = 1.0
-    weight_decay_rate: Any = None
+    clipping_threshold: HyperParam | None = 1.0
+    weight_decay_rate: HyperParam | None = None
     min_dim_size_to_factor: int = _static(128)
-    epsilon1: Any = 1e-30
-    epsilon2: Any = 1e-3
+    epsilon1: HyperParam = 1e-30
+    epsilon2: HyperParam = 1e-3
 
 
 class AdafactorParamState(NamedTuple):  # what is not in use has shape (1,)
-    v_row: Any
-    v_col: Any
-    v: Any
-    m: Any
+    v_row: jax.Array
+    v_col: jax.Array
+    v: jax.Array
+    m: jax.Array | np.ndarray
 
 
 class Adafactor(OptaxDef):
@@ -314,24 +348,26 @@ class Adafactor(OptaxDef):
     """
 
     state_type, names = AdafactorParamState, {"v_row": "v_row", "v_col": "v_col", "v": "v", "m": "ema"}
-    absent: ClassVar[dict[str, Any]] = {"m": np.zeros((1,), np.float32)}
+    absent: ClassVar[dict[str, np.ndarray]] = {"m": np.zeros((1,), np.float32)}
 
     def __init__(
-        self, learning_rate: Any = None, factored: bool = True, multiply_by_parameter_scale: bool = True, beta1: Any = None,
-        decay_rate: Any = 0.8, step_offset: int = 0, clipping_threshold: Any = 1.0, weight_decay_rate: Any = None,
-        min_dim_size_to_factor: int = 128, epsilon1: Any = 1e-30, epsilon2: Any = 1e-3, dtype_momentum: Any = jnp.float32,
-        *, lr: Any = None,
+        self, learning_rate: HyperParam | None = None, factored: bool = True, multiply_by_parameter_scale: bool = True,
+        beta1: HyperParam | None = None, decay_rate: HyperParam = 0.8, step_offset: int = 0,
+        clipping_threshold: HyperParam | None = 1.0, weight_decay_rate: HyperParam | None = None, min_dim_size_to_factor: int = 128,
+        epsilon1: HyperParam = 1e-30, epsilon2: HyperParam = 1e-3, dtype_momentum: DTypeLike = jnp.float32,
+        *, lr: HyperParam | None = None,
     ) -> None:  # fmt: skip
         self.dtype_momentum = dtype_momentum
         learning_rate = one_learning_rate("Adafactor", learning_rate, lr)
         scales = learning_rate, factored, multiply_by_parameter_scale, beta1, decay_rate, step_offset
         super().__init__(AdafactorHyperParams(*scales, clipping_threshold, weight_decay_rate, min_dim_size_to_factor, epsilon1, epsilon2))
 
-    def init_param_state(self, param: Any) -> Any:
+    def init_param_state(self, param: ArrayLike) -> PyTree:
         return super().init_param_state(jnp.asarray(param, wide_type(jnp.result_type(param))))
 
     def transformation(self, hp: Any) -> optax.GradientTransformation:
-        links: list[Any] = [optax.scale_by_factored_rms(hp.factored, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor, hp.epsilon1)]
+        factored = hp.factored, hp.decay_rate, hp.step_offset, hp.min_dim_size_to_factor, hp.epsilon1
+        links: list[optax.GradientTransformation] = [optax.scale_by_factored_rms(*factored)]
         if hp.clipping_threshold is not None:
             links.append(optax.clip_by_block_rms(hp.clipping_threshold))
         links.append(optax.scale_by_learning_rate(hp.learning_rate, flip_sign=False))
@@ -347,16 +383,16 @@ class Adafactor(OptaxDef):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightNormHyperParams(HyperParams):
-    inner: Any
-    wn_decay: Any = 0.0
-    wn_eps: Any = 1e-8
+    inner: object
+    wn_decay: HyperParam = 0.0
+    wn_eps: HyperParam = 1e-8
 
 
 class WeightNormParamState(NamedTuple):
-    direction_state: Any
-    scale_state: Any
-    direction: Any  # v; the parameter itself where it is not split
-    scale: Any  # g; () where it is not split
+    direction_state: PyTree
+    scale_state: PyTree
+    direction: jax.Array  # v; the parameter itself where it is not split
+    scale: jax.Array | tuple[()]  # g; () where it is not split
 
 
 class WeightNorm(OptimizerDef):
@@ -372,16 +408,16 @@ class WeightNorm(OptimizerDef):
     Source: https://github.com/google/flax/blob/v0.5.2/flax/optim/weight_norm.py
     """
 
-    def __init__(self, wrapped_optimizer: OptimizerDef, wn_decay: Any = 0.0, wn_eps: Any = 1e-8) -> None:
+    def __init__(self, wrapped_optimizer: OptimizerDef, wn_decay: HyperParam = 0.0, wn_eps: HyperParam = 1e-8) -> None:
         super().__init__(WeightNormHyperParams(wrapped_optimizer.hyper_params, wn_decay, wn_eps))
         self.wrapped_optimizer = wrapped_optimizer
 
-    def init_state(self, params: Any) -> OptimizerState:
+    def init_state(self, params: PyTree) -> OptimizerState:
         leaves, treedef = jax.tree.flatten(params)
         parts = _parts(treedef, [_split(jnp.asarray(leaf), self.hyper_params.wn_eps) for leaf in leaves])
         return _joined(treedef, self.wrapped_optimizer.init_state(parts), parts)
 
-    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+    def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
         leaves, treedef = jax.tree.flatten(params)
         check_gradients("WeightNorm", params, grads)
         states = opposite(treedef, state.param_states, "the state")
@@ -399,7 +435,7 @@ class WeightNorm(OptimizerDef):
         own = {name: overrides.pop(name) for name in ("wn_decay", "wn_eps") if name in overrides}
         return given.replace(inner=self.wrapped_optimizer.update_hyper_params(hyper_params=given.inner, **overrides), **own)
 
-    def with_hyper_params(self, **overrides: Any) -> Any:
+    def with_hyper_params(self, **overrides: Any) -> WeightNorm:
         new = super().with_hyper_params(**overrides)
         new.wrapped_optimizer = self.wrapped_optimizer.with_hyper_params(hyper_params=new.hyper_params.inner)
         return new
@@ -409,7 +445,7 @@ class WeightNorm(OptimizerDef):
         return self.wrapped_optimizer.hyper_param_values() | {"wn_decay": hp.wn_decay, "wn_eps": hp.wn_eps}
 
 
-def _split(param: jax.Array, eps: Any) -> tuple[Any, Any]:
+def _split(param: jax.Array, eps: ArrayLike) -> tuple[jax.Array, jax.Array | tuple[()]]:
     """(direction, scale) of a parameter, in float32 at least; scale () where there is nothing to normalise."""
     if param.ndim < 2 or param.size <= param.shape[-1]:
         return param, ()
@@ -418,14 +454,14 @@ def _split(param: jax.Array, eps: Any) -> tuple[Any, Any]:
     return wide / scale, scale
 
 
-def _merge(hyper_params: Any, direction: Any, scale: Any) -> jax.Array:
+def _merge(hyper_params: Any, direction: jax.Array, scale: jax.Array | tuple[()]) -> jax.Array:
     """The parameter of a direction and a scale."""
     if isinstance(scale, tuple):
         return direction
     return direction * (scale * jax.lax.rsqrt(_squares(direction) + in_type(hyper_params, direction.dtype).wn_eps))
 
 
-def _pull(hyper_params: Any, state: WeightNormParamState, grad: Any) -> tuple[Any, Any]:
+def _pull(hyper_params: Any, state: WeightNormParamState, grad: ArrayLike) -> tuple[ArrayLike, jax.Array | tuple[()]]:
     """The gradients of direction and scale from the parameter's own."""
     if isinstance(state.scale, tuple):
         return grad, ()
@@ -439,12 +475,12 @@ def _squares(direction: jax.Array) -> jax.Array:
     return jnp.square(direction).sum(tuple(range(direction.ndim - 1)), keepdims=True)
 
 
-def _parts(treedef: Any, pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+def _parts(treedef: PyTreeDef, pairs: Sequence[tuple[PyTree, PyTree]]) -> dict[str, PyTree]:
     """The tree that the other definition sees."""
     return {"direction": treedef.unflatten([d for d, _ in pairs]), "scale": treedef.unflatten([s for _, s in pairs])}
 
 
-def _joined(treedef: Any, inner: OptimizerState, parts: dict[str, Any]) -> OptimizerState:
+def _joined(treedef: PyTreeDef, inner: OptimizerState, parts: dict[str, PyTree]) -> OptimizerState:
     """The other definition's state with the parts that it belongs to, parameter by parameter."""
     columns = [treedef.flatten_up_to(tree[part]) for tree in (inner.param_states, parts) for part in ("direction", "scale")]
     return OptimizerState(inner.step, treedef.unflatten([WeightNormParamState(*each) for each in zip(*columns, strict=True)]))

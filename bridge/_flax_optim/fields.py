@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike, DTypeLike
 
+from bridge._compat.types import PyTreeDef
+from bridge._ir.types import PyTree
 from bridge._names import near, path_name
 
+# The value of a hyper param: a number, an array, or a function of the step.
+HyperParam: TypeAlias = ArrayLike | optax.Schedule
 
-def one_learning_rate(title: str, learning_rate: Any, lr: Any) -> Any:
+
+def one_learning_rate(title: str, learning_rate: HyperParam | None, lr: HyperParam | None) -> HyperParam | None:
     """The one that was given of `learning_rate` and its other name `lr`; None for neither, a TypeError for both."""
     if learning_rate is not None and lr is not None:
         raise TypeError(f"{title} got both lr and learning_rate, two names of one hyper param. Give one of them.")
     return learning_rate if lr is None else lr
 
 
-def field_names(hyper_params: Any) -> tuple[str, ...]:
+def field_names(hyper_params: object) -> tuple[str, ...]:
     """The names of the attributes of a dataclass, a NamedTuple or any other object."""
     if dataclasses.is_dataclass(hyper_params):
         return tuple(field.name for field in dataclasses.fields(hyper_params))
     return getattr(hyper_params, "_fields", None) or tuple(getattr(hyper_params, "__dict__", ()))
 
 
-def field_values(hyper_params: Any) -> dict[str, Any]:
+def field_values(hyper_params: object) -> dict[str, Any]:
     """The attributes of a dataclass, a NamedTuple or any other object, by name."""
     return {name: getattr(hyper_params, name) for name in field_names(hyper_params)}
 
@@ -56,22 +64,22 @@ def with_fields(title: str, hyper_params: Any, values: Mapping[str, Any]) -> Any
     return new
 
 
-def wide_type(dtype: Any) -> Any:
+def wide_type(dtype: DTypeLike) -> np.dtype:
     """The type that the arithmetic of a parameter runs in: float32 for half types, else its own."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32 if half else dtype)
 
 
-def in_type(hyper_params: Any, dtype: Any) -> Any:
+def in_type(hyper_params: Any, dtype: DTypeLike) -> Any:
     """The hyper params with floating arrays of other types cast: an update must not change the type of what it updates."""
-    other = {}
+    other: dict[str, HyperParam] = {}
     for name, value in field_values(hyper_params).items():
         if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
             other[name] = jnp.asarray(value).astype(dtype)
     return with_fields("", hyper_params, other) if other else hyper_params
 
 
-def opposite(treedef: Any, tree: Any, title: str) -> list[Any]:
+def opposite(treedef: PyTreeDef, tree: PyTree, title: str) -> list[PyTree]:
     """What stands in a tree where the parameters have their leaves."""
     try:
         return treedef.flatten_up_to(tree)
@@ -79,7 +87,7 @@ def opposite(treedef: Any, tree: Any, title: str) -> list[Any]:
         raise ValueError(f"apply_gradient: {title} must have the structure of the parameters, {treedef}. {error}") from error
 
 
-def check_gradients(title: str, params: Any, grads: Any) -> None:
+def check_gradients(title: str, params: PyTree, grads: PyTree) -> None:
     """Raise a ValueError that names the parameter whose gradient is missing or has another shape."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     for (path, param), grad in zip(paths, opposite(treedef, grads, "grads"), strict=True):
@@ -88,7 +96,7 @@ def check_gradients(title: str, params: Any, grads: Any) -> None:
             raise ValueError(f"{title}: the gradient of {path_name(path)!r} is {what}; expected one of shape {np.shape(param)}.")
 
 
-def nested(tree: Any) -> Any:
+def nested(tree: PyTree) -> dict[str, Any]:
     """A pytree as nested dicts by the names in its key paths, as flax saved it; the leaves themselves, not copies."""
     root: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -100,7 +108,7 @@ def nested(tree: Any) -> Any:
     return root
 
 
-def restored(like: Any, saved: Any) -> Any:
+def restored(like: PyTree, saved: PyTree) -> PyTree:
     """The tree `like` with the leaves of nested dicts in place of its own.
 
     Raises:
@@ -119,7 +127,7 @@ def restored(like: Any, saved: Any) -> Any:
     return treedef.unflatten([_checked(".".join(key), leaf, found[key]) for key, leaf in wanted.items()])
 
 
-def _checked(name: str, like: Any, saved: Any) -> jax.Array:
+def _checked(name: str, like: ArrayLike, saved: ArrayLike) -> jax.Array:
     shape, dtype = np.shape(like), getattr(like, "dtype", None)
     given_shape, given_dtype = np.shape(saved), getattr(saved, "dtype", dtype)  # a Python number is of any type
     if given_shape != shape or (dtype is not None and given_dtype != dtype):
@@ -128,5 +136,5 @@ def _checked(name: str, like: Any, saved: Any) -> jax.Array:
     return jnp.asarray(saved, dtype)
 
 
-def _keys(path: Sequence[Any]) -> tuple[str, ...]:
+def _keys(path: KeyPath) -> tuple[str, ...]:
     return tuple(path_name((key,)) for key in path)

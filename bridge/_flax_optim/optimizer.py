@@ -3,8 +3,8 @@
 Ten lines make a new optimizer; `bridge._flax_optim.definitions` holds ready ones.
 
 >>> class SignumHyperParams(NamedTuple):
-...     learning_rate: Any
-...     beta: Any
+...     learning_rate: float
+...     beta: float
 >>> class Signum(OptimizerDef):
 ...     def __init__(self, learning_rate, beta=0.9):
 ...         super().__init__(SignumHyperParams(learning_rate, beta))
@@ -26,15 +26,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from bridge._compat.types import Device, PyTreeDef
 from bridge._interop.flax_serialization import known_to_flax
+from bridge._ir.types import PyTree
 from bridge._names import path_name
 from bridge._transforms.selectors import Leaves, column
 
@@ -44,8 +47,8 @@ from .fields import check_gradients, field_values, in_type, nested, opposite, re
 class OptimizerState(NamedTuple):
     """`step`: int32 count of updates. `param_states`: a tree of the parameters, with each leaf's own state in its place."""
 
-    step: Any
-    param_states: Any
+    step: jax.Array
+    param_states: PyTree
 
     def replace(self, **changes: Any) -> OptimizerState:
         return self._replace(**changes)
@@ -66,24 +69,26 @@ class OptimizerDef:
     def __init__(self, hyper_params: Any) -> None:
         self.hyper_params = hyper_params
 
-    def init_param_state(self, param: Any) -> Any:
+    def init_param_state(self, param: ArrayLike) -> PyTree:
         """The state of one parameter before the first update: any pytree, `()` for none."""
         raise NotImplementedError(f"{type(self).__name__} does not define init_param_state(param).")
 
-    def apply_param_gradient(self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any) -> tuple[Any, Any]:
+    def apply_param_gradient(
+        self, step: ArrayLike, hyper_params: Any, param: ArrayLike, state: PyTree, grad: ArrayLike
+    ) -> tuple[jax.Array, PyTree]:
         """(new_param, new_state) of one parameter; `step` counts the updates before this one, from 0."""
         raise NotImplementedError(f"{type(self).__name__} does not define apply_param_gradient(step, hyper_params, param, state, grad).")
 
-    def create(self, target: Any, focus: Any = None) -> Optimizer:
+    def create(self, target: PyTree, focus: object = None) -> Optimizer:
         """An `Optimizer` of the target, a pytree of arrays. `focus`: a selector; leaves outside it have no state and stay as they are."""
         known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         optimizer_def = self if focus is None else MultiOptimizer((focus, self))
         return Optimizer(optimizer_def, optimizer_def.init_state(target), target)
 
-    def init_state(self, params: Any) -> OptimizerState:
+    def init_state(self, params: PyTree) -> OptimizerState:
         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(self.init_param_state, params))
 
-    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+    def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
         """(new_params, new_state) for a tree of gradients.
 
         Raises:
@@ -96,7 +101,7 @@ class OptimizerDef:
         new_params, new_states = zip(*results, strict=True) if results else ((), ())
         return treedef.unflatten(new_params), OptimizerState(state.step + 1, treedef.unflatten(new_states))
 
-    def _apply_leaf(self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any) -> tuple[Any, Any]:
+    def _apply_leaf(self, step: ArrayLike, hyper_params: Any, param: ArrayLike, state: PyTree, grad: ArrayLike) -> tuple[jax.Array, PyTree]:
         dtype = getattr(param, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return self.apply_param_gradient(step, hyper_params, param, state, grad)
@@ -108,11 +113,11 @@ class OptimizerDef:
         new_param, new_state = self.apply_param_gradient(step, hyper_params, *lifted)
         return new_param.astype(dtype), jax.tree.map(lambda new, old: jnp.asarray(new, getattr(old, "dtype", None)), new_state, state)
 
-    def init(self, params: Any) -> OptimizerState:
+    def init(self, params: PyTree) -> OptimizerState:
         """optax's `init`: the same as `init_state`."""
         return self.init_state(params)
 
-    def update(self, grads: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, OptimizerState]:
+    def update(self, grads: PyTree, state: OptimizerState, params: PyTree = None, **extra_args: object) -> tuple[PyTree, OptimizerState]:
         """optax's `update`: what to add to `params`, and the new state. Extra args are ignored.
 
         Raises:
@@ -138,7 +143,7 @@ class OptimizerDef:
         given = overrides.pop("hyper_params", None)
         return with_fields(type(self).__name__, self.hyper_params if given is None else given, overrides)
 
-    def with_hyper_params(self, **overrides: Any) -> Any:
+    def with_hyper_params(self, **overrides: Any) -> Self:
         """A definition of the same class with these hyper params, named as in `update_hyper_params`; values may be traced."""
         new = copy.copy(self)
         new.hyper_params = self.update_hyper_params(**overrides)
@@ -148,11 +153,11 @@ class OptimizerDef:
         """The hyper params by name, as `with_hyper_params` takes them."""
         return field_values(self.hyper_params)
 
-    def state_dict(self, target: Any, state: Any) -> dict[str, Any]:
+    def state_dict(self, target: PyTree, state: OptimizerState) -> dict[str, Any]:
         """{'target': ..., 'state': ...} as nested dicts with string keys, in flax's layout; the arrays are not copied."""
         return nested({"target": target, "state": state})
 
-    def restore_state(self, target: Any, state: Any, state_dict: Mapping[str, Any]) -> tuple[Any, Any]:
+    def restore_state(self, target: PyTree, state: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[PyTree, OptimizerState]:
         """(target, state) with the values of a `state_dict`; the given ones say which structure, shapes and dtypes it must have.
 
         Raises:
@@ -175,10 +180,10 @@ class Optimizer:
     """
 
     optimizer_def: OptimizerDef = dataclasses.field(metadata={"static": True})
-    state: Any
-    target: Any
+    state: OptimizerState
+    target: PyTree
 
-    def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Optimizer:
+    def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> Optimizer:
         """The optimizer after one update; overrides as in `OptimizerDef.update_hyper_params`, for this update only."""
         known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
@@ -196,7 +201,7 @@ class Optimizer:
         target, state = self.optimizer_def.restore_state(self.target, self.state, state_dict)
         return self.replace(target=target, state=state)
 
-    def replicate(self, devices: Sequence[Any] | None = None, axis_name: str = "batch") -> Optimizer:
+    def replicate(self, devices: Sequence[Device] | None = None, axis_name: str = "batch") -> Optimizer:
         """A copy on each device, stacked along a new first axis; its `apply_gradient` then takes the mean of the gradients.
 
         Call that inside `jax.pmap(..., axis_name=axis_name)`, where each replica sees its own copy, or inside `shard_map` over
@@ -221,15 +226,15 @@ class Optimizer:
 class ReplicatedOptimizer(OptimizerDef):
     """A definition that first takes the mean of the gradients over a mapped axis; `Optimizer.replicate` makes it."""
 
-    def __init__(self, optimizer_def: OptimizerDef, devices: Sequence[Any] | None = None, axis_name: str = "batch") -> None:
+    def __init__(self, optimizer_def: OptimizerDef, devices: Sequence[Device] | None = None, axis_name: str = "batch") -> None:
         super().__init__(optimizer_def.hyper_params)
         self.optimizer_def, self.axis_name = optimizer_def, axis_name
         self.devices = list(jax.local_devices() if devices is None else devices)
 
-    def init_state(self, params: Any) -> OptimizerState:
+    def init_state(self, params: PyTree) -> OptimizerState:
         return self.optimizer_def.init_state(params)
 
-    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+    def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
         """As the definition's own, on the mean of the gradients over `axis_name`.
 
         Raises:
@@ -250,17 +255,17 @@ class ReplicatedOptimizer(OptimizerDef):
     def update_hyper_params(self, **overrides: Any) -> Any:
         return self.optimizer_def.update_hyper_params(**overrides)
 
-    def with_hyper_params(self, **overrides: Any) -> Any:
+    def with_hyper_params(self, **overrides: Any) -> ReplicatedOptimizer:
         return ReplicatedOptimizer(self.optimizer_def.with_hyper_params(**overrides), self.devices, self.axis_name)
 
     def hyper_param_values(self) -> dict[str, Any]:
         return self.optimizer_def.hyper_param_values()
 
-    def state_dict(self, target: Any, state: Any) -> dict[str, Any]:
+    def state_dict(self, target: PyTree, state: OptimizerState) -> dict[str, Any]:
         """That of the first device's copy."""
         return self.optimizer_def.state_dict(*_first_copy((target, state), self.devices))
 
-    def restore_state(self, target: Any, state: Any, state_dict: Mapping[str, Any]) -> tuple[Any, Any]:
+    def restore_state(self, target: PyTree, state: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[PyTree, OptimizerState]:
         """Every device's copy gets the values."""
         one_target, one_state = _first_copy((target, state), self.devices)
         values = self.optimizer_def.restore_state(one_target, one_state, state_dict)
@@ -273,19 +278,19 @@ class ModelParamTraversal:
     It is a selector as well (README): called with a dotted name it answers for 'head.weight' what it does for '/head/weight'.
     """
 
-    def __init__(self, filter_fn: Callable[[str, Any], Any]) -> None:
+    def __init__(self, filter_fn: Callable[[str, Any], object]) -> None:
         if not callable(filter_fn):
             raise TypeError(f"ModelParamTraversal: expected a function (path, param) -> bool, got {filter_fn!r}.")
         self.filter_fn = filter_fn
 
-    def __call__(self, name: str, param: Any) -> bool:
+    def __call__(self, name: str, param: object) -> bool:
         return bool(self.filter_fn("/" + name.replace(".", "/"), param))
 
-    def iterate(self, inputs: Any) -> Iterator[Any]:
+    def iterate(self, inputs: PyTree) -> Iterator[Any]:
         """The selected leaves of a tree."""
         yield from (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(inputs) if self(path_name(path), leaf))
 
-    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+    def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
         """The tree with `fn` applied to the selected leaves."""
         return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(leaf) if self(path_name(path), leaf) else leaf, inputs)
 
@@ -296,12 +301,12 @@ class _Traversed:
     def __init__(self, traversal: Any) -> None:
         self._traversal = traversal
 
-    def __call__(self, params: Any) -> Any:
+    def __call__(self, params: PyTree) -> PyTree:
         chosen = object()
         return jax.tree.map(lambda x: x is chosen, self._traversal.update(lambda _: chosen, params))
 
 
-def _selector(traversal: Any) -> Any:
+def _selector(traversal: object) -> object:
     is_of_flax = not callable(traversal) and callable(getattr(traversal, "iterate", None)) and callable(getattr(traversal, "update", None))
     return _Traversed(traversal) if is_of_flax else traversal
 
@@ -328,7 +333,7 @@ class MultiOptimizer(OptimizerDef):
     wrap others (`WeightNorm`, `MultiOptimizer`) may stand in it, and see the leaves under their own names.
     """
 
-    def __init__(self, *traversals_and_optimizers: tuple[Any, OptimizerDef]) -> None:
+    def __init__(self, *traversals_and_optimizers: tuple[object, OptimizerDef]) -> None:
         if not traversals_and_optimizers:
             raise TypeError("MultiOptimizer: expected pairs of (selector, OptimizerDef), got none.")
         for pair in traversals_and_optimizers:
@@ -338,16 +343,16 @@ class MultiOptimizer(OptimizerDef):
         self.sub_optimizers = tuple(optimizer for _, optimizer in traversals_and_optimizers)
         super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
 
-    def init_state(self, params: Any) -> OptimizerState:
+    def init_state(self, params: PyTree) -> OptimizerState:
         leaves, treedef = jax.tree.flatten(params)
         owners = self._owners(params, strict=True)
-        states: list[Any] = [None] * len(leaves)
+        states: list[PyTree] = [None] * len(leaves)
         for index, optimizer in enumerate(self.sub_optimizers):
             state = optimizer.init_state(_held(treedef, leaves, owners, index))
             _put(states, treedef.flatten_up_to(state.param_states), owners, index)
         return OptimizerState(jnp.zeros((), jnp.int32), treedef.unflatten([_owned(*each) for each in zip(states, owners, strict=True)]))
 
-    def apply_gradient(self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any) -> tuple[Any, OptimizerState]:
+    def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(params)
         leaves = [leaf for _, leaf in paths]
         states, given = opposite(treedef, state.param_states, "the state"), opposite(treedef, grads, "grads")
@@ -369,7 +374,7 @@ class MultiOptimizer(OptimizerDef):
     def update_hyper_params(self, **overrides: Any) -> list[Any]:
         return [optimizer.update_hyper_params(**own) for optimizer, own in self._each_with(overrides)]
 
-    def with_hyper_params(self, **overrides: Any) -> Any:
+    def with_hyper_params(self, **overrides: Any) -> Self:
         new = copy.copy(self)
         new.sub_optimizers = tuple(optimizer.with_hyper_params(**own) for optimizer, own in self._each_with(overrides))
         new.hyper_params = [optimizer.hyper_params for optimizer in new.sub_optimizers]
@@ -400,7 +405,7 @@ class MultiOptimizer(OptimizerDef):
             )
         return [mine if given is None else given for given, mine in zip(hyper_params, self.hyper_params, strict=True)]
 
-    def _owners(self, params: Any, strict: bool) -> list[int | None]:
+    def _owners(self, params: PyTree, strict: bool) -> list[int | None]:
         """For each leaf the index of its pair. Not strict: a pattern may have lost its leaves (no gradient, masked out)."""
         paths = jax.tree_util.tree_leaves_with_path(params)
         leaves = Leaves([path_name(path) for path, _ in paths], [leaf for _, leaf in paths], lambda: params)
@@ -426,37 +431,37 @@ class MultiOptimizer(OptimizerDef):
             raise ValueError(f"Multiple optimizers match the same leaves: {name!r} belongs to pairs {both}. Narrow one of the selectors.")
 
 
-def _difference(new: Any, old: Any) -> Any:
+def _difference(new: ArrayLike, old: ArrayLike) -> jax.Array:
     """What to add to the old for the new: -0.0, which changes no bit of any number, where they are equal (infinities too)."""
     old = jnp.asarray(old)
     new = jnp.asarray(new).astype(old.dtype)
     return jnp.where(new == old, jnp.full_like(old, -0.0), new - old)
 
 
-def _held(treedef: Any, values: Sequence[Any], owners: Sequence[int | None], index: int) -> Any:
+def _held(treedef: PyTreeDef, values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> PyTree:
     """The tree with None for the leaves that are not of one pair: they keep their names so."""
     return treedef.unflatten([value if owner == index else None for value, owner in zip(values, owners, strict=True)])
 
 
-def _put(into: list[Any], values: Sequence[Any], owners: Sequence[int | None], index: int) -> None:
+def _put(into: list[PyTree], values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> None:
     into[:] = [new if owner == index else old for old, new, owner in zip(into, values, owners, strict=True)]
 
 
-def _owned(state: Any, owner: int | None) -> Any:
+def _owned(state: PyTree, owner: int | None) -> PyTree:
     """None stands for a leaf of no pair only: an owned leaf without state has ()."""
     return () if state is None and owner is not None else state
 
 
-def _varying(x: Any) -> frozenset[Any]:
+def _varying(x: ArrayLike) -> frozenset[Hashable]:
     """The mapped axes over which jax knows a value to differ; none where it keeps no account (pmap, check_vma=False)."""
     kind = jax.typeof(x)
     return getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", frozenset())
 
 
-def _stacker(devices: Sequence[Any], axis_name: str) -> Callable[[Any], jax.Array]:
+def _stacker(devices: Sequence[Device], axis_name: str) -> Callable[[ArrayLike], jax.Array]:
     sharding = NamedSharding(Mesh(np.array(devices), (axis_name,)), PartitionSpec(axis_name))
 
-    def stacked(x: Any) -> jax.Array:
+    def stacked(x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         copies = [jax.device_put(x[None], device) for device in devices]
         return jax.make_array_from_single_device_arrays((len(devices), *x.shape), sharding, copies)
@@ -464,5 +469,5 @@ def _stacker(devices: Sequence[Any], axis_name: str) -> Callable[[Any], jax.Arra
     return stacked
 
 
-def _first_copy(tree: Any, devices: Sequence[Any]) -> Any:
+def _first_copy(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     return jax.tree.map(lambda x: jax.device_put(x[0], devices[0]), tree)
