@@ -8,17 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 
 from bridge._compat.torch import apply_of, forward_level, functorch_is_active, is_legacy_batch
 
-from .traced_function import Program, Recording
+from .traced_function import Program, Recording, Result
 
 
 class _Recorded(torch.autograd.Function):
     """The call in torch's graph, with residuals."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, found: list[Any] | None, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, recording: Recording, found: Sequence[Result] | None, others: Sequence[ArrayLike], *tensors: torch.Tensor
+    ) -> tuple[Result, ...]:
         if found is None:
             found = recording.forward(tensors, others)
         first, second = recording.ends
@@ -29,17 +32,17 @@ class _Recorded(torch.autograd.Function):
         if not recording.saves_all_tensors:
             tensors = tuple([tensors[i] for i in recording.needed])
         if recording.outputs:
-            kept = [outs[i] for i in recording.outputs] + kept
+            kept = [*[outs[i] for i in recording.outputs], *kept]
         ctx.save_for_backward(*tensors, *kept)
         ctx.call = recording, others, rest
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> tuple[Result | None, ...]:
         recording, others, rest = ctx.call
         program, wanted, needed = recording.program, recording.wanted, recording.needed
         given = tuple(i for i, grad in enumerate(grads) if grad is not None and program.outs_differ[i])
-        out: list[Any] = [None] * (3 + len(program.tensors))
+        out: list[Result | None] = [None] * (3 + len(program.tensors))
         if not given:
             return tuple(out)
         saved, chosen = ctx.saved_tensors, [grads[i] for i in given]
@@ -58,11 +61,11 @@ class _Transformed(torch.autograd.Function):
     """The call under a transformation of torch.func or in forward mode: keeps arguments alone, and computes anew from them."""
 
     @staticmethod
-    def forward(program: Program, others: Sequence[Any], *tensors: torch.Tensor) -> Any:
+    def forward(program: Program, others: Sequence[ArrayLike], *tensors: torch.Tensor) -> tuple[Result, ...]:
         return program.run(tensors, others)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Result, ...]) -> None:
         ctx.program, ctx.others, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*_integers(ctx.program, output))
@@ -70,8 +73,9 @@ class _Transformed(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        program, out = ctx.program, [None] * len(ctx.needs_input_grad)
+    def backward(ctx: Any, *grads: Any) -> tuple[Result | None, ...]:
+        program: Program = ctx.program
+        out: list[Result | None] = [None] * len(ctx.needs_input_grad)
         given = tuple(i for i, grad in enumerate(grads) if grad is not None and program.outs_differ[i])
         wanted = tuple(i for i, yes in enumerate(ctx.needs_input_grad[2:]) if yes)
         if given and wanted:
@@ -83,7 +87,7 @@ class _Transformed(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Result | None, ...]:
         program = ctx.program
         _refuse_legacy_batch(tangents[2:])
         given = tuple(i for i, t in enumerate(tangents[2:]) if t is not None and jax.numpy.issubdtype(program.tensors[i].dtype, np.inexact))
@@ -92,13 +96,13 @@ class _Transformed(torch.autograd.Function):
         return tuple(next(found) if yes else None for yes in program.outs_differ)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Result, ...], tuple[int | None, ...]]:
         program, others, *tensors = args
         outs = _apply(program.batched(info.batch_size, tuple(in_dims[2:])), others, tensors, _transformed())
         return outs, tuple(0 if isinstance(x, torch.Tensor) else None for x in outs)
 
 
-def _apply(program: Program, others: Sequence[Any], tensors: Sequence[torch.Tensor], transformed: bool) -> Any:
+def _apply(program: Program, others: Sequence[ArrayLike], tensors: Sequence[torch.Tensor], transformed: bool) -> tuple[Result, ...]:
     """Call a program by the cheapest way that keeps what torch must know."""
     if transformed:
         return _Transformed.apply(program, others, *tensors)
@@ -125,7 +129,7 @@ def _transformed() -> bool:
     return functorch_is_active() or forward_level() >= 0
 
 
-def _refuse_legacy_batch(tensors: Iterable[Any]) -> None:
+def _refuse_legacy_batch(tensors: Iterable[torch.Tensor | None]) -> None:
     if any(isinstance(x, torch.Tensor) and is_legacy_batch(x) for x in tensors):
         raise RuntimeError(
             "jax_function: is_grads_batched=True and vectorize=True batch by torch's old vmap, which no function of one's own can "
@@ -133,5 +137,5 @@ def _refuse_legacy_batch(tensors: Iterable[Any]) -> None:
         )
 
 
-def _integers(program: Program, outs: Sequence[Any]) -> list[torch.Tensor]:
+def _integers(program: Program, outs: Sequence[Result]) -> list[torch.Tensor]:
     return [x for x, yes in zip(outs, program.outs_differ, strict=True) if not yes and isinstance(x, torch.Tensor)]

@@ -7,7 +7,7 @@ into a program answer all questions, and must have answered them once for each k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ _STATIC = frozenset({int, bool, str})  # what has a hash, no part that could cha
 
 # The key, all that decides what a call does with the leaves; the tensors; where they lie; what else the program is given; and what is to
 # be held until the call has ended, so that no other thread moves a parameter which is read.
-Plain = tuple[list[Any], list[torch.Tensor], list[int], list[float], list[Any]]
+Plain = tuple[list[Hashable], list[torch.Tensor], list[int], list[float], list[torch.UntypedStorage]]
 
 
 def plain(leaves: Iterable[Any]) -> Plain | None:
     """The leaves described, if all are tensors on the CPU with memory of their own, floats, or static; None if one is not."""
-    key: list[Any] = []
+    key: list[Hashable] = []
     tensors, addresses, floats, held = [], [], [], []
     try:
         for leaf in leaves:

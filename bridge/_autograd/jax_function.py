@@ -6,21 +6,24 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from bridge import _process
 from bridge._compat.python import code_of
+from bridge._compat.types import Device, PyTreeDef
 from bridge._interop.containers import holds
 from bridge._interop.dlpack import dense_order, device_of, to_jax
 from bridge._interop.dtypes import is_wide, keeps, narrow, numpy_dtype
 from bridge._interop.tensor_storage import first_short, shortage
+from bridge._ir.types import PyTree
 from bridge._names import path_name
 from bridge._process import not_traced
 from bridge._process import x64 as scope
@@ -30,7 +33,7 @@ from bridge._warnings import CompilationWarning, stack_level
 
 from .autograd_functions import _apply, _record, _recording, _transformed
 from .fast_signature import is_dense, plain
-from .traced_function import Call, Place, Program, Recording
+from .traced_function import Call, Place, Program, Recording, Spec
 
 _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _config: Any = jax.config
@@ -129,7 +132,7 @@ def _count(function: JaxFunction, names: Sequence[str]) -> None:
         )
 
 
-def _difference(keys: list[Any], names: Sequence[str]) -> str:
+def _difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
     """Which arguments differ between signatures that have the tree of the last one."""
     same = [key[1] for key in keys if key[0] == keys[-1][0] and len(key[1]) == len(names)]
     if len(same) < 2:
@@ -139,7 +142,7 @@ def _difference(keys: list[Any], names: Sequence[str]) -> str:
     return f"in value, shape or dtype of the arguments {listed}" if differ else "by settings of jax"
 
 
-def _code(fn: Any) -> CodeType | None:
+def _code(fn: Callable[..., Any]) -> CodeType | None:
     """The code that a function was made of, beneath partial applications and transformations; None for other callables."""
     for _ in range(20):
         inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
@@ -149,6 +152,15 @@ def _code(fn: Any) -> CodeType | None:
     return code_of(fn)
 
 
+class _ProgramCall(NamedTuple):
+    """A program, the tree of its outputs, and the arguments that it is called with: tensors, and the other arrays and numbers."""
+
+    program: Program
+    out_tree: PyTreeDef
+    tensors: list[torch.Tensor]
+    others: list[ArrayLike]
+
+
 class JaxFunction:
     """What `jax_function` returns; `programs` counts the signatures that it keeps."""
 
@@ -156,11 +168,11 @@ class JaxFunction:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._x64 = fn, x64
         self._title = f"jax_function({getattr(fn, '__name__', type(fn).__name__)})"
-        self._known: dict[Any, tuple[Program, Any]] = {}
-        self._quick: dict[Any, tuple[Call, Recording | None, Any]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Program, PyTreeDef]] = {}
+        self._quick: dict[Hashable, tuple[Call, Recording | None, PyTreeDef]] = {}
         self._lock = threading.RLock()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return JaxFunction, (self._fn, self._x64)
 
     def __repr__(self) -> str:
@@ -191,21 +203,24 @@ class JaxFunction:
         found = call.at(addresses, others)
         return out_tree.unflatten(found if recording is None else _record(recording, found, others, *tensors))
 
-    def _remember(self, key: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> tuple[Call, Recording | None, Any] | None:
+    def _remember(
+        self, key: Hashable, args: Sequence[object], kwargs: Mapping[str, object], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Call, Recording | None, PyTreeDef] | None:
         """What the plain arguments with this key need; None if they must go the general way each time."""
         if not all(map(is_dense, tensors)) or (self._x64 is False and any(map(is_wide, tensors))):
             return None
-        program, out_tree, _, _ = self._found(args, kwargs, False)
+        found = self._found(args, kwargs, False)
+        program = found.program
         recording = _recording(program, tensors)
         call = program.plain() if recording is None else recording.forward
         if not call.reads_addresses or not program.outs:
             return None
         if len(self._quick) >= _PROGRAMS_KEPT:
             self._quick.clear()
-        self._quick[key] = call, recording, out_tree
+        self._quick[key] = call, recording, found.out_tree
         return self._quick[key]
 
-    def _any(self, args: Any, kwargs: Any) -> Any:
+    def _any(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
         """A call with whatever arguments, under whatever transformation."""
         if _process._forked:
             raise RuntimeError(
@@ -220,7 +235,7 @@ class JaxFunction:
             others = [_settled(x, program.place) for x in others]
         return out_tree.unflatten(_apply(program, others, tensors, transformed))
 
-    def _refuse_short(self, args: Any, kwargs: Any) -> None:
+    def _refuse_short(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
             if isinstance(leaf, torch.Tensor) and (why := shortage(leaf)):
                 raise ValueError(
@@ -228,8 +243,8 @@ class JaxFunction:
                     "Pass a tensor whose storage is whole."
                 )
 
-    def _found(self, args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any, list[torch.Tensor], list[Any]]:
-        """The program for these arguments, the tree of its outputs, and which of the arguments it is given."""
+    def _found(self, args: Sequence[object], kwargs: Mapping[str, object], transformed: bool) -> _ProgramCall:
+        """The program for these arguments, and what it is called with."""
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if first_short([x for x in leaves if isinstance(x, torch.Tensor)]) is not None:
             self._refuse_short(args, kwargs)
@@ -242,9 +257,10 @@ class JaxFunction:
             known = self._known.get(key)
         except TypeError:  # a static leaf without a hash, which is named below
             known = None
-        return *(known or self._program(key, leaves, args, kwargs, transformed)), tensors, others
+        program, out_tree = known or self._program(key, leaves, args, kwargs, transformed)
+        return _ProgramCall(program, out_tree, tensors, others)
 
-    def _traced(self, args: Any, kwargs: Any) -> Any:
+    def _traced(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
         """Within torch code that jax traces (`module_function`, `JaxTrainStep`): `fn` of the arrays is a part of that program."""
         args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, Traced))
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
@@ -253,7 +269,9 @@ class JaxFunction:
             outs, tree = _outputs(self._title, self._fn(*args, **kwargs))
             return as_traced(tree.unflatten([jax.numpy.asarray(x) if not isinstance(x, jax.Array) else x for x in outs]))
 
-    def _program(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any, transformed: bool) -> tuple[Program, Any]:
+    def _program(
+        self, key: tuple[Any, ...], leaves: Sequence[Any], args: Sequence[object], kwargs: Mapping[str, object], transformed: bool
+    ) -> tuple[Program, PyTreeDef]:
         """Check what is given, and trace `fn` for it."""
         named = [(path_name(path[1:]), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
         for name, leaf in named:
@@ -277,7 +295,7 @@ class JaxFunction:
                 _count(self, [name for name, _ in named])
             return self._known[key]
 
-    def _check(self, name: str, leaf: Any) -> None:
+    def _check(self, name: str, leaf: object) -> None:
         if isinstance(leaf, Tracer):
             raise TypeError(
                 f"{self._title}: argument {name!r} is a tracer ({leaf.aval}); expected a tensor. Inside jit, grad or vmap of jax call "
@@ -298,7 +316,7 @@ class JaxFunction:
                     "jax: the tensor's values would be constants of the program. Pass its tensors, or register its type as a pytree."
                 )
 
-    def _place(self, named: Sequence[tuple[str, Any]]) -> Place:
+    def _place(self, named: Sequence[tuple[str, object]]) -> Place:
         """The device of the tensors, else of the jax arrays, else jax's own; and whether types of 64 bits are there to keep."""
         tensors = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
         arrays = [x for _, x in named if isinstance(x, jax.Array)]
@@ -313,22 +331,26 @@ class JaxFunction:
 
 
 class _Flat:
-    """`fn` of the arrays among its leaves, tensors first, to the arrays among its outputs."""
+    """`fn` of the arrays among its leaves, tensors first, to the arrays among its outputs.
 
-    def __init__(self, title: str, fn: Callable[..., Any], tree: Any, leaves: Sequence[Any], kinds: Sequence[str]) -> None:
+    out_tree: the tree of the outputs, once it was called.
+    """
+
+    out_tree: PyTreeDef
+
+    def __init__(self, title: str, fn: Callable[..., Any], tree: PyTreeDef, leaves: Sequence[object], kinds: Sequence[str]) -> None:
         self._title, self._fn, self._tree = title, fn, tree
         self._static = {i: leaf for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)) if kind == "static"}
         self._at = [i for wanted in ("tensor", "other") for i, kind in enumerate(kinds) if kind == wanted]
-        self.out_tree: Any = None
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: jax.Array) -> list[ArrayLike]:
         leaves = self._static | dict(zip(self._at, arrays, strict=True))
         args, kwargs = self._tree.unflatten([leaves[i] for i in range(len(leaves))])
         outs, self.out_tree = _outputs(self._title, self._fn(*args, **kwargs))
         return outs
 
 
-def _outputs(title: str, result: Any) -> tuple[list[Any], Any]:
+def _outputs(title: str, result: PyTree) -> tuple[list[ArrayLike], PyTreeDef]:
     """What a function returned, as leaves, each of which can be a tensor, and their tree."""
     outs, tree = jax.tree_util.tree_flatten_with_path(result)
     for path, out in outs:
@@ -341,7 +363,7 @@ def _outputs(title: str, result: Any) -> tuple[list[Any], Any]:
     return [out for _, out in outs], tree
 
 
-def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Any], list[torch.Tensor], list[Any]]:
+def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Hashable], list[torch.Tensor], list[ArrayLike]]:
     """What of each leaf belongs to the signature; the tensors; the other arrays and numbers."""
     signature, tensors, others = [], [], []
     for leaf in leaves:
@@ -364,18 +386,18 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if tensor.layout is not torch.strided or tensor.is_contiguous() else dense_order(tensor)
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: object) -> str:
     if isinstance(leaf, torch.Tensor):
         return "tensor"
     return "other" if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex) else "static"
 
 
-def _first_device(arrays: Sequence[jax.Array]) -> Any:
+def _first_device(arrays: Sequence[jax.Array]) -> Device:
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # also in a function that jax traces
         return next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
 
 
-def _settled(leaf: Any, place: Place) -> Any:
+def _settled(leaf: ArrayLike, place: Place) -> jax.Array | complex:
     """A leaf that is no tensor, where the program runs, and such that nobody changes it."""
     if isinstance(leaf, np.ndarray | np.generic):
         with scope(place.wide), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
@@ -386,7 +408,7 @@ def _settled(leaf: Any, place: Place) -> Any:
     return leaf
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: jax.Array | complex) -> Spec:
     return (
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)) if isinstance(leaf, jax.Array) else leaf
     )

@@ -7,14 +7,14 @@ thousand such operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
 
 from bridge._interop.dtypes import crosses
 from bridge._ir.classify import ELEMENTWISE
+from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of
 
 _SLOW = {"bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "igamma", "lgamma"}
 _QUICK = (ELEMENTWISE - _SLOW) | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"}
@@ -29,14 +29,14 @@ class Sources(NamedTuple):
     """
 
     of: list[tuple[str, Any]]
-    kept: list[Any]
-    rest: list[Any]
-    anew: list[Any]
+    kept: list[Var]
+    rest: list[Var]
+    anew: list[Var]
 
 
-def sources(closed: Any, width: int) -> Sources:
+def sources(closed: ClosedJaxpr, width: int) -> Sources:
     """Where the residuals come from, which are the outputs of a traced function after the first `width`."""
-    outvars: Any = closed.jaxpr.outvars
+    outvars: Sequence[Atom] = closed.jaxpr.outvars
     outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(v.aval)])
     known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
     known |= {id(v): ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
@@ -45,18 +45,18 @@ def sources(closed: Any, width: int) -> Sources:
     found = Sources([], [], [], [])
     for v in outvars[width:]:
         if isinstance(v, Literal):
-            found.of.append(("constant", np.asarray(v.val, v.aval.dtype)))  # pyright: ignore[reportAttributeAccessIssue]
+            found.of.append(("constant", np.asarray(v.val, aval_of(v).dtype)))
             continue
         if id(v) not in known:
             kind = "anew" if id(v) in anew else "kept" if crosses(v.aval) else "rest"
-            variables: list[Any] = getattr(found, kind)
+            variables: list[Var] = getattr(found, kind)
             known[id(v)] = (kind, len(variables))
             variables.append(v)
         found.of.append(known[id(v)])
     return found
 
 
-def reached(jaxpr: Any, targets: Iterable[Any]) -> list[int]:
+def reached(jaxpr: Jaxpr, targets: Iterable[Atom]) -> list[int]:
     """Which inputs the targets depend on."""
     live = {id(v) for v in targets}
     for eqn in reversed(jaxpr.eqns):
@@ -65,10 +65,10 @@ def reached(jaxpr: Any, targets: Iterable[Any]) -> list[int]:
     return [i for i, v in enumerate(jaxpr.invars) if id(v) in live]
 
 
-def _made_anew(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
+def _made_anew(jaxpr: Jaxpr, variables: Sequence[Var]) -> list[Var]:
     """Which of the variables cost less to compute again from the inputs than to keep, `ANEW` elements in all."""
     makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    done: dict[int, Any] = {}
+    done: dict[int, Eqn] = {}
     found = []
     for variable in variables:
         chain = _chain(variable, makers, done)
@@ -78,10 +78,11 @@ def _made_anew(jaxpr: Any, variables: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _chain(variable: Any, makers: dict[int, Any], done: dict[int, Any]) -> dict[int, Any] | None:
+def _chain(variable: Var, makers: Mapping[int, Eqn], done: Mapping[int, Eqn]) -> dict[int, Eqn] | None:
     """The operations that make a variable of the inputs and of what is done already; None if they are too many or not quick."""
-    chain: dict[int, Any] = {}
-    left, budget = [variable], ANEW - sum(map(_elements, done.values()))
+    chain: dict[int, Eqn] = {}
+    left: list[Atom] = [variable]
+    budget = ANEW - sum(map(_elements, done.values()))
     while left:
         v = left.pop()
         eqn = None if isinstance(v, Literal) else makers.get(id(v))
@@ -95,13 +96,13 @@ def _chain(variable: Any, makers: dict[int, Any], done: dict[int, Any]) -> dict[
     return chain
 
 
-def _is_quick(eqn: Any) -> bool:
+def _is_quick(eqn: Eqn) -> bool:
     return all(map(_is_quick, _body(eqn))) if eqn.primitive.name in _CALLS else eqn.primitive.name in _QUICK
 
 
-def _elements(eqn: Any) -> int:
-    return sum(map(_elements, _body(eqn))) if eqn.primitive.name in _CALLS else sum(v.aval.size for v in eqn.outvars)
+def _elements(eqn: Eqn) -> int:
+    return sum(map(_elements, _body(eqn))) if eqn.primitive.name in _CALLS else sum(aval_of(v).size for v in eqn.outvars)
 
 
-def _body(eqn: Any) -> list[Any]:
+def _body(eqn: Eqn) -> list[Eqn]:
     return eqn.params["jaxpr"].jaxpr.eqns

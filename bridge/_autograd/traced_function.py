@@ -11,15 +11,18 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
+from jax.typing import ArrayLike
 
+from bridge._compat.types import Device, PyTreeDef
 from bridge._interop.dlpack import wait_for
 from bridge._interop.dtypes import IN_TORCH, crosses
+from bridge._ir.types import Atom, ClosedJaxpr, Literal, aval_of
 from bridge._memory.call_arguments import Views, operands, results
 from bridge._process import X64, calmed, default_settings, refuse_not_finite, undisturbed
 from bridge._xla.compile import compiled
@@ -31,27 +34,34 @@ _config: Any = jax.config
 _settings = attrgetter("jax_disable_jit", "jax_transfer_guard_host_to_device", "jax_debug_nans", "jax_debug_infs")
 Order = tuple[int, ...] | None
 Function = Callable[..., Any]
+# The shape and dtype of an argument that is no tensor; a Python number stands for itself.
+Spec: TypeAlias = jax.ShapeDtypeStruct | complex
+# A result: as an array if torch has no type for it.
+Result: TypeAlias = torch.Tensor | jax.Array
+_T = TypeVar("_T")
 
 
 class Place(NamedTuple):
     """Where a program runs, and whether jax keeps 64-bit types there."""
 
-    device: Any
+    device: Device
     wide: bool
 
 
 class Call:
     """A compiled function of tensors, each with its dimensions in the order given, and of other arrays."""
 
-    def __init__(self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order]) -> None:
+    def __init__(
+        self, function: Function, tensors: Sequence[jax.ShapeDtypeStruct], others: Sequence[Spec], place: Place, orders: Sequence[Order]
+    ) -> None:
         self._place, self._orders, self._on_cpu = place, list(orders), place.device.platform == "cpu"
         sharding = jax.sharding.SingleDeviceSharding(place.device)
 
-        def call(*arrays: Any) -> tuple[Any, ...]:
+        def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             given = list(map(_unflattened, arrays, tensors, orders))
             return tuple(function(*given, *arrays[len(given) :])) or (jnp.zeros(()),)  # something to wait for
 
-        def spec(aval: Any) -> Any:
+        def spec(aval: Spec) -> Spec:
             if not isinstance(aval, jax.ShapeDtypeStruct):
                 return aval
             return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=_is_weak(aval))
@@ -59,7 +69,7 @@ class Call:
         flat = [jax.ShapeDtypeStruct((math.prod(aval.shape),), aval.dtype, sharding=sharding) for aval in tensors]
         with default_settings(place.wide), jax.default_device(place.device):
             lowered = jax.jit(call).lower(*flat, *map(spec, others))
-            self._compiled: Any = compiled(lowered, fused=False)
+            self._compiled = compiled(lowered, fused=False)
         self._cross = list(map(crosses, lowered.out_info))  # pyright: ignore[reportArgumentType]
         self._all_cross = all(self._cross)
         self._token = self._cross.index(True) if any(self._cross) else None
@@ -68,7 +78,7 @@ class Call:
         self.reads_addresses = self._on_cpu and all(math.prod(aval.shape) for aval in tensors)
         self._looks_for_addresses = self.reads_addresses and not any(orders)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor], others: Sequence[ArrayLike]) -> Sequence[Result]:
         """Run to the end: on the CPU the tensors may be overwritten afterwards, elsewhere by what torch's stream does next.
 
         Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
@@ -78,11 +88,11 @@ class Call:
             return self.at(addresses, others)
         return self._run(operands([x.detach() for x in tensors], self._orders), others)
 
-    def at(self, addresses: Iterable[int], others: Sequence[Any]) -> list[Any]:
+    def at(self, addresses: Iterable[int], others: Sequence[ArrayLike]) -> Sequence[Result]:
         """The same of tensors that lie at these addresses, dense and in the order of dimensions given (`reads_addresses`)."""
         return self._run(self._views(addresses), others)
 
-    def _run(self, flat: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def _run(self, flat: Sequence[ArrayLike], others: Sequence[ArrayLike]) -> Sequence[Result]:
         config = _config
         if not undisturbed(_settings(config)):
             with calmed(self._place.wide):
@@ -104,7 +114,7 @@ class Call:
         return [results((x,), self._on_cpu)[0] if yes else x for x, yes in zip(found, self._cross, strict=True)]
 
 
-def _unflattened(flat: Any, aval: Any, order: Order) -> Any:
+def _unflattened(flat: jax.Array, aval: jax.ShapeDtypeStruct, order: Order) -> jax.Array:
     if order is None:
         return flat.reshape(aval.shape)
     return flat.reshape([aval.shape[d] for d in order]).transpose([order.index(d) for d in range(len(order))])
@@ -122,23 +132,28 @@ class Program:
     """
 
     def __init__(
-        self, function: Function, tensors: Sequence[Any], others: Sequence[Any], place: Place, orders: Sequence[Order] = ()
+        self,
+        function: Function,
+        tensors: Sequence[jax.ShapeDtypeStruct],
+        others: Sequence[Spec],
+        place: Place,
+        orders: Sequence[Order] = (),
     ) -> None:
         self.place, self.tensors, self.others = place, list(tensors), list(others)
         self.orders = list(orders) or [None] * len(self.tensors)
         with default_settings(place.wide), jax.default_device(place.device):
             self.closed = jax.make_jaxpr(lambda *arrays: list(function(*arrays)))(*self.avals)
-        self.outs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.outvars]
+        self.outs = [_struct(v) for v in self.closed.jaxpr.outvars]
         self.outs_differ = list(map(differs, self.outs))  # of which outputs a gradient comes
         self.differentiable = any(self.outs_differ) and any(map(differs, self.tensors))
         self._made: dict[Hashable, Any] = {}
         self._lock = threading.RLock()
 
     @property
-    def avals(self) -> list[Any]:
+    def avals(self) -> list[Spec]:
         return [*self.tensors, *self.others]
 
-    def run(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> tuple[Any, ...]:
+    def run(self, tensors: Sequence[torch.Tensor], others: Sequence[ArrayLike]) -> tuple[Result, ...]:
         """The outputs alone; nothing is kept."""
         return tuple(self.plain()(tensors, others)[: len(self.outs)])
 
@@ -158,7 +173,7 @@ class Program:
         """
         tensors = [*(self.tensors[i] for i in needed), *(self.outs[i] for i in given)]
 
-        def pull(*arrays: Any) -> list[Any]:
+        def pull(*arrays: jax.Array) -> list[jax.Array]:
             values, grads, others = cut(arrays, len(needed), len(needed) + len(given))
             known = dict(zip(needed, values, strict=True))
             full = [known[i] if i in known else jnp.zeros(t.shape, t.dtype) for i, t in enumerate(self.tensors)]
@@ -171,7 +186,7 @@ class Program:
         """(tensors, tangents of the given ones) -> tangents of those outputs that have one."""
         count = len(self.tensors)
 
-        def push(*arrays: Any) -> list[Any]:
+        def push(*arrays: jax.Array) -> list[jax.Array]:
             values, tangents, others = cut(arrays, count, count + len(given))
             function, chosen = self._of(given, [*values, *others])
             _, out, _ = jax.jvp(function, chosen, list(tangents), has_aux=True)
@@ -183,7 +198,7 @@ class Program:
     def batched(self, size: int, dims: tuple[int | None, ...]) -> Program:
         """Over one more dimension of the tensors where `dims` says; all outputs have it first, random keys cannot."""
 
-        def shape(aval: Any, dim: int | None) -> Any:
+        def shape(aval: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
             if dim is None:
                 return aval
             return jax.ShapeDtypeStruct((*aval.shape[:dim], size, *aval.shape[dim:]), aval.dtype)
@@ -193,21 +208,21 @@ class Program:
         tensors = list(map(shape, self.tensors, dims))
         return self._once(("batch", size, dims), lambda: Program(function, tensors, self.others, self.place))
 
-    def vjp(self, wanted: Sequence[int], arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def vjp(self, wanted: Sequence[int], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], Function, list[jax.Array]]:
         """`jax.vjp` by the wanted tensors: outputs that have a gradient, the pullback, the other outputs."""
         function, chosen = self._of(wanted, arrays)
         return jax.vjp(function, *chosen, has_aux=True)
 
-    def pulled(self, back: Function, given: Sequence[int], grads: Sequence[Any]) -> list[Any]:
+    def pulled(self, back: Function, given: Sequence[int], grads: Sequence[jax.Array]) -> list[jax.Array]:
         """Gradients of the wanted tensors, torch's, by those of the given outputs; of the other outputs they are zero."""
         known = dict(zip(given, grads, strict=True))
         outs = [(i, aval) for i, aval in enumerate(self.outs) if self.outs_differ[i]]
         return list(map(jnp.conj, back([jnp.conj(known[i]) if i in known else jnp.zeros(a.shape, a.dtype) for i, a in outs])))
 
-    def _of(self, chosen: Sequence[int], arrays: Sequence[Any]) -> tuple[Function, list[Any]]:
+    def _of(self, chosen: Sequence[int], arrays: Sequence[jax.Array]) -> tuple[Function, list[jax.Array]]:
         """As a function of the chosen arrays, to what has a gradient and what has none; and those arrays."""
 
-        def function(*values: Any) -> tuple[list[Any], list[Any]]:
+        def function(*values: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
             full = list(arrays)
             for i, value in zip(chosen, values, strict=True):
                 full[i] = value
@@ -221,7 +236,7 @@ class Program:
     def _plain(self) -> Call:
         return Call(fresh(self.closed), self.tensors, self.others, self.place, self.orders)
 
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _once(self, key: Hashable, make: Callable[[], _T]) -> _T:
         with self._lock:
             if key not in self._made:
                 self._made[key] = make()
@@ -241,12 +256,12 @@ class Recording:
 
     def __init__(self, program: Program, wanted: tuple[int, ...]) -> None:
         self.program, self.wanted = program, wanted
-        self._tree: Any = None
+        self._tree: PyTreeDef | None = None
         self._backward: dict[tuple[int, ...], Call] = {}
         self._lock = threading.Lock()
         place, count, width = program.place, len(program.tensors), len(program.outs)
 
-        def record(*arrays: Any) -> tuple[list[Any], list[Any]]:
+        def record(*arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
             outs, back, rest = program.vjp(wanted, arrays)
             leaves, self._tree = jax.tree_util.tree_flatten(back)
             outs, rest = iter(outs), iter(rest)
@@ -267,7 +282,7 @@ class Recording:
         self.saves_all_tensors = len(self.needed) == count
         self.without_gradient = [i for i, yes in enumerate(program.outs_differ) if not yes and crosses(program.outs[i])]
 
-    def backward(self, given: tuple[int, ...], tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> list[Any]:
+    def backward(self, given: tuple[int, ...], tensors: Sequence[torch.Tensor], arrays: Sequence[ArrayLike]) -> Sequence[Result]:
         """The gradients of the wanted tensors.
 
         Args:
@@ -285,7 +300,7 @@ class Recording:
         named += [("kept", i) for i in range(len(self.kept))] + [("grad", i) for i in given]
         named += [("rest", i) for i in range(len(self.rest))] + [("input", count + i) for i in range(width)]
 
-        def back(*arrays: Any) -> list[Any]:
+        def back(*arrays: jax.Array) -> list[jax.Array]:
             place = dict(zip(named, arrays, strict=True))
             if self._anew:
                 full = [place.get(("input", i), jnp.zeros(aval.shape, aval.dtype)) for i, aval in enumerate(program.tensors)]
@@ -302,31 +317,34 @@ class Recording:
             return self._backward[given]
 
 
-def _is_weak(aval: Any) -> bool:
+def _is_weak(aval: object) -> bool:
     return getattr(aval, "weak_type", False)  # random keys have no such thing
 
 
-def _struct(variable: Any) -> Any:
-    return jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
+def _struct(variable: Atom) -> jax.ShapeDtypeStruct:
+    aval = aval_of(variable)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def differs(aval: Any) -> bool:
+def differs(aval: jax.ShapeDtypeStruct) -> bool:
     """Whether numbers of this type have gradients."""
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact)) and crosses(aval)
 
 
-def cut(values: Sequence[Any], *at: int) -> list[Sequence[Any]]:
+def cut(values: Sequence[_T], *at: int) -> list[Sequence[_T]]:
     """The values, cut at these positions."""
     return [values[start:end] for start, end in zip((0, *at), (*at, len(values)), strict=True)]
 
 
-def evaluated(closed: Any) -> Function:
+def evaluated(closed: ClosedJaxpr) -> Function:
     """The traced function; jax gives some constants as Python numbers, and here they are arrays."""
     call, outvars = jaxpr_as_fun(closed), closed.jaxpr.outvars
-    return lambda *arrays: [x if hasattr(x, "dtype") else jnp.asarray(x, v.aval.dtype) for x, v in zip(call(*arrays), outvars, strict=True)]
+    return lambda *arrays: [
+        x if hasattr(x, "dtype") else jnp.asarray(x, aval_of(v).dtype) for x, v in zip(call(*arrays), outvars, strict=True)
+    ]
 
 
-def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = ()) -> Function:
+def fresh(closed: ClosedJaxpr, outs: Iterable[int] | None = None, kept: Sequence[int] = ()) -> Function:
     """The traced function, each of its outputs in memory of its own, whatever jax hands through; those in `kept` as they are."""
     outvars, outs = closed.jaxpr.outvars, range(len(closed.jaxpr.outvars)) if outs is None else outs
     seen = {id(v) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
@@ -336,7 +354,7 @@ def fresh(closed: Any, outs: Iterable[int] | None = None, kept: Sequence[int] = 
             shared.add(i)
         seen.add(id(outvars[i]))
 
-    def function(*arrays: Any) -> list[Any]:
+    def function(*arrays: jax.Array) -> list[jax.Array]:
         found = evaluated(closed)(*arrays)
         own = [jnp.copy(found[i]) if i in shared and crosses(found[i]) else found[i] for i in outs]
         return own + [found[i] for i in kept]
