@@ -39,7 +39,7 @@ _PROGRAMS_KEPT = 512  # of one function; the oldest goes
 _config: Any = jax.config
 
 
-def jax_function(fn: Callable[..., Any], *, x64: bool | None = None) -> JaxFunction:
+def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFunction:
     """A JAX function as a torch function of tensors and pytrees, differentiable to any order, compiled once per signature.
 
     Args:
@@ -142,7 +142,7 @@ def _difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
     return f"in value, shape or dtype of the arguments {listed}" if differ else "by settings of jax"
 
 
-def _code(fn: Callable[..., Any]) -> CodeType | None:
+def _code(fn: Callable[..., object]) -> CodeType | None:
     """The code that a function was made of, beneath partial applications and transformations; None for other callables."""
     for _ in range(20):
         inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
@@ -164,7 +164,7 @@ class _ProgramCall(NamedTuple):
 class JaxFunction:
     """What `jax_function` returns; `programs` counts the signatures that it keeps."""
 
-    def __init__(self, fn: Callable[..., Any], x64: bool | None = None) -> None:
+    def __init__(self, fn: Callable[..., PyTree], x64: bool | None = None) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._x64 = fn, x64
         self._title = f"jax_function({getattr(fn, '__name__', type(fn).__name__)})"
@@ -183,7 +183,7 @@ class JaxFunction:
         return len(self._known)
 
     @not_traced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> PyTree:
         if _process._forked or TRACE.dispatch is not None or _transformed():
             return self._any(args, kwargs)
         tree, given = None, None if kwargs else plain(args)
@@ -338,7 +338,7 @@ class _Flat:
 
     out_tree: PyTreeDef
 
-    def __init__(self, title: str, fn: Callable[..., Any], tree: PyTreeDef, leaves: Sequence[object], kinds: Sequence[str]) -> None:
+    def __init__(self, title: str, fn: Callable[..., PyTree], tree: PyTreeDef, leaves: Sequence[object], kinds: Sequence[str]) -> None:
         self._title, self._fn, self._tree = title, fn, tree
         self._static = {i: leaf for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)) if kind == "static"}
         self._at = [i for wanted in ("tensor", "other") for i, kind in enumerate(kinds) if kind == wanted]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from .context import TRACE, next_key, where_now
 from .op_registry import Mode, follow, leaves, unsupported
 from .patches import patched, redirected, while_tracing
 from .tensor import Traced, as_array, as_traced
+
+_Keys: TypeAlias = tuple[jax.Array, ...] | tuple[None, None]  # for the draws of forward and of backward
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def tracing(**values: Any) -> Iterator[None]:
         TRACE.__dict__.update(before)
 
 
-def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(function: type[torch.autograd.Function], *args: object, **kwargs: object) -> Any:
     if TRACE.dispatch is not None and any(isinstance(x, Traced) for x in leaves(args)):
         out = _traced(function, args)
         follow(out, args)
@@ -56,24 +58,24 @@ class Context:
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Any, ...] = ()
-        self._constant: tuple[Any, ...] = ()
+        self.saved_tensors: tuple[object, ...] = ()
+        self._constant: tuple[object, ...] = ()
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: object) -> None:
         """Keep tensors."""
         self.saved_tensors = tensors
 
-    def save_for_forward(self, *tensors: Any) -> None:
+    def save_for_forward(self, *tensors: object) -> None:
         """For forward mode, which is not asked for."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """A gradient that there is not is zeros, always."""
 
-    def mark_non_differentiable(self, *outputs: Any) -> None:
+    def mark_non_differentiable(self, *outputs: object) -> None:
         """Of these there is no gradient."""
         self._constant = outputs
 
-    def mark_dirty(self, *_: Any) -> None:
+    def mark_dirty(self, *_: object) -> None:
         """For what a forward writes into."""
         raise NotImplementedError(
             f"ctx.mark_dirty is called {where_now()}, and a torch.autograd.Function that writes into its input has no implementation in "
@@ -81,7 +83,7 @@ class Context:
         )
 
 
-def _traced(function: Any, args: tuple[Any, ...]) -> Any:
+def _traced(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
     """`function.apply(*args)`."""
     if function is checkpoint.CheckpointFunction:  # XLA itself decides what is kept for the backward
         run, _, *rest = args
@@ -96,16 +98,16 @@ def _traced(function: Any, args: tuple[Any, ...]) -> Any:
     keys = (None, None) if TRACE.rng is None else tuple(jax.random.split(next_key(f"{function.__name__}.apply")))
 
     @jax.custom_vjp
-    def run(keys: Any, *given: Any) -> list[Any]:
+    def run(keys: _Keys, *given: jax.Array) -> list[jax.Array]:
         with resumed(rng=keys[0]):
             return call.forward(given)[0]
 
-    def forward(keys: Any, *given: Any) -> tuple[list[Any], tuple[Any, list[Any]]]:
+    def forward(keys: _Keys, *given: jax.Array) -> tuple[list[jax.Array], tuple[_Keys, list[jax.Array]]]:
         with resumed(rng=keys[0]):
             results, kept = call.forward(given)
         return results, (keys, kept)
 
-    def backward(kept: tuple[Any, list[Any]], grads: Sequence[Any]) -> tuple[Any, ...]:
+    def backward(kept: tuple[_Keys, list[jax.Array]], grads: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
         keys, arrays = kept
         with resumed(rng=keys[1]):
             return None, *call.backward(arrays, grads)
@@ -117,15 +119,15 @@ def _traced(function: Any, args: tuple[Any, ...]) -> Any:
 class _Call:
     """One call of a Function, with arrays in the places of traced tensors."""
 
-    def __init__(self, function: Any, args: tuple[Any, ...], places: list[int]) -> None:
+    def __init__(self, function: type[torch.autograd.Function], args: tuple[Any, ...], places: list[int]) -> None:
         self._function, self._args, self._places = function, args, places
         self._needs = tuple(isinstance(x, Traced) and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in args)
         self._single = False
-        self._returned: list[Any] = []
+        self._returned: list[object] = []
         self._constant: list[bool] = []
-        self._kept: tuple[Any, list[Any]] = None, []
+        self._kept: tuple[Any, list[object]] = None, []
 
-    def forward(self, given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def forward(self, given: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """The arrays among the results, and those that backward needs."""
         args, function, ctx = list(self._args), self._function, Context(self._needs)
         for i, x in zip(self._places, given, strict=True):
@@ -144,7 +146,7 @@ class _Call:
         self._kept = tree, [_ARRAY if isinstance(x, jax.Array) else x for x in flat]
         return [as_array(x) for x in tensors], [x for x in flat if isinstance(x, jax.Array)]
 
-    def backward(self, kept: list[Any], grads: Sequence[Any]) -> tuple[Any, ...]:
+    def backward(self, kept: list[jax.Array], grads: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
         """The gradient of each array that was given; None of one that has none."""
         tree, flat = self._kept
         rest, ctx = iter(kept), Context(self._needs)
@@ -159,14 +161,14 @@ class _Call:
             )
         return tuple(self._gradient(i, found[i]) for i in self._places)
 
-    def outputs(self, results: Sequence[Any]) -> Any:
+    def outputs(self, results: Sequence[jax.Array]) -> object:
         """What `apply` returns."""
         marked = zip(results, self._constant, strict=True)
         tensors = iter([Traced(jax.lax.stop_gradient(x) if constant else x) for x, constant in marked])
         out = [next(tensors) if x is _ARRAY else x for x in self._returned]
         return out[0] if self._single else tuple(out)
 
-    def _gradient(self, i: int, grad: Any) -> Any:
+    def _gradient(self, i: int, grad: Any) -> jax.Array | None:
         like = self._args[i].value
         if grad is None or not self._needs[i]:
             return None

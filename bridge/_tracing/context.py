@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import torch
 from jax.core import Tracer
+from torch import nn
 
 
 class Trace(threading.local):
@@ -17,7 +18,7 @@ class Trace(threading.local):
 
     path: tuple[tuple[str, str], ...] = ()
     device: torch.device = torch.device("cpu")
-    rng: Any = None
+    rng: jax.Array | None = None
     drawn: int = 0
     dispatch: Callable[..., Any] | None = None
     constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
@@ -25,9 +26,9 @@ class Trace(threading.local):
     autocast: bool = False  # whether it began within torch.autocast, of which it sees nothing
     ranks: str | None = None  # how code in jax may promote ranks, where torch functions promote them all
     stand_in: Any = None  # the `StandIn` of the module whose code runs
-    home: Any = None  # as of `trace_state`: where the values of the stand-in's buffers must be of use
-    doubles: Mapping[int, Any] = MappingProxyType({})  # id of a module that is traced -> its double
-    tensors: Mapping[int, Any] = MappingProxyType({})  # id of a parameter or buffer of that module -> the traced value
+    home: object = None  # as of `trace_state`: where the values of the stand-in's buffers must be of use
+    doubles: Mapping[int, nn.Module] = MappingProxyType({})  # id of a module that is traced -> its double
+    tensors: Mapping[int, torch.Tensor] = MappingProxyType({})  # id of a parameter or buffer of that module -> the traced value
     within: bool = False  # whether a module's call is running
 
 
@@ -60,7 +61,7 @@ def value_needed(what: str, tracer: Tracer) -> jax.errors.ConcretizationTypeErro
     )
 
 
-def next_key(what: str) -> Any:
+def next_key(what: str) -> jax.Array:
     """A fresh key for one draw, of the call's `rng`: the n-th draw of a trace has the n-th key.
 
     Raises:
@@ -75,5 +76,5 @@ def next_key(what: str) -> Any:
 class Keys:
     """torch2jax's source of keys within our traces, for implementations registered with it that call its `mk_rng()`."""
 
-    def poop(self) -> Any:
+    def poop(self) -> jax.Array:
         return next_key("An implementation registered with torch2jax")

@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bridge._interop.dtypes import is_wide
+from bridge._ir.types import Eqn, Jaxpr, PyTree, ShapedArray, aval_of
 from bridge._process import x64
 
 from .context import TRACE
@@ -29,6 +30,8 @@ _jit: Any = jax.jit
 _checkpoint: Any = jax.checkpoint
 _call_jvp: Any = jax.custom_jvp.__call__
 _call_vjp: Any = jax.custom_vjp.__call__
+_T = TypeVar("_T")
+_Custom = TypeVar("_Custom", jax.custom_jvp, jax.custom_vjp)
 
 
 def _writes_buffers() -> bool:
@@ -39,12 +42,12 @@ def _writes_buffers() -> bool:
 _NUMERIC = (bool, int, float, complex, np.ndarray, np.generic)
 
 
-def _as_given_by_jit(tree: Any) -> Any:
+def _as_given_by_jit(tree: PyTree) -> PyTree:
     """The tree as a jitted function is given it: arrays for traced tensors, numbers and arrays of NumPy."""
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, _NUMERIC) else x, tree)
 
 
-def _static(function: Any, options: Mapping[str, Any]) -> tuple[frozenset[int], frozenset[str]]:
+def _static(function: Callable[..., object], options: Mapping[str, Any]) -> tuple[frozenset[int], frozenset[str]]:
     """The positions and the names of a jitted function's static arguments. One follows from the other, as in `jax.jit`."""
     numbers, names = options.get("static_argnums"), options.get("static_argnames")
     try:
@@ -71,7 +74,7 @@ def _jitted(*args: Any, **options: Any) -> Any:
     numbers, names = _static(function, options)
 
     @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if not _writes_buffers():
             return made(*args, **kwargs)
         given = [x if not numbers.isdisjoint((i, i - len(args))) else _as_given_by_jit(x) for i, x in enumerate(args)]
@@ -90,7 +93,7 @@ def _checkpointed(*args: Any, **options: Any) -> Any:
     (function,) = args
 
     @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if not _writes_buffers():
             return made(*args, **kwargs)
         return TRACE.stand_in.carried(functools.partial(_checkpoint, **options), function, args, kwargs)
@@ -103,11 +106,11 @@ while_tracing(jax, "checkpoint", _checkpointed)
 while_tracing(jax, "remat", _checkpointed)
 
 
-def _called_jvp(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _called_jvp(self: jax.custom_jvp, *args: object, **kwargs: object) -> Any:
     return _call_jvp(_in_same_settings(self, "jvp"), *args, **kwargs)
 
 
-def _called_vjp(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _called_vjp(self: jax.custom_vjp, *args: object, **kwargs: object) -> Any:
     return _call_vjp(_in_same_settings(self, "fwd", "bwd"), *args, **kwargs)
 
 
@@ -115,11 +118,11 @@ while_tracing(jax.custom_jvp, "__call__", _called_jvp)
 while_tracing(jax.custom_vjp, "__call__", _called_vjp)
 
 
-def _in_same_settings(custom: Any, *rules: str) -> Any:
+def _in_same_settings(custom: _Custom, *rules: str) -> _Custom:
     """The function with its rules in those of jax's settings in which it is called, where torch functions have others."""
     if TRACE.dispatch is None:
         return custom
-    settings = []
+    settings: list[Callable[[], AbstractContextManager[object]]] = []
     if TRACE.x64 is False and not _config.jax_enable_x64:
         settings.append(functools.partial(x64, False))
     if TRACE.ranks not in (None, _config.jax_numpy_rank_promotion):
@@ -135,9 +138,9 @@ def _in_same_settings(custom: Any, *rules: str) -> Any:
     return twin
 
 
-def _within(settings: list[Callable[[], Any]], rule: Callable[..., Any]) -> Callable[..., Any]:
+def _within(settings: Iterable[Callable[[], AbstractContextManager[object]]], rule: Callable[..., _T]) -> Callable[..., _T]:
     @functools.wraps(rule, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> _T:
         with ExitStack() as stack:
             for setting in settings:
                 stack.enter_context(setting())
@@ -146,7 +149,7 @@ def _within(settings: list[Callable[[], Any]], rule: Callable[..., Any]) -> Call
     return run
 
 
-def in_32_bits(jaxpr: Any) -> Any:
+def in_32_bits(jaxpr: Jaxpr) -> Jaxpr:
     """The program with rules of derivatives that see types of 32 bits in the functions that were jitted, and maybe traced, before.
 
     Calls of those are not seen while the program is traced. A rule that has to do with values of 64 bits stays as it is, and so does one
@@ -155,20 +158,20 @@ def in_32_bits(jaxpr: Any) -> Any:
     return _rewritten(jaxpr, _rules_in_32_bits, False)
 
 
-def callbacks_in_32_bits(jaxpr: Any) -> Any:
+def callbacks_in_32_bits(jaxpr: Jaxpr) -> Jaxpr:
     """The program with callbacks that see types of 32 bits when it runs; itself where there are none. One of values of 64 bits stays."""
     return _rewritten(jaxpr, _callback_in_32_bits, False)
 
 
-_New = Callable[[Any, bool], dict[str, Any]]  # from an equation, and whether a jitted function has it, to parameters that change
+_New = Callable[[Eqn, bool], dict[str, object]]  # from an equation, and whether a jitted function has it, to parameters that change
 
 
-def _rewritten(jaxpr: Any, new: _New, jitted: bool) -> Any:
+def _rewritten(jaxpr: Jaxpr, new: _New, jitted: bool) -> Jaxpr:
     eqns = [_rewritten_eqn(eqn, new, jitted) for eqn in jaxpr.eqns]
     return jaxpr if all(map(operator.is_, eqns, jaxpr.eqns)) else jaxpr.replace(eqns=eqns)
 
 
-def _rewritten_eqn(eqn: Any, new: _New, jitted: bool) -> Any:
+def _rewritten_eqn(eqn: Eqn, new: _New, jitted: bool) -> Eqn:
     inside = jitted or eqn.primitive.name in ("jit", "pjit")
     params = {name: _rewritten_param(value, new, inside) for name, value in eqn.params.items()} | new(eqn, jitted)
     return eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
@@ -190,30 +193,31 @@ def _rewritten_param(value: Any, new: _New, jitted: bool) -> Any:
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
-def _rules_in_32_bits(eqn: Any, jitted: bool) -> dict[str, Any]:
+def _rules_in_32_bits(eqn: Eqn, jitted: bool) -> dict[str, object]:
     if not jitted or any(map(is_wide, _avals(eqn))):
         return {}
-    return {name: rule.wrap(_narrow, (), None) for name in _RULES if hasattr(rule := eqn.params.get(name), "wrap")}
+    rules = {name: eqn.params.get(name) for name in _RULES}
+    return {name: rule.wrap(_narrow, (), None) for name, rule in rules.items() if rule is not None and hasattr(rule, "wrap")}
 
 
-def _narrow(rule: Callable[..., Any], *args: Any) -> Any:
+def _narrow(rule: Callable[..., _T], *args: object) -> _T:
     with x64(False):
         return rule(*args)
 
 
-def _callback_in_32_bits(eqn: Any, jitted: bool) -> dict[str, Any]:
+def _callback_in_32_bits(eqn: Eqn, jitted: bool) -> dict[str, object]:
     callback = eqn.params.get("callback")
     return {"callback": functools.partial(_called_back, callback)} if callable(callback) and not any(map(is_wide, _avals(eqn))) else {}
 
 
-def _called_back(callback: Callable[..., Any], *args: Any) -> Any:
+def _called_back(callback: Callable[..., PyTree], *args: object) -> PyTree:
     """What jax makes of the results of a callback where its flag is off."""
     with x64(False):
         return jax.tree.map(lambda x: np.asarray(x).astype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), callback(*args))
 
 
-def _avals(eqn: Any) -> Iterator[Any]:
-    yield from (v.aval for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
+def _avals(eqn: Eqn) -> Iterator[ShapedArray]:
+    yield from (aval_of(v) for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype"))
     body = getattr(eqn.params.get("call_jaxpr"), "jaxpr", None)
     for inner in getattr(body, "eqns", ()):
         yield from _avals(inner)

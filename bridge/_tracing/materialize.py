@@ -7,11 +7,11 @@ program that is compiled with barriers (`compile_options.of_training`); in other
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from bridge._ir.types import PyTree
 
 from .context import TRACE
 
@@ -21,30 +21,30 @@ def on_cpu() -> bool:
     return TRACE.device.type == "cpu"
 
 
-def once(x: Any, wanted: bool | None = None) -> Any:
+def once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
     """x, stored before it is read; so is its gradient. As it is where this is not `wanted`: None for `on_cpu`."""
     return lax.optimization_barrier(x) if _applies(x, wanted) else x
 
 
-def gradient_once(x: Any, wanted: bool | None = None) -> Any:
+def gradient_once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
     """x, whose gradient is stored before it is read; x itself is computed wherever it is read. `wanted` as of `once`."""
     return _with_stored_gradient(x) if _applies(x, wanted) else x
 
 
-def together(xs: Any) -> Any:
+def together(xs: PyTree) -> PyTree:
     """Arrays, none of which is read before all are there: what else reads the memory that comes next is done by then."""
     return lax.optimization_barrier(xs)
 
 
-def _applies(x: Any, wanted: bool | None) -> bool:
+def _applies(x: jax.Array, wanted: bool | None) -> bool:
     return (on_cpu() if wanted is None else wanted) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @jax.custom_jvp
-def _with_stored_gradient(x: Any) -> Any:
+def _with_stored_gradient(x: jax.Array) -> jax.Array:
     return x
 
 
 @_with_stored_gradient.defjvp
-def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[0], lax.optimization_barrier(tangents[0])

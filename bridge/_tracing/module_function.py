@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, KeyPath
 from torch import nn
 
 from bridge._compat.jax import trace_state
@@ -21,6 +21,7 @@ from bridge._compat.torch2jax import drawing_from
 from bridge._interop.containers import holds, with_values
 from bridge._interop.dlpack import to_jax
 from bridge._interop.dtypes import canonical
+from bridge._ir.types import PyTree
 from bridge._names import mapping, near, nest, path_name, tied_names, unnest
 from bridge._process import not_traced_where_imported
 from bridge._process import x64 as scope
@@ -89,10 +90,10 @@ TABLES = (
     recurrent,
     jax_calls,
 )  # imported for what they register
-KEYS: Any = Keys()
+KEYS = Keys()
 
 
-def module_function(module: nn.Module) -> Callable[..., Any]:
+def module_function(module: nn.Module) -> Callable[..., PyTree]:
     """The module as a pure function of JAX: no trace of a call is left in the module.
 
         fn = module_function(module)
@@ -121,7 +122,14 @@ def module_function(module: nn.Module) -> Callable[..., Any]:
     _check_module(module)
 
     @not_traced_where_imported
-    def fn(params: Any, *inputs: Any, buffers: Any = None, rng: Any = None, train: bool | None = None, **keywords: Any) -> Any:
+    def fn(
+        params: Mapping[str, Any],
+        *inputs: PyTree,
+        buffers: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+        train: bool | None = None,
+        **keywords: PyTree,
+    ) -> PyTree:
         out, new = traced_call(module, _call, params, buffers, inputs, keywords, rng=rng, train=train)
         return out if buffers is None else (out, new)
 
@@ -129,23 +137,23 @@ def module_function(module: nn.Module) -> Callable[..., Any]:
     return fn
 
 
-def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(model: nn.Module, *args: object, **kwargs: object) -> Any:
     return model(*args, **kwargs)
 
 
 def traced_call(
     module: nn.Module,
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     params: Mapping[str, Any],
     buffers: Mapping[str, Any] | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree] | None = None,
     *,
-    rng: Any = None,
+    rng: jax.Array | None = None,
     train: bool | None = None,
     x64: bool | None = None,
-    constants: dict[int, Any] | None = None,
-) -> tuple[Any, dict[str, Any]]:
+    constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None,
+) -> tuple[PyTree, dict[str, Any]]:
     """Run `function(model, *args, **kwargs)`, where `model` stands in for the module and has `params` and `buffers`.
 
     The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
@@ -173,7 +181,7 @@ def traced_call(
             with redirected(stand_in.doubles), nullcontext() if x64 is None else scope(x64):
                 out = function(stand_in.root, *inputs, **keywords)
         finally:
-            TRACE.doubles = TRACE.tensors = {}
+            TRACE.doubles, TRACE.tensors = {}, {}
             left = stand_in.restore_original()
         if left:
             raise ValueError(
@@ -186,7 +194,7 @@ def traced_call(
         return outputs(out), nest((name, _of_type(as_array(buffer), given.get(name))) for name, buffer in stand_in.buffers())
 
 
-def _of_type(new: Any, given: Any) -> Any:
+def _of_type(new: jax.Array, given: jax.Array | np.ndarray | None) -> jax.Array:
     """A new buffer in the dtype in which it was given, where jax has computed with 32 bits of it."""
     if given is None or new.dtype == given.dtype or new.dtype != jax.dtypes.canonicalize_dtype(given.dtype):
         return new
@@ -194,22 +202,24 @@ def _of_type(new: Any, given: Any) -> Any:
         return new.astype(given.dtype)
 
 
-def _started(module: nn.Module, rng: Any, x64: bool | None, constants: dict[int, Any]) -> Any:
+def _started(
+    module: nn.Module, rng: jax.Array | None, x64: bool | None, constants: dict[int, tuple[torch.Tensor, jax.Array]]
+) -> AbstractContextManager[None]:
     """A trace of this module's code, from its beginning."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     values = {"rng": rng, "constants": constants, "autocast": autocasts(), "x64": x64, "dispatch": dispatch}
-    ranks: Any = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
+    ranks: str = jax.config.jax_numpy_rank_promotion  # pyright: ignore[reportAttributeAccessIssue]
     values |= {"ranks": ranks, "stand_in": None, "home": trace_state()}
     return tracing(path=(), device=device, drawn=0, doubles={}, tensors={}, within=False, **values)
 
 
-def _inputs(tree: Any, path: tuple[Any, ...] = ()) -> Any:
+def _inputs(tree: PyTree, path: KeyPath = ()) -> PyTree:
     """A tree of inputs with traced tensors for arrays; `path` leads to it."""
     return jax.tree_util.tree_map_with_path(lambda inner, x: _input((*path, *inner), x), tree)
 
 
-def _input(path: Any, x: Any) -> Any:
+def _input(path: KeyPath, x: object) -> PyTree:
     if isinstance(x, torch.Tensor):
         raise TypeError(
             f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected an array of jax. "
@@ -222,14 +232,14 @@ def _input(path: Any, x: Any) -> Any:
     return x
 
 
-def outputs(out: Any, place: str = "") -> Any:
+def outputs(out: PyTree, place: str = "") -> PyTree:
     """jax arrays for tensors in what torch code returned; a dict for a mapping of another type.
 
     Raises:
       TypeError: an object that is no pytree to jax holds tensors. Dataclasses and namespaces come back with arrays.
     """
 
-    def leaf(path: Any, x: Any) -> Any:
+    def leaf(path: KeyPath, x: object) -> PyTree:
         here = ".".join(filter(None, (place, path_name(path))))
         if is_traced(x) or isinstance(x, torch.Tensor):
             return as_array(x)
@@ -259,7 +269,7 @@ def _with_arrays(x: Any, place: str) -> Any:
     return new
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"module_function: got {type(module).__name__}; expected an nn.Module. For a function of tensors use torch2jax.t2j."
@@ -268,7 +278,7 @@ def _check_module(module: Any) -> None:
         raise TypeError("module_function: a ScriptModule's code is not Python and cannot be traced. Pass the module it was made of.")
 
 
-def _check_key(rng: Any) -> None:
+def _check_key(rng: jax.Array | None) -> None:
     dtype = getattr(rng, "dtype", None)
     if rng is not None and (
         dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and rng.shape == (2,)))
@@ -276,7 +286,7 @@ def _check_key(rng: Any) -> None:
         raise TypeError(f"module_function: rng is {rng!r}; expected a key, such as jax.random.key(0).")
 
 
-def _given(module: nn.Module, tree: Any, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _given(module: nn.Module, tree: object, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
     """The leaves by name, which must be those of the module, and of its shapes."""
     flat = unnest(mapping(tree, f"module_function: {what}", "module_tree" if what == "params" else "module_buffers"))
     for name in flat:
@@ -290,7 +300,7 @@ def _given(module: nn.Module, tree: Any, what: str, known: Mapping[str, torch.Te
     return {name: _leaf(name, flat[name], what, tensor) for name, tensor in known.items()}
 
 
-def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> Any:
+def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> jax.Array:
     if isinstance(leaf, torch.Tensor):
         raise TypeError(f"module_function: {what} has a torch tensor at {name!r}; expected an array of jax. Pass bridge.to_jax of them.")
     if not hasattr(leaf, "shape"):

@@ -7,10 +7,11 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, MethodWrapperType
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import torch
 from torch import nn
 
@@ -23,6 +24,8 @@ from .originals import UNNAMED, Belongings, slots_of
 from .patches import while_tracing
 from .tensor import Traced, as_array, as_traced
 
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 COPIED = (dict, OrderedDict, list, tuple, set, frozenset)
 _MANY = 1000  # elements of a container that are looked at for what a function refers to
 _BUILT_IN = (BuiltinMethodType, MethodWrapperType)  # such as `append` of a list and `__setitem__` of a dict
@@ -38,19 +41,19 @@ class StandIn:
     doubles, tensors: as of `Trace`.
     """
 
-    def __init__(self, module: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any], train: bool | None):
+    def __init__(self, module: nn.Module, params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], train: bool | None):
         self._names = {id(m): name for name, m in module.named_modules()}
         _refuse_backward_hooks(module)
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Traced] = {}
         self._module_itself, self._place, self._belongings = module, "", Belongings()
-        self._kept: dict[int, Any] = {}  # id -> (the original, its double); the original, so that its id stays its own
+        self._kept: dict[int, tuple[object, Any]] = {}  # id -> (the original, its double); the original, so that its id stays its own
         self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
         self._known |= {id(p): self._params[name] for name, p in module.named_parameters()}
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])
         self._values = dict(buffers)  # of buffers, as they were when jax began to trace the function that runs now
-        self.root: Any = self._double(module)
+        self.root: nn.Module = self._double(module)
         if train is not None:
             self.root.train(train)
         self.doubles = {key: double for key, (m, double) in self._kept.items() if isinstance(m, nn.Module)}
@@ -82,7 +85,7 @@ class StandIn:
                 "would be lost. Register it with a tensor of its shape and dtype, not with None."
             )
 
-    def buffers(self) -> Iterator[tuple[str, Any]]:
+    def buffers(self) -> Iterator[tuple[str, Traced | jax.Array]]:
         """Name and present value of each buffer that the module has."""
         for name, (given, owner, key) in self._buffers.items():
             now = self._double(owner)._buffers.get(key)
@@ -111,14 +114,16 @@ class StandIn:
                 "jax.checkpoint and jax.jit in the code that is traced."
             )
 
-    def carried(self, transform: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def carried(
+        self, transform: Callable[..., Any], function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Any:
         """`transform(function)(*args, **kwargs)`; what `function` writes into buffers is among the results of what jax transforms."""
         bound: dict[str, Any] = {name: self._double(owner)._buffers.get(key) for name, (_, owner, key) in self._buffers.items()}
         before = {name: as_array(tensor) for name, tensor in self.buffers()}
         rebound: set[str] = set()
 
         @functools.wraps(function, updated=())
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> tuple[Any, dict[str, jax.Array]]:
             home, values = TRACE.home, self._values
             TRACE.home, self._values = None if home is None else trace_state(), before
             try:
@@ -166,7 +171,7 @@ class StandIn:
             self._belongings.shared(x.__self__ if isinstance(x, MethodType) else x)
         return x
 
-    def _once(self, x: Any, make: Callable[[Any], Any]) -> Any:
+    def _once(self, x: _T, make: Callable[[_T], _R]) -> _R:
         if id(x) not in self._kept:
             made = make(x)
             self._kept.setdefault(id(x), (x, made))
@@ -204,11 +209,11 @@ class StandIn:
         double.cell_contents = self._referred(cell.cell_contents)
         return double
 
-    def _referred(self, x: Any) -> Any:
+    def _referred(self, x: object) -> Any:
         """What a function refers to: the double's where it is the module's, else as it is."""
         return self._double(x) if self._refers(x) else x
 
-    def _refers(self, x: Any) -> bool:
+    def _refers(self, x: object) -> bool:
         """Whether it is of the module (a submodule, a tensor, a container in an attribute), or refers to such a thing or holds it."""
         pending, seen = [x], set()
         while pending:
@@ -229,9 +234,9 @@ class StandIn:
         return False
 
     @functools.cached_property
-    def _own(self) -> dict[int, Any]:
+    def _own(self) -> dict[int, object]:
         """The modules and containers that are reached from the module by attributes."""
-        found: dict[int, Any] = {}
+        found: dict[int, object] = {}
         pending: list[Any] = [self._module_itself]
         while pending:
             x = pending.pop()
@@ -262,7 +267,7 @@ class StandIn:
         return double
 
 
-def _parts(x: Any) -> Iterable[Any]:
+def _parts(x: Any) -> Iterable[object]:
     """What a function refers to, or what a plain container holds."""
     if type(x) in COPIED:
         return () if len(x) > _MANY else (*x.keys(), *x.values()) if isinstance(x, dict) else tuple(x)
@@ -287,7 +292,7 @@ class _Forward:
         self.double, self.name, self.own = double, name, own
         functools.update_wrapper(self, type(double).forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         before, kind = TRACE.path, type(self.double).__name__
         TRACE.path = (*before, (self.name, kind))
         args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
@@ -321,7 +326,7 @@ while_tracing(nn.Module, "__copy__", _copied)
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
     """Raise for a hook on gradients of a module, which torch hangs on its graph, and for a tracker that sets one for each module."""
-    tracker: Any = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
+    tracker = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
     hooks = global_forward_pre_hooks.values()
     if any(isinstance(getattr(hook, "__self__", None), tracker) for hook in hooks):
         raise NotImplementedError(
@@ -352,7 +357,7 @@ def _adapted(double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
     return run
 
 
-def _cumulative(double: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _cumulative(double: Any, run: Callable[..., _R], *args: object, **kwargs: object) -> _R:
     """Batch norm with momentum=None weighs the n-th batch by 1/n; torch makes a Python number of n."""
     if double.training and double.num_batches_tracked is not None:
         double.momentum = 1 / (double.num_batches_tracked + 1)
@@ -362,7 +367,7 @@ def _cumulative(double: Any, run: Callable[..., Any], *args: Any, **kwargs: Any)
         double.momentum = None
 
 
-def _not_detected(run: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+def _not_detected(run: Callable[..., _R], signature: inspect.Signature, *args: object, **kwargs: object) -> _R:
     """Transformers compare a mask with the causal one to skip work, if not told; the mask itself gives the same result."""
     bound = signature.bind(*args, **kwargs)
     for name in ("is_causal", "tgt_is_causal"):

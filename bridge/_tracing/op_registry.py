@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,10 @@ from bridge._process import x64
 
 from .context import TRACE, value_needed, where_now
 from .functionalization import unnoticed
-from .tensor import DETACHING, NOT_KNOWN, Traced, as_array
+from .tensor import DETACHING, NOT_KNOWN, Traced, View, as_array
 
-SPACES: dict[str, Any] = {
+TorchFunction: TypeAlias = Callable[..., Any]  # a function or method of torch, or the `__get__` or `__set__` of an attribute
+SPACES: dict[str, object] = {
     "torch": torch,
     "torch.Tensor": torch.Tensor,
     "torch.nn.functional": F,
@@ -50,7 +51,7 @@ _PRODUCTS = (
     "linalg_vecdot linalg_solve conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu lerp cdist"
 )
 _FLOATS = "scaled_dot_product_attention binary_cross_entropy nll_loss scatter index_put"
-ONE_TYPE: dict[str, Any] = {**dict.fromkeys(_PRODUCTS.split(), jnp.number), **dict.fromkeys(_FLOATS.split(), jnp.inexact)}
+ONE_TYPE: dict[str, type[np.generic]] = {**dict.fromkeys(_PRODUCTS.split(), jnp.number), **dict.fromkeys(_FLOATS.split(), jnp.inexact)}
 
 
 # An argument by another name: numpy's, which torch takes too, or that of a function which shares its implementation with others.
@@ -58,6 +59,8 @@ OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input",
     "axis0": "dim0", "axis1": "dim1", "train": "training", "element": "elements", "test_element": "test_elements",
     "indices": "indices_or_sections", "sections": "indices_or_sections", "tensor_indices_or_sections": "indices_or_sections",
 }  # fmt: skip
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 class Op(NamedTuple):
@@ -74,10 +77,10 @@ class Op(NamedTuple):
     views: bool = False
     raw: bool = False
     inplace: bool = False
-    one_type: Any = None
+    one_type: type[np.generic] | None = None
 
 
-OPS: dict[Any, Op] = {}
+OPS: dict[TorchFunction, Op] = {}
 # What draws where it is told to, from a tensor's shape: by the call's keys for plain tensors too.
 _POOLS = (f"fractional_max_pool{n}d{form}" for n in (2, 3) for form in ("", "_with_indices"))
 _DROPS = "dropout native_dropout feature_dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
@@ -85,13 +88,13 @@ DRAW = frozenset([*_POOLS, *_DROPS.split(), "rrelu", "gumbel_softmax", "scaled_d
 BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # how large the result is depends on values, and torch does not say so
 
 
-def functions_named(name: str) -> list[Any]:
+def functions_named(name: str) -> list[TorchFunction]:
     """The torch functions and methods of this name, in each place where torch has it; also as one of torch.special."""
     found = [getattr(space, name, None) for space in SPACES.values()] + [getattr(SPECIAL, f"special_{name}", None)]
     return [f for f in found if callable(f)]
 
 
-def add_ops(entries: Mapping[Any, Op]) -> None:
+def add_ops(entries: Mapping[TorchFunction, Op]) -> None:
     """Add implementations to the table.
 
     Raises:
@@ -110,13 +113,13 @@ def _where_defined(entry: Op) -> str:
     return f"{getattr(entry.handler, '__module__', '')}.{getattr(entry.handler, '__qualname__', repr(entry.handler))}"
 
 
-def op(*names: str, always: bool = False, views: bool = False, raw: bool = False) -> Callable[[Any], Any]:
+def op(*names: str, always: bool = False, views: bool = False, raw: bool = False) -> Callable[[_Handler], _Handler]:
     """Register an implementation for all torch functions of these names.
 
     It serves the in-place form of each too, unless it makes a tensor or a view or takes traced tensors themselves.
     """
 
-    def register(handler: Any) -> Any:
+    def register(handler: _Handler) -> _Handler:
         try:
             signature = inspect.signature(handler)
         except ValueError:  # a function of jax without one
@@ -136,10 +139,10 @@ def _inplace_name(name: str) -> str:
     return name.removesuffix("__").replace("__", "__i", 1) + "__" if name.startswith("__") else f"{name}_"
 
 
-def primitive(*names: str, always: bool = False) -> Callable[[Any], Any]:
+def primitive(*names: str, always: bool = False) -> Callable[[_Handler], _Handler]:
     """Register an implementation for what torch has in C++ alone: torch.nn.functional's Python of that name, which calls it, stays."""
 
-    def register(handler: Any) -> Any:
+    def register(handler: _Handler) -> _Handler:
         entry = Op(handler, inspect.signature(handler), always)
         add_ops({func: entry for name in names for func in functions_named(name) if not isinstance(func, FunctionType)})
         return handler
@@ -147,7 +150,7 @@ def primitive(*names: str, always: bool = False) -> Callable[[Any], Any]:
     return register
 
 
-def leaves(x: Any) -> Any:
+def leaves(x: Any) -> Iterator[Any]:
     """What lies in the containers that torch functions take."""
     if type(x) in (tuple, list) or (isinstance(x, tuple) and type(x) is not torch.Size):
         for y in x:
@@ -171,7 +174,7 @@ def arrays(x: Any) -> Any:
     return as_array(x)
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """A value that jax computes with, not torch."""
     return isinstance(x, jax.Array | Traced) or is_torchish(x)
 
@@ -196,7 +199,7 @@ def autocasts() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def dispatch(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a torch function on traced tensors. What it returns requires grad where torch's result would: code may ask."""
     if TRACE.tensors and any(id(x) in TRACE.tensors for x in leaves((args, dict(kwargs)))):
         return _of_the_module(func, _replaced(args), _replaced(dict(kwargs)))
@@ -232,7 +235,7 @@ def _of_the_module(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dispatch(func, args, kwargs)
 
 
-def follow(results: Any, given: Any) -> None:
+def follow(results: object, given: object) -> None:
     """Have results require grad if what they were computed of does."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves(given) if type(x) is Traced):
         for x in leaves(results):
@@ -240,7 +243,7 @@ def follow(results: Any, given: Any) -> None:
                 x.follow()
 
 
-def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _called(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if TRACE.x64 is False and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         with x64():
             return _called(func, args, kwargs)
@@ -272,7 +275,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return body(*args, **kwargs)
 
 
-def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _by_torch(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What torch itself makes of values that are all known while jax traces, where there is no implementation: indices of a fixed mask."""
     unknown = _unknown(args, kwargs)
     if unknown is not None and (func.__name__ in BY_VALUES or _tagged(func, torch.Tag.dynamic_output_shape)):
@@ -292,28 +295,28 @@ def _by_torch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         return traced(func(*plain(args), **{name: plain(x) for name, x in kwargs.items()}))
 
 
-def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tracer | None:
+def _unknown(args: object, kwargs: Mapping[str, object]) -> Tracer | None:
     """The first among the arguments whose values jax does not know; a number before tensors, for it is what nobody expects."""
     unknown = [x for x in map(as_array, leaves((args, dict(kwargs)))) if isinstance(x, Tracer)]
     return min(unknown, key=lambda x: bool(x.shape), default=None)
 
 
-def _forms(func: Any) -> dict[str, Any]:
+def _forms(func: TorchFunction) -> dict[str, torch._ops.OpOverload]:
     packet: Any = getattr(torch.ops.aten, func.__name__, None)
     return {name: getattr(packet, name) for name in packet.overloads()} if isinstance(packet, OVERLOADS) else {}
 
 
-def _tagged(func: Any, tag: torch.Tag) -> bool:
+def _tagged(func: TorchFunction, tag: torch.Tag) -> bool:
     """Whether torch says this of the function: that it draws from its generator, or that values decide the shape."""
     return any(tag in form.tags for form in _forms(func).values())
 
 
-def _writes(func: Any) -> bool:
+def _writes(func: TorchFunction) -> bool:
     """Whether the function changes what it is given; each has a form that writes into `out`."""
     return func.__name__.endswith("_") or any(writes(form) for name, form in _forms(func).items() if "out" not in name)
 
 
-def _importable(func: Any) -> str:
+def _importable(func: TorchFunction) -> str:
     """Where a function can be imported from; torch's own names for some are those of classes that nobody can."""
     plain, theirs = getattr(func, "__name__", ""), torch.overrides.resolve_name(func) or getattr(func, "__qualname__", "")
     with suppress(AttributeError):
@@ -325,7 +328,7 @@ def _importable(func: Any) -> str:
     return found or (f"torch.ops.{theirs}" if theirs.startswith("aten.") else theirs) or repr(func)
 
 
-def unsupported(func: Any, why: str = "") -> NotImplementedError:
+def unsupported(func: TorchFunction, why: str = "") -> NotImplementedError:
     """The error for a function without an implementation, or not for these arguments."""
     name = _importable(func)
     if getattr(func, "namespace", "") == "prims":
@@ -339,7 +342,7 @@ def unsupported(func: Any, why: str = "") -> NotImplementedError:
     )
 
 
-def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     kwargs = dict(kwargs)
     if kwargs.get("generator") is not None:
         raise ValueError(
@@ -377,7 +380,7 @@ def _run(found: Op, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 @contextmanager
-def _naming_what_asks(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _naming_what_asks(func: TorchFunction, args: object, kwargs: Mapping[str, object]) -> Iterator[None]:
     """Where an implementation asks for values that jax does not know, the error names the torch function."""
     try:
         yield
@@ -386,7 +389,7 @@ def _naming_what_asks(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterat
         raise error if unknown is None else value_needed(_importable(func), unknown) from error
 
 
-def _refuse_two_types(kind: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_two_types(kind: type[np.generic], func: TorchFunction, args: object, kwargs: object) -> None:
     types = dict.fromkeys(x.dtype for x in leaves(arrays((args, kwargs))) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, kind))
     if len(types) > 1:
         raise RuntimeError(  # a TypeError in an operator would become NotImplemented
@@ -395,24 +398,24 @@ def _refuse_two_types(kind: Any, func: Any, args: tuple[Any, ...], kwargs: dict[
         )
 
 
-def _known_values(found: Op, args: Any, kwargs: Any) -> Any:
+def _known_values(found: Op, args: object, kwargs: object) -> AbstractContextManager[object]:
     """Where all values are known, so are the results, while jax traces too: torch code may branch on them."""
     values = [x for x in leaves((args, kwargs)) if isinstance(x, jax.Array)]
     known = values and not found.always and not any(isinstance(x, Tracer) for x in values)
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 
-def viewed(found: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def viewed(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result as a view of the first argument: a write into either reaches the other."""
     base, rest, kwargs = args[0], arrays(args[1:]), arrays(kwargs)
     with _known_values(found, (base.value, *rest), kwargs):
         result = found.handler(base.value, *rest, **kwargs)
     if isinstance(result, tuple | list):
-        return type(result)(Traced(x, base, (found.handler, rest, kwargs, i, func)) for i, x in enumerate(result))
-    return Traced(result, base, (found.handler, rest, kwargs, None, func))
+        return type(result)(Traced(x, base, View(found.handler, rest, kwargs, i, func)) for i, x in enumerate(result))
+    return Traced(result, base, View(found.handler, rest, kwargs, None, func))
 
 
-def _write(target: Any, result: Any, func: Any) -> Any:
+def _write(target: Any, result: Any, func: TorchFunction) -> Any:
     """Give a traced tensor a new value, as torch writes in place: its shape and dtype stay."""
     if isinstance(target, tuple | list):
         return type(target)(_write(t, r, func) for t, r in zip(target, result, strict=True))
@@ -431,12 +434,12 @@ def _write(target: Any, result: Any, func: Any) -> Any:
     return target
 
 
-def _never(*_: Any, **__: Any) -> bool:
+def _never(*_: object, **__: object) -> bool:
     return False
 
 
 @functools.cache
-def _body(func: Any) -> Callable[..., Any] | None:
+def _body(func: TorchFunction) -> Callable[..., Any] | None:
     """A function that torch has in Python, without its first question whether somebody overrides it; None for others.
 
     Its own globals are read, not changed. What it calls is overridden as ever.
@@ -454,5 +457,7 @@ def _body(func: Any) -> Callable[..., Any] | None:
 class Mode(TorchFunctionMode):
     """While it is active on this thread, torch functions are those of `dispatch`."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: TorchFunction, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})

@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,19 +27,20 @@ from .context import TRACE
 from .patches import redirects
 from .tensor import Traced
 
+_T = TypeVar("_T")
 UNNAMED = "?"  # a module that is held in an attribute and is no submodule
 
 
-def _reading(theirs: Any) -> Any:
+def _reading(theirs: Callable[..., _T]) -> Callable[[object, str], _T]:
     return lambda self, name: theirs(TRACE.doubles.get(id(self), self), name)
 
 
-def _writing(theirs: Any) -> Any:
+def _writing(theirs: Callable[..., _T]) -> Callable[[object, str, object], _T]:
     return lambda self, name, value: theirs(TRACE.doubles.get(id(self), self), name, value)
 
 
-def _calling(theirs: Any) -> Any:
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _calling(theirs: Callable[..., _T]) -> Callable[..., _T]:
+    def called(self: nn.Module, *args: object, **kwargs: object) -> _T:
         """Call a module. Code outside of all modules was given the double, and what it calls there should be that."""
         if TRACE.dispatch is None:
             return theirs(self, *args, **kwargs)
@@ -68,7 +69,7 @@ redirects({"__getattribute__": _reading, "__setattr__": _writing, "__delattr__":
 def not_redirected() -> Iterator[None]:
     """Refer to modules and tensors as they are, also to those of a trace that is going on."""
     before = TRACE.doubles, TRACE.tensors
-    TRACE.doubles = TRACE.tensors = {}
+    TRACE.doubles, TRACE.tensors = {}, {}
     try:
         yield
     finally:
@@ -85,7 +86,7 @@ def _with_line(error: Exception) -> Exception:
 
 
 # Objects whose attributes are not looked at: they belong to many modules, or they are tensors and arrays.
-_NOT_LOOKED_INTO: Any = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Tensor, jax.Array, np.ndarray)
+_NOT_LOOKED_INTO = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Tensor, jax.Array, np.ndarray)
 _MANY = 1000  # values that are looked at for one object in an attribute, and in one container
 _KINDS = (list, deque, set, dict)
 _LIBRARIES = "torch", "torchvision", "torchaudio", "builtins"  # whose classes keep no value of a trace
@@ -101,9 +102,9 @@ class Belongings:
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, Any, str]] = []  # a container, a copy of it, where it is; "" for what the double shares
-        self._slots: list[tuple[Any, dict[str, Any]]] = []  # an object with slots, their values
-        self._classes: dict[int, tuple[type, dict[str, Any]]] = {}  # a class by id, its attributes
-        self._seen: dict[int, Any] = {}  # the objects by id, which stays their own so
+        self._slots: list[tuple[object, dict[str, object]]] = []  # an object with slots, their values
+        self._classes: dict[int, tuple[type, dict[str, object]]] = {}  # a class by id, its attributes
+        self._seen: dict[int, object] = {}  # the objects by id, which stays their own so
 
     def copied(self, container: Any, place: str) -> None:
         """Note a container that the double has a copy of, or the attributes of a module."""
@@ -111,7 +112,7 @@ class Belongings:
         if before is not None:
             self._before.append((container, before, place))
 
-    def shared(self, x: Any) -> None:
+    def shared(self, x: object) -> None:
         """Note an object that is the double's as well, and what it holds."""
         pending = [x]
         for _ in range(_MANY):
@@ -167,7 +168,7 @@ def _is_of_a_user(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] not in _LIBRARIES
 
 
-def slots_of(x: Any) -> dict[str, Any] | None:
+def slots_of(x: object) -> dict[str, object] | None:
     """The values in the slots of an object; None where its class has none. A subclass may hide a slot, which is then not looked at."""
     if not _is_of_a_user(type(x)):
         return None
@@ -181,7 +182,13 @@ def slots_of(x: Any) -> dict[str, Any] | None:
     return found
 
 
-def _restore_attributes(x: Any, before: dict[str, Any], now: dict[str, Any], put: Any, remove: Any) -> None:
+def _restore_attributes(
+    x: object,
+    before: Mapping[str, object],
+    now: Mapping[str, object],
+    put: Callable[[Any, str, object], None],
+    remove: Callable[[Any, str], None],
+) -> None:
     for name, value in now.items():
         with suppress(Exception):
             if value is before.get(name, _ABSENT) or not _is_of_a_trace(value):
@@ -192,7 +199,7 @@ def _restore_attributes(x: Any, before: dict[str, Any], now: dict[str, Any], put
                 remove(x, name)
 
 
-def _elements(container: Any) -> Iterable[Any]:
+def _elements(container: Iterable[object]) -> Iterable[object]:
     return dict.values(container) if isinstance(container, dict) else container
 
 
@@ -220,7 +227,7 @@ def _refill(container: Any, before: Any, new: set[int]) -> None:
         container.extend(before)
 
 
-def _is_of_a_trace(x: Any, depth: int = 4) -> bool:
+def _is_of_a_trace(x: object, depth: int = 4) -> bool:
     """Whether it is or holds a value that jax traces."""
     if type(x) in weakref.ProxyTypes:
         return False

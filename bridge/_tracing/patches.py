@@ -6,25 +6,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from bridge._compat.torch import DYNAMO
 
 from .context import TRACE
 
-_WANTED: list[tuple[Any, str, Any]] = []
-_REDIRECTS: dict[str, Callable[[Any], Any]] = {}
+_WANTED: list[tuple[object, str, object]] = []
+_Make: TypeAlias = Callable[[Any], object]  # from what an attribute is to what it becomes
+_Change: TypeAlias = tuple[object, str, _Make]  # of an attribute: its owner, its name
+_REDIRECTS: dict[str, _Make] = {}
 _ABSENT = object()
 _Key = tuple[int, str]  # id of an owner, the name of its attribute
 _lock = threading.RLock()  # reentrant: a signal handler that arrives while it is held may trace
 _going_on: dict[object, set[_Key]] = {}  # each time that has begun -> the attributes that it needs
-_notes: dict[_Key, tuple[Any, str, Any, Any]] = {}  # an attribute -> its owner, its name, what it was, what it is now
-_stances: list[Any] = []  # each has set the stance of torch.compile, and knows which was before
+_notes: dict[_Key, tuple[object, str, object, object]] = {}  # an attribute -> its owner, its name, what it was, what it is now
+_stances: list[AbstractContextManager[object]] = []  # each has set the stance of torch.compile, and knows which was before
 
 
-def while_tracing(owner: Any, name: str, value: Any) -> None:
+def while_tracing(owner: object, name: str, value: object) -> None:
     """Have `owner` this attribute while any thread traces."""
     _WANTED.append((owner, name, value))
 
@@ -34,12 +37,12 @@ def patched() -> AbstractContextManager[None]:
     return _changed([(owner, name, lambda _, value=value: value) for owner, name, value in _WANTED])
 
 
-def redirects(methods: dict[str, Callable[[Any], Any]]) -> None:
+def redirects(methods: Mapping[str, _Make]) -> None:
     """Have methods of these names, made of a class's own, on the classes of modules that are traced."""
     _REDIRECTS.update(methods)
 
 
-def redirected(doubles: Mapping[int, Any]) -> AbstractContextManager[None]:
+def redirected(doubles: Mapping[int, nn.Module]) -> AbstractContextManager[None]:
     """The time in which code may refer to the originals of these doubles.
 
     Only the classes of these modules are changed: Python updates each subclass of a class that is. A class whose metaclass refuses the
@@ -50,7 +53,7 @@ def redirected(doubles: Mapping[int, Any]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _changed(wanted: Sequence[tuple[Any, str, Callable[[Any], Any]]]) -> Iterator[None]:
+def _changed(wanted: Sequence[_Change]) -> Iterator[None]:
     """The time in which these attributes are what is made of them.
 
     An interrupt may arrive at any line. It is undone twice, because the first may be interrupted; the second then has the rest to do.
@@ -66,7 +69,7 @@ def _changed(wanted: Sequence[tuple[Any, str, Callable[[Any], Any]]]) -> Iterato
         _end(time)
 
 
-def _begin(time: object, wanted: Sequence[tuple[Any, str, Callable[[Any], Any]]]) -> None:
+def _begin(time: object, wanted: Sequence[_Change]) -> None:
     """Change attributes, each when it is noted what it was; at any line a signal handler may begin and end a time of its own."""
     with _lock:
         _going_on[time] = {(id(owner), name) for owner, name, _ in wanted}
@@ -95,7 +98,7 @@ def _end(time: object) -> None:
             _stances.clear()
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def _put(owner: object, name: str, value: object) -> None:
     if vars(owner).get(name, _ABSENT) is value:
         return
     with suppress(AttributeError, TypeError):  # of a metaclass

@@ -19,7 +19,7 @@ NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES} | {d: np.dtype
 TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
 
 
-def torch_dtype(array: Any) -> torch.dtype:
+def torch_dtype(array: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> torch.dtype:
     """torch's name for the dtype of an array; a TypeError for one that torch has not."""
     found = TORCH.get(np.dtype(array.dtype))
     if found is None:
@@ -27,12 +27,12 @@ def torch_dtype(array: Any) -> torch.dtype:
     return found
 
 
-def jax_dtype(dtype: torch.dtype) -> Any:
+def jax_dtype(dtype: torch.dtype) -> np.dtype:
     """The dtype that jax gives an array of a torch dtype: 64 bits only where x64 is on, as jax itself decides."""
     return jax.dtypes.canonicalize_dtype(NUMPY[dtype])
 
 
-def default_float() -> Any:
+def default_float() -> np.dtype:
     """torch's default dtype, as jax has it."""
     return jax_dtype(torch.get_default_dtype())
 

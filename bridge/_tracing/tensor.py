@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import Array
 from jax.core import Tracer
 
 from bridge._compat.torch import make_subclass
 from bridge._compat.torch2jax import is_torchish, torchish
 from bridge._interop.dlpack import to_jax
 from bridge._interop.dtypes import canonical
+from bridge._ir.types import PyTree
 from bridge._process import x64
 
 from .context import TRACE, no_graph, value_needed, where_now
@@ -35,12 +37,28 @@ CHECKS = tuple(f"torch.distributions.{name}" for name in ("distribution", "const
 # What jax raises where Python code wants the value of a tracer.
 NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 
+_T = TypeVar("_T")
+
 
 class Graph:
     """What `grad_fn` of a traced value is where torch would have a node: there, and of no further use."""
 
     def __getattr__(self, name: str) -> Any:
         raise no_graph(f"grad_fn.{name} belongs")
+
+
+class View(NamedTuple):
+    """How a tensor was taken of its base.
+
+    `handler`: the implementation over arrays; `args`, `kwargs`: what it is given after the base's array. `output_index`: which of its
+    results this one is; None: the only one. `func`: the torch function.
+    """
+
+    handler: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output_index: int | None
+    func: Callable[..., Any]
 
 
 class Traced(Tensor):
@@ -51,11 +69,11 @@ class Traced(Tensor):
     either is seen by the other, as in torch. jax's functions take it (`__jax_array__`, and as a pytree).
     """
 
-    def __new__(cls, value: Any, *_: Any, **__: Any) -> Any:
+    def __new__(cls, value: jax.Array | np.ndarray, *_: object, **__: object) -> Traced:
         with torch.DisableTorchFunction():
             return make_subclass(cls, torch.empty(value.shape, dtype=torch_dtype(value), device="meta"))
 
-    def __init__(self, value: Any, base: Traced | None = None, view: tuple[Any, ...] | None = None, parameter: Any = None):
+    def __init__(self, value: Any, base: Traced | None = None, view: View | None = None, parameter: torch.Tensor | None = None):
         self._value = value
         self._base_, self._taken = base, view
         self._writes = 0
@@ -73,16 +91,16 @@ class Traced(Tensor):
         return self._value
 
     @value.setter
-    def value(self, new: Any) -> None:
+    def value(self, new: jax.Array) -> None:
         base = self._base_now()
         if base is not None and self._aliases():
             written = self._written(base.value, new)
-            base.value = unnoticed(base.value, written) if self._taken[4] in DETACHING else written  # pyright: ignore
+            base.value = unnoticed(base.value, written) if cast(View, self._taken).func in DETACHING else written
             self._seen = base._stamp()
         self._value = new
         self._writes += 1
 
-    def put_back(self, value: Any) -> None:
+    def put_back(self, value: jax.Array) -> None:
         """Have a value from before again, which views of it then see."""
         self._value = value
         self._writes += 1
@@ -103,12 +121,12 @@ class Traced(Tensor):
         base = self._base_now()
         return self._writes + (base._stamp() if base is not None else 0)
 
-    def _of(self, array: Any) -> Any:
-        handler, args, kwargs, index, _ = self._taken  # pyright: ignore[reportGeneralTypeIssues]
-        out = handler(array, *args, **kwargs)
-        return out if index is None else out[index]
+    def _of(self, array: jax.Array) -> jax.Array:
+        view = cast(View, self._taken)
+        out = view.handler(array, *view.args, **view.kwargs)
+        return out if view.output_index is None else out[view.output_index]
 
-    def _written(self, array: Any, new: Any) -> Any:
+    def _written(self, array: jax.Array, new: jax.Array) -> jax.Array:
         """The base's array after this view of it became `new`."""
         return written_through(self._of, array, new)
 
@@ -121,14 +139,14 @@ class Traced(Tensor):
         base = self._base_now()
         if base is None:
             return _without_memory(self._value), False
-        _, args, kwargs, index, func = self._taken  # pyright: ignore[reportGeneralTypeIssues]
+        view = cast(View, self._taken)
         with torch.DisableTorchFunction():
             base = base._meta()[0]
             try:
-                out = func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in args), **kwargs)
+                out = view.func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in view.args), **view.kwargs)
             except (TypeError, RuntimeError):  # an index whose values decide the shape: it copies
                 return _without_memory(self._value), False
-            out = out if index is None else out[index]
+            out = out if view.output_index is None else out[view.output_index]
             same = out.untyped_storage() is base.untyped_storage()
             return (out, True) if same else (torch.empty_like(out), False)
 
@@ -137,10 +155,12 @@ class Traced(Tensor):
         return self._meta()[0]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         """The value for code in jax: as jax would take it in, of 32 bits where it keeps no others."""
         if TRACE.x64 is not False:
             return self.value
@@ -148,12 +168,12 @@ class Traced(Tensor):
             value = self.value
         return canonical(value)
 
-    def jax(self) -> Any:
+    def jax(self) -> Array:
         """The value, as torchax's tensors give theirs: by this, code in torch asks whether jax traces, and then reads no values."""
         return self.__jax_array__()
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> torch.dtype | np.dtype:
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in JAX_SIDE:
             return self.value.dtype
         return torch_dtype(self.value)
@@ -177,11 +197,11 @@ class Traced(Tensor):
         return TRACE.device
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Traced:
         return self.detach()
 
     @data.setter
-    def data(self, new: Any) -> None:
+    def data(self, new: torch.Tensor) -> None:
         """Lie where `new` lies, with the derivative as it was. Views of it stay over what it was."""
         old = self.value
         before = Traced(old, self._base_, self._taken)
@@ -191,7 +211,7 @@ class Traced(Tensor):
         new = before if new is self else new
         if type(new) is Traced:
             kept = lambda array: unnoticed(old, array) if array.dtype == old.dtype else array  # noqa: E731
-            self._base_, self._taken, self._epoch = new, (kept, (), {}, None, torch.detach), len(new._before)
+            self._base_, self._taken, self._epoch = new, View(kept, (), {}, None, torch.detach), len(new._before)
         self._value, self._writes = unnoticed(old, as_array(new)), self._writes + 1
         self._seen = new._stamp() if type(new) is Traced else 0
 
@@ -237,23 +257,23 @@ class Traced(Tensor):
         self._wants_grad = requires_grad if not self._is_param else self._wants_grad
         return self
 
-    def item(self) -> Any:
+    def item(self) -> bool | int | float | complex:
         return self._asked("item()", lambda x: x.item())
 
     def tolist(self) -> Any:
         return self._asked("tolist()", lambda x: x.tolist(), whole=True)
 
-    def numpy(self, *_: Any, **__: Any) -> np.ndarray:
+    def numpy(self, *_: object, **__: object) -> np.ndarray:
         return self._asked("numpy()", np.array, whole=True)
 
-    def _asked(self, what: str, ask: Callable[[Any], Any], whole: bool = False) -> Any:
+    def _asked(self, what: str, ask: Callable[[jax.Array], _T], whole: bool = False) -> _T:
         """What Python code wants to know of its values: an error where jax does not know them."""
         try:
             return ask(self.value if whole else self._one())
         except NOT_KNOWN:
             raise value_needed(what, self.value) from None
 
-    def _one(self) -> Any:
+    def _one(self) -> jax.Array:
         """The value of a tensor of one element, of whatever shape."""
         if self.value.size != 1 or not self.value.ndim:
             return self.value
@@ -263,7 +283,7 @@ class Traced(Tensor):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Traced]:
         return iter(_dispatch(torch.unbind, (self,), {}))
 
     def __bool__(self) -> bool:
@@ -294,13 +314,13 @@ class Traced(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
 
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
+    def backward(self, *_: object, **__: object) -> NoReturn:
         """Not of use to a traced value, as all that follows torch's graph; likewise hooks."""
         raise no_graph("backward, retain_grad and hooks of a tensor belong")
 
     retain_grad = register_hook = register_post_accumulate_grad_hook = backward
 
-    def __deepcopy__(self, memo: Any) -> Traced:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         return memo.setdefault(id(self), self._like(Traced(jax.lax.stop_gradient(self.value) if self.is_leaf else self.value)))
 
     def __copy__(self) -> Traced:
@@ -313,25 +333,25 @@ class Traced(Tensor):
 
 
 @functools.cache
-def joined() -> Any:
+def joined() -> type:
     """Return the class of torch2jax's values, which traced tensors are from now on: operators registered with it ask for that type."""
     kind = torchish()
     Traced.__bases__ = (torch.Tensor, kind)
     return kind
 
 
-def _without_memory(array: Any) -> torch.Tensor:
+def _without_memory(array: jax.Array) -> torch.Tensor:
     return torch.empty(array.shape, dtype=torch_dtype(array), device="meta")
 
 
 DETACHING = frozenset({torch.detach, torch.Tensor.detach})
 
 
-def _reverse(x: Traced) -> tuple[Any, ...]:
+def _reverse(x: Traced) -> tuple[()] | tuple[tuple[int, ...]]:
     return () if x.ndim == 2 else (tuple(range(x.ndim))[::-1],)
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if TRACE.dispatch is None:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} was called on a traced tensor after its trace had ended. It was kept somewhere, "
@@ -340,10 +360,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return TRACE.dispatch(func, args, kwargs)
 
 
-def _dunder(name: str) -> Any:
+def _dunder(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
-    def called(self: Traced, *args: Any) -> Any:
+    def called(self: Traced, *args: object) -> Any:
         return _dispatch(method, (self, *args), {})
 
     called.__name__ = name
@@ -360,13 +380,13 @@ for _name in [
         setattr(Traced, _name, _dunder(_name))
 
 # What jax's functions get in a traced tensor's place is the array: they do not take another type everywhere.
-jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])
+jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
 
 
-def as_traced(tree: Any) -> Any:
+def as_traced(tree: PyTree) -> PyTree:
     """A pytree with traced tensors for its arrays; keys stay keys."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: object) -> object:
         return Traced(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
     return jax.tree.map(leaf, tree, is_leaf=lambda x: isinstance(x, Traced))

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from bridge._tracing.context import where_now
 from bridge._tracing.functionalization import unnoticed
 from bridge._tracing.op_registry import Op, add_ops, leaves
-from bridge._tracing.tensor import Traced, as_array
+from bridge._tracing.tensor import Traced, View, as_array
 
 
 def _key(key: Any) -> Any:
@@ -86,7 +86,7 @@ def getitem(input: Any, key: Any) -> Any:
     array, made = as_array(input), _key(key)
     _in_range(array, made)
     if isinstance(input, Traced) and not any(isinstance(k, jax.Array | np.ndarray) for k in leaves(made)):
-        return Traced(_take(array, made), input, (_take, (made,), {}, None, operator.getitem))
+        return Traced(_take(array, made), input, View(_take, (made,), {}, None, operator.getitem))
     return _take(array, made)
 
 
