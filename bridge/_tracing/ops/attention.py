@@ -21,7 +21,7 @@ from bridge._tracing.materialize import gradient_once, on_cpu, once
 
 
 @jax.custom_jvp
-def bounded(scores: Any, mask: Any) -> Any:
+def bounded(scores: Any, mask: Any) -> jax.Array:
     """Scores where the mask (bool) is True, else -inf, where their gradient is zero since the weight is."""
     return jnp.minimum(scores, jnp.where(mask, jnp.inf, -jnp.inf).astype(scores.dtype))
 
@@ -32,7 +32,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     return out, jnp.broadcast_to(tangents[0], out.shape)
 
 
-def attended(scores: Any, kept: Any, value: Any) -> Any:
+def attended(scores: Any, kept: Any, value: Any) -> jax.Array:
     """The mean of values, weighted by the softmax of the scores' last dim, in the type of the values; zeros where all are -inf.
 
     kept: factors of the weights (dropout), or None.
@@ -41,7 +41,7 @@ def attended(scores: Any, kept: Any, value: Any) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attended(stored: bool, scores: Any, kept: Any, value: Any) -> Any:
+def _attended(stored: bool, scores: Any, kept: Any, value: Any) -> jax.Array:
     powers = _powers(stored, scores)
     return _mean(powers, _share(powers), kept, value)
 
@@ -62,24 +62,24 @@ def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
     return out, sum(parts) if parts else jnp.zeros_like(out)
 
 
-def _shared(change: Any, out: Any) -> Any:
+def _shared(change: Any, out: Any) -> jax.Array:
     """What the weights of a row lose together, since they sum to one: transposed, D."""
     return jnp.sum(change, -1, keepdims=True) * out.astype(change.dtype)
 
 
-def _powers(stored: bool, scores: Any) -> Any:
+def _powers(stored: bool, scores: Any) -> jax.Array:
     """e to the scores, the largest of a row being 1, stored once, for the product with the values and for the gradient."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
     top = jnp.maximum(top, jnp.finfo(scores.dtype).min)  # where all are -inf
     return once(jnp.exp(scores - top), stored)
 
 
-def _share(powers: Any) -> Any:
+def _share(powers: Any) -> jax.Array:
     """One by the sum of a row, which is at least 1, or 0 where all powers are."""
     return 1 / jnp.maximum(jnp.sum(powers, -1, keepdims=True), 0.5)
 
 
-def _mean(powers: Any, share: Any, kept: Any, value: Any) -> Any:
+def _mean(powers: Any, share: Any, kept: Any, value: Any) -> jax.Array:
     return (_product(_times(powers, kept), value) * share).astype(value.dtype)
 
 
@@ -87,6 +87,6 @@ def _times(weights: Any, kept: Any) -> Any:
     return weights if kept is None else weights * kept
 
 
-def _product(weights: Any, value: Any) -> Any:
+def _product(weights: Any, value: Any) -> jax.Array:
     """In the type of the weights: what is not divided yet may be too large for a half one."""
     return jnp.matmul(weights.astype(value.dtype), value, preferred_element_type=weights.dtype)

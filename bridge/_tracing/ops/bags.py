@@ -19,9 +19,9 @@ _SUM, _MEAN, _MAX = 0, 1, 2  # as torch.embedding_bag has them
 
 @primitive("embedding_bag")
 def embedding_bag(
-    weight: Any,
-    indices: Any,
-    offsets: Any,
+    weight: jax.Array,
+    indices: jax.Array,
+    offsets: jax.Array,
     scale_grad_by_freq: bool = False,
     mode: int = _SUM,
     sparse: bool = False,

@@ -79,13 +79,13 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
 
 
 @op("full_like", always=True)
-def full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+def full_like(input: jax.Array, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
     """One value everywhere, in this shape."""
     return _filled(input.shape, fill_value, jax_dtype(dtype) if dtype else input.dtype)
 
 
 @op("new_full", always=True)
-def new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+def new_full(input: jax.Array, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
     """One value everywhere, of this dtype."""
     return _filled(tuple(size), fill_value, jax_dtype(dtype) if dtype else input.dtype)
 
@@ -162,12 +162,12 @@ def eye(n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Any:
 
 
 @op("fill")
-def fill(input: Any, value: Any) -> Any:
+def fill(input: jax.Array, value: Any) -> jax.Array:
     """One value everywhere."""
     return jnp.full(input.shape, value, input.dtype)
 
 
-def _copied(input: Any, src: Any, non_blocking: bool = False) -> Any:
+def _copied(input: Any, src: Any, non_blocking: bool = False) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(src, input.dtype), input.shape)
 
 

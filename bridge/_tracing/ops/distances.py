@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,7 +38,7 @@ def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepd
 
 
 @op("pdist")
-def pdist(input: Any, p: float = 2.0) -> Any:
+def pdist(input: jax.Array, p: float = 2.0) -> Any:
     """The distances of all pairs of rows."""
     one, other = np.triu_indices(input.shape[0], 1)
     return norm(input[one] - input[other], p, -1)

@@ -52,7 +52,7 @@ def nonzero(x: Any) -> Any:
     return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
 
 
-def _squared(x: Any) -> Any:
+def _squared(x: Any) -> jax.Array:
     return jnp.square(cast(x, torch.int64) if x.dtype == bool else x)
 
 
@@ -78,13 +78,13 @@ _register_unary()
 
 
 @op("round")
-def round_(input: Any, decimals: int = 0) -> Any:
+def round_(input: Any, decimals: int = 0) -> jax.Array:
     """Half to even, as torch."""
     return jnp.round(input, decimals)
 
 
 @op("frac")
-def frac(input: Any) -> Any:
+def frac(input: Any) -> jax.Array:
     """What follows the point."""
     return input - jnp.trunc(input)
 
@@ -116,12 +116,12 @@ def _mul(a: Any, b: Any) -> Any:
     return jnp.logical_and(a, b) if a.dtype == bool else a * b
 
 
-def _xlogy(a: Any, b: Any) -> Any:
+def _xlogy(a: Any, b: Any) -> jax.Array:
     a, b = floating(a), floating(b)
     return jax.scipy.special.xlogy(jnp.where((a == 0) & (b <= 0), lax.stop_gradient(a), a), b)
 
 
-def log_add_exp(a: Any, b: Any) -> Any:
+def log_add_exp(a: Any, b: Any) -> jax.Array:
     """log(exp(a) + exp(b)). Of complex numbers torch adds the one with the larger real part behind the logarithm: no angle is taken off."""
     if not jnp.iscomplexobj(a):
         return jnp.logaddexp(a, b)
@@ -187,7 +187,7 @@ def rdiv(input: Any, other: Any) -> Any:
 
 
 @op("pow", "__pow__")
-def pow_(input: Any, exponent: Any) -> Any:
+def pow_(input: Any, exponent: Any) -> jax.Array:
     """A power; a whole exponent by multiplication, whose derivative is right at zero too."""
     if isinstance(exponent, int | float) and not isinstance(exponent, bool) and abs(exponent) < 64 and exponent == int(exponent):
         base = promoted(input, exponent)[0]
@@ -203,7 +203,7 @@ def pow_(input: Any, exponent: Any) -> Any:
     return _whole_power(a, b) if jnp.issubdtype(a.dtype, jnp.signedinteger) else power(a, b)
 
 
-def _whole_power(a: Any, b: Any) -> Any:
+def _whole_power(a: Any, b: Any) -> jax.Array:
     """A power of integers; a negative one is cut to an integer: 0 but for 1 and -1."""
     one = jnp.ones((), a.dtype)
     inverse = jnp.where(a == one, one, jnp.where(a == -one, 1 - 2 * (b % 2), jnp.zeros((), a.dtype)))
@@ -211,13 +211,13 @@ def _whole_power(a: Any, b: Any) -> Any:
 
 
 @op("__rpow__")
-def rpow(input: Any, other: Any) -> Any:
+def rpow(input: Any, other: Any) -> jax.Array:
     """other to the power of input."""
     return pow_(other, input)
 
 
 @op("clamp", "clip")
-def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
+def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
     """Within bounds, NaN where the number or a bound is; the gradient passes at the bounds, and nowhere at NaN, as in torch."""
     given = [x for x in (min, max) if x is not None]
     input, *bounds = promoted(input, *given)
@@ -236,13 +236,13 @@ def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
 
 
 @op("clamp_min")
-def clamp_min(input: Any, min: Any) -> Any:
+def clamp_min(input: Any, min: Any) -> jax.Array:
     """At least."""
     return clamp(input, min)
 
 
 @op("clamp_max")
-def clamp_max(input: Any, max: Any) -> Any:
+def clamp_max(input: Any, max: Any) -> jax.Array:
     """At most."""
     return clamp(input, None, max)
 
@@ -262,7 +262,7 @@ add_ops({torch.where: Op(where, inspect.signature(where)), torch.Tensor.where: O
 
 
 @op("masked_fill")
-def masked_fill(input: Any, mask: Any, value: Any) -> Any:
+def masked_fill(input: jax.Array, mask: Any, value: Any) -> jax.Array:
     """The value where the mask is True."""
     return jnp.where(mask, jnp.asarray(value, input.dtype), input)
 
@@ -287,7 +287,7 @@ def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
 
 
 @op("nan_to_num")
-def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> jax.Array:
     """Numbers for what is none."""
     return jnp.nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
@@ -322,7 +322,7 @@ def numbers(out: Any) -> Any:
 
 @op("sum")
 @lines
-def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def sum_(input: jax.Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """A sum; of bools and small integers in int64, as torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
@@ -332,14 +332,14 @@ def sum_(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dt
 
 @op("mean")
 @lines
-def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """A mean."""
     return jnp.mean(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
 
 
 @op("prod")
 @lines
-def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def prod(input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """A product."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
@@ -349,7 +349,7 @@ def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: to
 
 @op("var")
 @lines
-def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> jax.Array:
     """A variance, with Bessel's correction unless told otherwise."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -359,7 +359,7 @@ def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = Fals
 
 @op("std")
 @lines
-def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
+def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> jax.Array:
     """The root of `var`."""
     return root(var(input, dim, unbiased, keepdim, correction=correction))
 
@@ -380,7 +380,7 @@ def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool =
 
 @op("all")
 @lines
-def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> jax.Array:
     """Whether all are nonzero; of bytes as a byte."""
     return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
 
@@ -404,21 +404,21 @@ def is_all_true(input: Any) -> Any:
 
 @op("any")
 @lines
-def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> Any:
+def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> jax.Array:
     """Whether one is nonzero; of bytes as a byte."""
     return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
 
 
 @op("amax")
 @lines
-def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> jax.Array:
     """The largest; the gradient is shared among equals, as in torch."""
     return jnp.max(input, axis=axes(dim), keepdims=keepdim)
 
 
 @op("amin")
 @lines
-def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> jax.Array:
     """The smallest."""
     return jnp.min(input, axis=axes(dim), keepdims=keepdim)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -33,11 +34,11 @@ def _transform(f: Callable[..., Any], input: Any, s: Any, dim: Dims, norm: str |
     return f(x, s=s, axes=dims, norm=norm)
 
 
-def _hfftn(x: Any, s: Any, axes: Any, norm: Any) -> Any:
+def _hfftn(x: Any, s: Any, axes: Any, norm: Any) -> jax.Array:
     return jnp.fft.irfftn(jnp.conj(x), s=s, axes=axes, norm=_OTHER_WAY[norm])
 
 
-def _ihfftn(x: Any, s: Any, axes: Any, norm: Any) -> Any:
+def _ihfftn(x: Any, s: Any, axes: Any, norm: Any) -> jax.Array:
     return jnp.conj(jnp.fft.rfftn(x, s=s, axes=axes, norm=_OTHER_WAY[norm]))
 
 
@@ -63,7 +64,7 @@ op("fft_fftshift")(lambda input, dim=None: jnp.fft.fftshift(input, dim))
 op("fft_ifftshift")(lambda input, dim=None: jnp.fft.ifftshift(input, dim))
 
 
-def _window(window: Any, win_length: int, n_fft: int, dtype: Any) -> Any:
+def _window(window: Any, win_length: int, n_fft: int, dtype: Any) -> jax.Array:
     """The window in the middle of a frame."""
     window = jnp.ones(win_length, dtype) if window is None else window
     left = (n_fft - win_length) // 2
@@ -104,7 +105,7 @@ add_ops({unpadded_stft: Op(stft, None)} if unpadded_stft is not None else {})
 
 @op("istft")
 def istft(
-    input: Any,
+    input: jax.Array,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -114,7 +115,7 @@ def istft(
     onesided: bool | None = None,
     length: int | None = None,
     return_complex: bool = False,
-) -> Any:
+) -> jax.Array:
     """The signal whose frames have spectra nearest to these: Griffin and Lim, https://doi.org/10.1109/TASSP.1984.1164317."""
     hop = hop_length or n_fft // 4
     window = _window(window, win_length or n_fft, n_fft, input.real.dtype)
@@ -133,13 +134,13 @@ def istft(
 
 
 @op("complex")
-def complex_(real: Any, imag: Any) -> Any:
+def complex_(real: Any, imag: Any) -> jax.Array:
     """A number of its parts."""
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @op("polar")
-def polar(abs: Any, angle: Any) -> Any:
+def polar(abs: Any, angle: Any) -> jax.Array:
     """A number of its length and angle; without a derivative at zero, as torch's."""
     size, angle = promoted(abs, angle)
     size = jnp.where(size == 0, lax.stop_gradient(size), size)

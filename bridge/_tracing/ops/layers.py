@@ -47,7 +47,7 @@ _register_activations()
 
 
 @op("gelu")
-def gelu(input: Any, *, approximate: str = "none") -> Any:
+def gelu(input: Any, *, approximate: str = "none") -> jax.Array:
     """x * Phi(x), or its approximation by tanh."""
     if approximate == "tanh":
         return jax.nn.gelu(input, approximate=True)
@@ -55,7 +55,7 @@ def gelu(input: Any, *, approximate: str = "none") -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gelu(again: bool, x: Any) -> Any:
+def _gelu(again: bool, x: Any) -> jax.Array:
     """jax's own, by erfc, takes three times as long with its gradient. `again`: the gradient takes erf again, where it would be stored."""
     half, root = (jnp.asarray(y, x.dtype) for y in (0.5, math.sqrt(0.5)))
     return half * x * (1 + lax.erf(x * root))
@@ -70,71 +70,71 @@ def _(again: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]
 
 
 @op("leaky_relu")
-def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+def leaky_relu(input: jax.Array, negative_slope: float = 0.01, inplace: bool = False) -> jax.Array:
     """x, or slope * x below zero."""
     return jnp.where(input > 0, input, input * jnp.asarray(negative_slope, input.dtype))
 
 
 @op("elu")
-def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> jax.Array:
     """x, or alpha * (exp(x) - 1) below zero."""
     return _exponential_below(input, alpha, 1.0)
 
 
 @op("celu")
-def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> jax.Array:
     """x, or alpha * (exp(x / alpha) - 1) below zero."""
     return _exponential_below(input, alpha, 1 / alpha)
 
 
-def _exponential_below(x: Any, alpha: float, slope: float) -> Any:
+def _exponential_below(x: Any, alpha: float, slope: float) -> jax.Array:
     """x where it is above zero or NaN, so that the gradient passes at NaN, as in torch."""
     below = x <= 0
     return jnp.where(below, alpha * jnp.expm1(slope * jnp.where(below, x, jnp.zeros((), x.dtype))), x)
 
 
 @op("prelu")
-def prelu(input: Any, weight: Any) -> Any:
+def prelu(input: jax.Array, weight: jax.Array) -> jax.Array:
     """x, or weight * x below zero, weight by channel."""
     shape = (1, -1) + (1,) * (input.ndim - 2) if input.ndim > 1 and weight.size > 1 else (-1,) if input.ndim else ()
     return jnp.where(input > 0, input, input * weight.reshape(shape))
 
 
 @op("hardtanh")
-def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+def hardtanh(input: jax.Array, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> jax.Array:
     """Within bounds; no gradient at them, as in torch."""
     low, high = jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype)
     return jnp.where(input <= low, low, jnp.where(input >= high, high, input))
 
 
 @op("softplus")
-def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+def softplus(input: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Array:
     """log(1 + exp(beta x)) / beta; x itself beyond the threshold."""
     scaled = input * jnp.asarray(beta, input.dtype)
     return jnp.where(scaled > threshold, input, jax.nn.softplus(scaled) / jnp.asarray(beta, input.dtype))
 
 
 @op("threshold")
-def threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> Any:
+def threshold(input: jax.Array, threshold: float, value: float, inplace: bool = False) -> jax.Array:
     """The value up to the threshold, x above it and where it is NaN."""
     return jnp.where(input <= threshold, jnp.asarray(value, input.dtype), input)
 
 
 @op("hardshrink")
-def hardshrink(input: Any, lambd: float = 0.5) -> Any:
+def hardshrink(input: jax.Array, lambd: float = 0.5) -> jax.Array:
     """Zero near zero; NaN stays."""
     return jnp.where(jnp.abs(input) <= lambd, jnp.zeros((), input.dtype), input)
 
 
 @op("softshrink")
-def softshrink(input: Any, lambd: float = 0.5) -> Any:
+def softshrink(input: jax.Array, lambd: float = 0.5) -> jax.Array:
     """Moved towards zero; NaN stays."""
     shift = jnp.asarray(lambd, input.dtype)
     return jnp.where(jnp.abs(input) <= shift, jnp.zeros((), input.dtype), jnp.where(input > shift, input - shift, input + shift))
 
 
 @op("glu")
-def glu(input: Any, dim: int = -1) -> Any:
+def glu(input: Any, dim: int = -1) -> jax.Array:
     """One half times the sigmoid of the other."""
     return jax.nn.glu(input, axis=dim)
 
@@ -166,7 +166,7 @@ def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any
     return softmax(-input, dim, dtype=dtype)
 
 
-def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> Any:
+def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> jax.Array:
     """A mask over `shape`, divided by the share that it keeps."""
     if p >= 1:
         return jnp.zeros(shape, input.dtype)
@@ -175,13 +175,13 @@ def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> Any:
 
 
 @op("dropout")
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(input: jax.Array, p: float = 0.5, training: bool = True, inplace: bool = False) -> jax.Array:
     """Elements dropped by key; needs no key where nothing can be dropped."""
     return input * _kept(input.shape, p, "dropout", input) if training and p > 0 else input
 
 
 @op("native_dropout")
-def native_dropout(input: Any, p: float, training: bool | None) -> Any:
+def native_dropout(input: jax.Array, p: float, training: bool | None) -> Any:
     """`dropout`, and which elements it has kept."""
     if training is False or p == 0:
         return input, jnp.ones(input.shape, bool)
@@ -190,7 +190,7 @@ def native_dropout(input: Any, p: float, training: bool | None) -> Any:
 
 
 @op("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
-def feature_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def feature_dropout(input: jax.Array, p: float = 0.5, training: bool = True, inplace: bool = False) -> jax.Array:
     """Channels dropped by key."""
     shape = input.shape[:2] + (1,) * (input.ndim - 2)
     return input * _kept(shape, p, "dropout of channels", input) if training and p > 0 else input
@@ -208,19 +208,19 @@ def _to_the_floor(input: Any, p: float, training: bool, shape: tuple[int, ...], 
 
 
 @op("alpha_dropout")
-def alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+def alpha_dropout(input: jax.Array, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
     """Dropped to SELU's floor, mean and variance kept."""
     return _to_the_floor(input, p, training, input.shape, "alpha_dropout")
 
 
 @op("feature_alpha_dropout")
-def feature_alpha_dropout(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+def feature_alpha_dropout(input: jax.Array, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
     """As `alpha_dropout`, whole channels."""
     return _to_the_floor(input, p, training, input.shape[:2] + (1,) * (input.ndim - 2), "feature_alpha_dropout")
 
 
 @op("rrelu")
-def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
+def rrelu(input: jax.Array, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> jax.Array:
     """x, or below zero x times a slope drawn by key; by the middle one without training."""
     if not training:
         return leaky_relu(input, (lower + upper) / 2)
@@ -229,20 +229,20 @@ def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
 
 
 @op("linear")
-def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(input: Any, weight: jax.Array, bias: Any = None) -> jax.Array:
     """x @ W.T + b."""
     out = jnp.matmul(input, weight.T)
     return out if bias is None else out + bias
 
 
 @op("bilinear")
-def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> jax.Array:
     """x1 @ W @ x2 + b."""
     out = jnp.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias
 
 
-def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> Any:
+def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> jax.Array:
     """Rows of a weight, NaN for one that is not there. `by_frequency`: their gradient is divided by how often each is taken."""
     index = places(index, weight.shape[0])
     rows = jnp.take(weight, index, axis=0)
@@ -260,7 +260,7 @@ def embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Any:
+) -> jax.Array:
     """Rows of the weight; none but a gradient's path is closed for `padding_idx`. NaN for a row that is not there."""
     if max_norm is not None:
         raise NotImplementedError("embedding: max_norm, which changes the weight, is not there in jax.")
@@ -274,19 +274,19 @@ add_ops({F.embedding: Op(embedding, inspect.signature(embedding))})
 
 
 @primitive("embedding")
-def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> jax.Array:
     return embedding(indices, weight, None if padding_idx == -1 else padding_idx, None, 2.0, scale_grad_by_freq)
 
 
 @op("layer_norm")
-def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+def layer_norm(input: jax.Array, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """Mean zero and variance one over the last dims; half types in float32 inside, as torch."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     out = _normalised(input, axes, eps)
     return _affine(out, weight, bias).astype(input.dtype)
 
 
-def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> Any:
+def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> jax.Array:
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
     return _standardised(axes, x, jnp.ones((), x.dtype), jnp.asarray(eps, x.dtype))
 
@@ -297,7 +297,7 @@ def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _standardised(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> Any:
+def _standardised(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> jax.Array:
     """Mean zero and variance one along axes, times a scale that is the same along them; eps has no gradient."""
     mean, var = moments(x, axes)
     return (x - mean) * lax.rsqrt(var + eps) * scale
@@ -328,7 +328,7 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 
 @op("group_norm")
-def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+def group_norm(input: jax.Array, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """Mean zero and variance one over groups of channels."""
     grouped = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
     out = _normalised(grouped, (2,), eps).reshape(input.shape)
@@ -340,7 +340,7 @@ def _by_channel(ndim: int, *arrays: Any) -> list[Any]:
 
 
 @op("rms_norm")
-def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+def rms_norm(input: jax.Array, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """Root mean square one over the last dims."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
@@ -420,7 +420,7 @@ add_ops(dict.fromkeys((F.instance_norm, torch.instance_norm), Op(instance_norm, 
 
 @op("scaled_dot_product_attention")
 def scaled_dot_product_attention(
-    query: Any,
+    query: jax.Array,
     key: Any,
     value: Any,
     attn_mask: Any = None,
@@ -428,7 +428,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> jax.Array:
     """softmax(q k^T * scale + mask) v; the softmax of half types in float32."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
@@ -449,7 +449,7 @@ def scaled_dot_product_attention(
 
 
 @op("_weight_norm")
-def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+def weight_norm(v: jax.Array, g: Any, dim: int = 0) -> jax.Array:
     """g * v / |v|, the norm over all dims but one."""
     axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim % v.ndim)
     return v * (g / jnp.sqrt(jnp.sum(jnp.square(v), axes, keepdims=True)))

@@ -21,7 +21,7 @@ named: Any = torch.return_types
 Atol = Any  # a number or an array of one for each matrix
 
 
-def adjoint(x: Any) -> Any:
+def adjoint(x: Any) -> jax.Array:
     """Conjugate transposed."""
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
@@ -32,7 +32,7 @@ def _batched(*matrices: Any) -> list[Any]:
     return [jnp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in matrices]
 
 
-def _no_info(x: Any) -> Any:
+def _no_info(x: Any) -> jax.Array:
     return jnp.zeros(x.shape[:-2], jnp.int32)
 
 
@@ -40,7 +40,7 @@ def _no_info(x: Any) -> Any:
 
 
 @op("linalg_svd")
-def svd(A: Any, full_matrices: bool = True, *, driver: str | None = None) -> Any:
+def svd(A: jax.Array, full_matrices: bool = True, *, driver: str | None = None) -> Any:
     """Singular vectors and values. What fills up a full matrix has no derivative, as in torch."""
     u, s, vh = linalg.svd(A, full_matrices=False)
     m, n = A.shape[-2:]
@@ -53,7 +53,7 @@ def svd(A: Any, full_matrices: bool = True, *, driver: str | None = None) -> Any
 
 
 @op("svd")
-def svd_of_old(input: Any, some: bool = True, compute_uv: bool = True) -> Any:
+def svd_of_old(input: jax.Array, some: bool = True, compute_uv: bool = True) -> Any:
     """Singular vectors as columns, and values."""
     m, n = input.shape[-2:]
     if compute_uv:
@@ -70,7 +70,7 @@ def svdvals(A: Any, *, driver: str | None = None) -> Any:
 
 
 @op("linalg_qr")
-def qr(A: Any, mode: str = "reduced") -> Any:
+def qr(A: jax.Array, mode: str = "reduced") -> Any:
     """Orthogonal columns and a triangle. Of a wide matrix the square part decides, which is how torch derives it too."""
     m, n = A.shape[-2:]
     q, r = linalg.qr(A[..., : min(m, n)], full_matrices=mode == "complete")
@@ -85,7 +85,7 @@ def qr_of_old(input: Any, some: bool = True) -> Any:
     return named.qr(qr(input, "reduced" if some else "complete"))
 
 
-def _of_triangle(A: Any, upper: bool) -> Any:
+def _of_triangle(A: Any, upper: bool) -> jax.Array:
     """The Hermitian matrix of one triangle; its derivative is shared by both, as in torch."""
     lower = jnp.tril(adjoint(A) if upper else A)
     return unnoticed((A + adjoint(A)) / 2, lower + adjoint(jnp.tril(lower, -1)))
@@ -155,7 +155,7 @@ def cholesky_solve(input: Any, input2: Any, upper: bool = False) -> Any:
 
 
 @op("cholesky_inverse")
-def cholesky_inverse(input: Any, upper: bool = False) -> Any:
+def cholesky_inverse(input: jax.Array, upper: bool = False) -> Any:
     """The inverse of a matrix of which the root is given."""
     return _cholesky_solve(jnp.eye(input.shape[-1], dtype=input.dtype), input, upper)
 
@@ -187,7 +187,7 @@ op("lu")(lambda A, pivot=True, get_infos=False: _lu(A, pivot)[: 3 if get_infos e
 
 
 @op("lu_unpack")
-def lu_unpack(LU_data: Any, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+def lu_unpack(LU_data: jax.Array, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
     """The permutation and the two triangles; empty what is not asked for."""
     m, n = LU_data.shape[-2:]
     k = min(m, n)
@@ -208,7 +208,7 @@ def lu(A: Any, *, pivot: bool = True) -> Any:
 
 
 @op("linalg_lu_solve")
-def lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+def lu_solve(LU: jax.Array, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
     """The solution for a matrix of which the factors are given."""
     if not left:
         return _adjoint(lu_solve(LU, pivots, _adjoint(B), adjoint=not adjoint))
@@ -228,7 +228,7 @@ op("lu_solve")(lambda input, LU_data, LU_pivots: lu_solve(LU_data, LU_pivots, in
 
 
 @op("linalg_householder_product", "orgqr")
-def householder_product(A: Any, tau: Any) -> Any:
+def householder_product(A: jax.Array, tau: Any) -> Any:
     """The first columns of a product of reflections."""
     m, n = A.shape[-2:]
     return _reflected(A, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=A.dtype), A.shape), False)
@@ -258,7 +258,7 @@ def ormqr(input: Any, tau: Any, other: Any, left: bool = True, transpose: bool =
 # ---------------------------------------------------------------------------------------------- solutions
 
 
-def _solve(A: Any, B: Any, left: bool) -> Any:
+def _solve(A: Any, B: Any, left: bool) -> jax.Array:
     if B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1]):
         return jnp.linalg.solve(A, B[..., None])[..., 0]
     if left:
@@ -267,7 +267,7 @@ def _solve(A: Any, B: Any, left: bool) -> Any:
 
 
 @op("linalg_solve")
-def solve(A: Any, B: Any, *, left: bool = True) -> Any:
+def solve(A: Any, B: Any, *, left: bool = True) -> jax.Array:
     """The solution of linear equations."""
     return _solve(A, B, left)
 
@@ -311,14 +311,14 @@ def _tolerances(A: Any, atol: Atol, rtol: Atol) -> tuple[Any, Any]:
     return absolute, default if rtol is None else jnp.asarray(rtol, dtype)
 
 
-def _nonzero(s: Any, atol: Any, rtol: Any) -> Any:
+def _nonzero(s: Any, atol: Any, rtol: Any) -> jax.Array:
     """Which singular values count."""
     size = jnp.abs(s)
     return size > jnp.maximum(atol, rtol * jnp.max(size, -1, initial=0))[..., None]
 
 
 @op("linalg_matrix_rank")
-def matrix_rank(A: Any, tol: Any = None, hermitian: bool = False, *, atol: Atol = None, rtol: Atol = None) -> Any:
+def matrix_rank(A: Any, tol: Any = None, hermitian: bool = False, *, atol: Atol = None, rtol: Atol = None) -> jax.Array:
     """How many singular values are not zero."""
     s = lax.stop_gradient(eigvalsh(A) if hermitian else svdvals(A))
     atol, rtol = (atol, rtol) if tol is None else (tol, 0.0)
@@ -326,7 +326,7 @@ def matrix_rank(A: Any, tol: Any = None, hermitian: bool = False, *, atol: Atol 
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _pinv(A: Any, atol: Any, rtol: Any, hermitian: bool) -> Any:
+def _pinv(A: Any, atol: Any, rtol: Any, hermitian: bool) -> jax.Array:
     if hermitian:
         s, left = eigh(A)
         right = adjoint(left)
@@ -348,7 +348,7 @@ def _(hermitian: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> t
 
 
 @op("linalg_pinv")
-def pinv(A: Any, rcond: Any = None, hermitian: bool = False, *, atol: Atol = None, rtol: Atol = None) -> Any:
+def pinv(A: jax.Array, rcond: Any = None, hermitian: bool = False, *, atol: Atol = None, rtol: Atol = None) -> jax.Array:
     """Moore and Penrose's inverse."""
     if 0 in A.shape:
         return jnp.swapaxes(A, -1, -2)
@@ -360,7 +360,7 @@ op("pinverse")(lambda input, rcond=1e-15: pinv(input, rcond))
 
 
 @op("linalg_lstsq")
-def lstsq(A: Any, B: Any, rcond: Any = None, *, driver: str | None = None) -> Any:
+def lstsq(A: jax.Array, B: jax.Array, rcond: Any = None, *, driver: str | None = None) -> Any:
     """Least squares by the pseudo-inverse, as torch derives it. Residuals as of a matrix of full rank, which torch asks for."""
     driver = driver or "gelsy"
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
@@ -378,7 +378,7 @@ op("linalg_tensorinv")(lambda A, ind=2: jnp.linalg.tensorinv(A, ind))
 
 
 @op("linalg_tensorsolve")
-def tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:
+def tensorsolve(A: Any, B: jax.Array, dims: Any = None) -> jax.Array:
     """The solution of a contraction over the last dims; those named are moved there."""
     a = A if dims is None else jnp.moveaxis(A, tuple(dims), tuple(range(-len(dims), 0)))
     return jnp.linalg.solve(a.reshape(B.size, -1), B.reshape(-1)).reshape(a.shape[B.ndim :])
@@ -387,7 +387,7 @@ def tensorsolve(A: Any, B: Any, dims: Any = None) -> Any:
 # ---------------------------------------------------------------------------------------------- determinants and norms
 
 
-def det(A: Any) -> Any:
+def det(A: Any) -> jax.Array:
     """The determinant; of a matrix without elements one."""
     return jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype)
 
@@ -399,14 +399,14 @@ op("slogdet")(lambda input: named.slogdet(jnp.linalg.slogdet(input)))
 
 
 @op("logdet")
-def logdet(input: Any) -> Any:
+def logdet(input: Any) -> jax.Array:
     """The logarithm of the determinant; NaN if that is negative."""
     sign, log = jnp.linalg.slogdet(input)
     return log + jnp.log(sign) if jnp.iscomplexobj(input) else jnp.where(sign < 0, jnp.nan, log)
 
 
 @op("linalg_matrix_norm")
-def matrix_norm(A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def matrix_norm(A: jax.Array, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A norm of matrices: Frobenius', nuclear, or one that vectors induce."""
     x = jnp.moveaxis(cast(A, dtype), tuple(dim), (-2, -1))
     if ord == "fro":
@@ -421,7 +421,7 @@ def matrix_norm(A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = F
 
 
 @op("linalg_norm")
-def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def linalg_norm(A: jax.Array, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A norm of vectors or of matrices, as the dims are one or two."""
     if ord is None:
         return norm(A, 2, dim, keepdim, dtype=dtype)
@@ -430,7 +430,7 @@ def linalg_norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False,
 
 
 @op("norm")
-def norm_of_old(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def norm_of_old(input: jax.Array, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """A norm of all elements, or along dims; of a matrix the nuclear one."""
     if p == "nuc":
         return matrix_norm(input, p, range(input.ndim) if dim is None else dim, keepdim, dtype=dtype)
@@ -438,7 +438,7 @@ def norm_of_old(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = Fal
 
 
 @op("linalg_cond")
-def cond(A: Any, p: Any = None) -> Any:
+def cond(A: jax.Array, p: Any = None) -> Any:
     """How much an inverse may amplify."""
     if p in (None, 2, -2):
         s = svdvals(A)

@@ -44,7 +44,7 @@ def reduced(loss: Any, reduction: Any) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _picked(axis: int, x: Any, index: Any) -> Any:
+def _picked(axis: int, x: Any, index: Any) -> jax.Array:
     """One element of each row along an axis. Its gradient is a comparison, which needs no zeros that it is scattered into."""
     return jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis=axis), axis)
 

@@ -30,7 +30,7 @@ def margin_ranking_loss(input1: Any, input2: Any, target: Any, margin: float = 0
 
 
 @primitive("hinge_embedding_loss")
-def hinge_embedding_loss(input: Any, target: Any, margin: float = 1.0, reduction: Any = 1) -> Any:
+def hinge_embedding_loss(input: jax.Array, target: Any, margin: float = 1.0, reduction: Any = 1) -> Any:
     """Of distances: themselves at target 1, what they lack of the margin at -1."""
     zero = jnp.zeros((), input.dtype)
     apart = jnp.where(target != 1, clamp(jnp.asarray(margin, input.dtype) - input, 0), zero)
@@ -129,7 +129,7 @@ _NEVER = -1e30  # the logarithm of what cannot be; sums of it stay finite in flo
 
 @primitive("ctc_loss")
 def ctc_loss(
-    log_probs: Any,
+    log_probs: jax.Array,
     targets: Any,
     input_lengths: Any,
     target_lengths: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,14 +21,14 @@ def _statistics(x: Any, axes: tuple[int, ...], eps: float) -> tuple[Any, Any]:
 
 
 @op("native_layer_norm")
-def native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+def native_layer_norm(input: jax.Array, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     """`layer_norm`, mean and inverse deviation."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     return layer_norm(input, normalized_shape, weight, bias, eps), *_statistics(input, axes, eps)
 
 
 @op("native_group_norm")
-def native_group_norm(input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
+def native_group_norm(input: jax.Array, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
     """`group_norm`, mean and inverse deviation."""
     grouped = input.reshape(N, group, C * HxW // group)
     return group_norm(input, group, weight, bias, eps), *(x[..., 0] for x in _statistics(grouped, (2,), eps))

@@ -20,7 +20,7 @@ def _long(x: Any) -> Any:
     return x.astype(jax_dtype(torch.int64))
 
 
-def _places(x: Any, dim: int) -> Any:
+def _places(x: Any, dim: int) -> jax.Array:
     return lax.broadcasted_iota(jax_dtype(torch.int64), x.shape, dim % x.ndim)
 
 
@@ -122,7 +122,7 @@ def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     return torch.return_types.topk(both)
 
 
-def _nth(x: Any, n: Any, dim: int) -> Any:
+def _nth(x: Any, n: Any, dim: int) -> jax.Array:
     """The place of the n-th smallest of each line; n has dim with size one, or is a number."""
     order = _in_order(lax.stop_gradient(x), dim, False)[1]
     shape = [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]
@@ -137,7 +137,7 @@ def kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
 
 
 def _register_medians() -> None:
-    def median(x: Any, dim: int, skip: bool) -> Any:
+    def median(x: Any, dim: int, skip: bool) -> jax.Array:
         missing = jnp.isnan(x)
         numbers = jnp.sum(~missing, axis=dim, keepdims=True)
         middle = _nth(x, jnp.maximum(numbers - 1, 0) // 2, dim)
@@ -234,7 +234,7 @@ def bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bo
 
 
 @op("isin")
-def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> jax.Array:
     """Whether each element is one of others."""
     return jnp.isin(*promoted(elements, test_elements), invert=invert)
 
@@ -246,7 +246,7 @@ def _apart(low: Any, high: Any, room: float) -> tuple[Any, Any]:
 
 
 @op("histc")
-def histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> jax.Array:
     """How many values lie in each of equal bins; those outside are left out."""
     x = lax.stop_gradient(input).ravel()
     low, high = _apart(*((jnp.min(x), jnp.max(x)) if min == max and x.size else (min, max)), 1)
@@ -267,13 +267,13 @@ def histogram(input: Any, bins: Any, *, range: Any = None, weight: Any = None, d
 
 
 @op("bincount")
-def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
+def bincount(input: Any, weights: Any = None, minlength: int = 0) -> jax.Array:
     """How often each number occurs."""
     return jnp.bincount(input, weights, length=max(minlength, int(input.max()) + 1))
 
 
 @op("nonzero_static")
-def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
+def nonzero_static(input: jax.Array, *, size: int, fill_value: int = -1) -> Any:
     """The places of so many elements that are not zero, and a filling behind them."""
     if not input.ndim or not input.size:
         return jnp.full((size, input.ndim), fill_value, jax_dtype(torch.int64))

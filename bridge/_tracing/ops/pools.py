@@ -16,7 +16,7 @@ from bridge._tracing.op_registry import Op, add_ops, dispatch, primitive
 from .windows import adaptive_bins, batched, each, largest_of
 
 
-def _places(input: Any) -> Any:
+def _places(input: Any) -> jax.Array:
     """The place of each element in its flattened plane."""
     plane = input.shape[2:]
     return jnp.broadcast_to(jnp.arange(math.prod(plane), dtype=jnp.int32).reshape(plane), input.shape)
@@ -35,7 +35,7 @@ def adaptive_max_pool(n: int, input: Any, output_size: Any) -> Any:
     return tuple(x[0] for x in out) if alone else out
 
 
-def _intervals(sample: Any, size: int, out: int, kernel: int) -> Any:
+def _intervals(sample: Any, size: int, out: int, kernel: int) -> jax.Array:
     """Graham, https://arxiv.org/abs/1412.6071: where each window begins."""
     steps = jnp.arange(out - 1, dtype=sample.dtype)
     step = (size - kernel) / (out - 1) if out > 1 else 0.0
@@ -61,7 +61,7 @@ def fractional_max_pool(n: int, input: Any, kernel_size: Any, output_size: Any, 
     return tuple(x[0] for x in out) if alone else out
 
 
-def max_unpool(n: int, input: Any, indices: Any, output_size: Any) -> Any:
+def max_unpool(n: int, input: Any, indices: Any, output_size: Any) -> jax.Array:
     """Values at their places in a larger plane, zeros elsewhere. Places that occur twice have one of the values, as in torch."""
     input, alone = batched(input, n)
     flat, where = (x.reshape(*input.shape[:2], math.prod(input.shape[2:])) for x in (input, indices))
@@ -91,7 +91,7 @@ def _register() -> None:
         def fractional(input: Any, kernel_size: Any, output_size: Any, random_samples: Any, n: int = n) -> Any:
             return fractional_max_pool(n, input, kernel_size, output_size, random_samples)
 
-        def back(input: Any, indices: Any, output_size: Any, stride: Any = None, padding: Any = None, n: int = n) -> Any:
+        def back(input: Any, indices: Any, output_size: Any, stride: Any = None, padding: Any = None, n: int = n) -> jax.Array:
             return max_unpool(n, input, indices, output_size)
 
         name = f"adaptive_max_pool{n}d"

@@ -22,14 +22,14 @@ op("vdot")(lambda input, other: jnp.vdot(input, other))
 
 
 @op("linalg_vecdot")
-def vecdot(input: Any, other: Any, *, dim: int = -1) -> Any:
+def vecdot(input: Any, other: Any, *, dim: int = -1) -> jax.Array:
     """The products of vectors along a dim, the first conjugated."""
     input, other = promoted(input, other)
     return jnp.sum(jnp.conj(input) * other, dim)
 
 
 @op("matmul", "__matmul__", "linalg_matmul")
-def matmul(input: Any, other: Any) -> Any:
+def matmul(input: Any, other: Any) -> jax.Array:
     """A matrix product."""
     return jnp.matmul(input, other)
 
@@ -39,19 +39,19 @@ op("mv")(lambda input, vec: jnp.matmul(input, vec))
 
 
 @op("__rmatmul__")
-def rmatmul(input: Any, other: Any) -> Any:
+def rmatmul(input: Any, other: Any) -> jax.Array:
     """other @ input."""
     return jnp.matmul(other, input)
 
 
 @op("outer", "ger")
-def outer(input: Any, vec2: Any) -> Any:
+def outer(input: Any, vec2: Any) -> jax.Array:
     """All products of two vectors."""
     return jnp.outer(*promoted(input, vec2))
 
 
 @op("addmm")
-def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     """beta * input + alpha * (mat1 @ mat2)."""
     product = jnp.matmul(mat1, mat2)
     product = product if alpha == 1 else product * jnp.asarray(alpha, product.dtype)
@@ -63,7 +63,7 @@ op("baddbmm")(lambda input, batch1, batch2, *, beta=1, alpha=1: addmm(input, bat
 
 
 @op("einsum")
-def einsum(equation: Any, *operands: Any) -> Any:
+def einsum(equation: Any, *operands: Any) -> jax.Array:
     """Einstein's summation."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -74,7 +74,7 @@ op("linalg_matrix_exp", "matrix_exp")(lambda A: in_float32(jax.scipy.linalg.expm
 
 
 @op("linalg_matrix_power")
-def matrix_power(A: Any, n: int) -> Any:
+def matrix_power(A: Any, n: int) -> jax.Array:
     """A whole power of a matrix; a negative one of its inverse."""
     return jnp.linalg.matrix_power(A, n)
 
@@ -85,14 +85,14 @@ op("chain_matmul")(lambda *matrices: functools.reduce(matmul, matrices))
 
 
 @op("kron")
-def kron(input: Any, other: Any) -> Any:
+def kron(input: Any, other: Any) -> jax.Array:
     """All products of the elements of two, as blocks."""
     a, b = promoted(input, other)
     return jnp.kron(a.astype(jnp.uint8), b.astype(jnp.uint8)).astype(bool) if a.dtype == bool else jnp.kron(a, b)
 
 
 @op("tensordot")
-def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
+def tensordot(a: Any, b: Any, dims: Any = 2) -> jax.Array:
     """A contraction; a dim of size one is as often there as the other's."""
     a, b = promoted(a, b)
     dims = dims.tolist() if hasattr(dims, "tolist") else dims
@@ -105,7 +105,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
 
 
 @op("addbmm")
-def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     """beta * input + alpha * the sum of products of matrices."""
     rows, columns = jnp.moveaxis(batch1, 0, 1), batch2
     flat = rows.reshape(rows.shape[0], -1), columns.reshape(-1, columns.shape[-1])
@@ -113,7 +113,7 @@ def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 
 
 
 @op("_grouped_mm")
-def grouped_mm(input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def grouped_mm(input: jax.Array, mat2: jax.Array, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> jax.Array:
     """One product for each group of rows, of columns or of terms, which ends at its offset; what lies behind the last is in none."""
     if offs is None:
         out = jnp.matmul(input, mat2)
@@ -131,7 +131,7 @@ def grouped_mm(input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dt
 
 
 @op("addr")
-def addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addr(input: jax.Array, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """beta * input + alpha * all products of two vectors."""
     product = outer(vec1, vec2)
     if beta == 0:
@@ -147,26 +147,26 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
 
 
 @op("cross")
-def cross_of_old(input: Any, other: Any, dim: int | None = None) -> Any:
+def cross_of_old(input: jax.Array, other: jax.Array, dim: int | None = None) -> Any:
     """The vector product, along the first dim of size three unless told."""
     shape = jnp.broadcast_shapes(input.shape, other.shape)
     return cross(input, other, dim=shape.index(3) if dim is None else dim)
 
 
 @op("linalg_diagonal", views=True)
-def diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+def diagonal(A: jax.Array, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> jax.Array:
     """A diagonal of each matrix."""
     return jnp.diagonal(A, offset, dim1, dim2)
 
 
 @op("trace")
-def trace(input: Any) -> Any:
+def trace(input: Any) -> jax.Array:
     """The sum of a diagonal."""
     return sum_(jnp.diagonal(input))
 
 
 @op("linalg_vander")
-def vander(x: Any, *, N: int | None = None) -> Any:
+def vander(x: jax.Array, *, N: int | None = None) -> jax.Array:
     """Powers of each element, from the zeroth."""
     x = jnp.atleast_1d(x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, torch.int64))
     n = x.shape[-1] if N is None else N
@@ -175,13 +175,13 @@ def vander(x: Any, *, N: int | None = None) -> Any:
 
 
 @op("vander")
-def vander_of_old(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+def vander_of_old(x: Any, N: int | None = None, increasing: bool = False) -> jax.Array:
     """Powers of each element, to the zeroth unless told otherwise."""
     return vander(x, N=N) if increasing else jnp.flip(vander(x, N=N), -1)
 
 
 @op("block_diag")
-def block_diag(*tensors: Any) -> Any:
+def block_diag(*tensors: Any) -> jax.Array:
     """Matrices along a diagonal."""
     return jax.scipy.linalg.block_diag(*promoted(*tensors))
 
@@ -201,14 +201,14 @@ def dist(input: Any, other: Any, p: Any = 2) -> Any:
 
 
 @op("renorm")
-def renorm(input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+def renorm(input: jax.Array, p: Any, dim: int, maxnorm: Any) -> jax.Array:
     """The places of one dim, each with at most this norm."""
     size = norm(input, p, tuple(d for d in range(input.ndim) if d != dim % input.ndim), True)
     return input * jnp.where(size > maxnorm, maxnorm / (size + 1e-7), jnp.ones((), size.dtype))
 
 
 @op("cov")
-def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> jax.Array:
     """Covariances of rows. `fweights`: how often each column counts; `aweights`: how much."""
     weights = [w for w in (fweights, aweights) if w is not None]
     x, *weights = promoted(jnp.atleast_2d(floating(input)), *weights)
@@ -221,6 +221,6 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
 
 
 @op("corrcoef")
-def corrcoef(input: Any) -> Any:
+def corrcoef(input: Any) -> jax.Array:
     """Correlations of rows."""
     return jnp.corrcoef(floating(input))

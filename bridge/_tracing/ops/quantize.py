@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -11,7 +12,7 @@ from bridge._tracing.op_registry import op
 
 
 @op("fake_quantize_per_tensor_affine")
-def per_tensor(input: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
+def per_tensor(input: jax.Array, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> jax.Array:
     """The nearest point of the grid; a gradient within it, none beyond. Neither scale nor zero point has one."""
     fractional = hasattr(zero_point, "dtype") and jnp.issubdtype(zero_point.dtype, jnp.floating)
     scale, zero = jnp.asarray(scale, jnp.float32), jnp.asarray(zero_point, jnp.float32)
@@ -24,7 +25,7 @@ def per_tensor(input: Any, scale: Any, zero_point: Any, quant_min: int, quant_ma
 
 
 @op("fake_quantize_per_channel_affine")
-def per_channel(input: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
+def per_channel(input: jax.Array, scale: jax.Array, zero_point: jax.Array, axis: int, quant_min: int, quant_max: int) -> jax.Array:
     """`per_tensor`, with a scale and a zero point for each index of an axis."""
     across = [1] * input.ndim
     across[axis] = -1

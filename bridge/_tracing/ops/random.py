@@ -25,11 +25,11 @@ def _wide(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
-def _normal(key: Any, shape: Any, dtype: Any) -> Any:
+def _normal(key: Any, shape: Any, dtype: Any) -> jax.Array:
     return jax.random.normal(key, shape, _wide(dtype)).astype(dtype)
 
 
-def _share(key: Any, shape: Any, dtype: Any) -> Any:
+def _share(key: Any, shape: Any, dtype: Any) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.random.uniform(key, shape, dtype)
     return jax.lax.complex(*jax.random.uniform(key, (2, *shape), jnp.finfo(dtype).dtype))
@@ -52,7 +52,7 @@ _register_random()
 
 
 @op("randint", always=True)
-def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> Any:
+def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> jax.Array:
     """Whole numbers, low to high - 1."""
     if size is None:
         low, high, size = 0, low, high
@@ -62,7 +62,7 @@ def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.
 
 
 @op("randint_like", always=True)
-def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+def randint_like(input: jax.Array, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> jax.Array:
     """Whole numbers in this shape."""
     low, high = (0, low) if high is None else (low, high)
     drawn = jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(torch.int64))
@@ -70,7 +70,7 @@ def randint_like(input: Any, low: Any, high: Any = None, *, dtype: Any = None, *
 
 
 @op("randperm", always=True)
-def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> Any:
+def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> jax.Array:
     """A permutation."""
     return jax.random.permutation(next_key("torch.randperm"), n).astype(jax_dtype(dtype))
 
@@ -88,17 +88,17 @@ def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = No
 
 
 @op("bernoulli", always=True)
-def bernoulli(input: Any, p: Any = None, **_: Any) -> Any:
+def bernoulli(input: jax.Array, p: Any = None, **_: Any) -> jax.Array:
     """One with this probability, else zero."""
     return _chance(next_key("torch.bernoulli"), input, input if p is None else p).astype(input.dtype)
 
 
-def _chance(key: Any, x: Any, p: Any = 0.5) -> Any:
+def _chance(key: Any, x: Any, p: Any = 0.5) -> jax.Array:
     return jax.random.bernoulli(key, p.astype(_wide(p.dtype)) if hasattr(p, "dtype") else p, x.shape)
 
 
 @op("multinomial", always=True)
-def multinomial(input: Any, num_samples: int, replacement: bool = False, **_: Any) -> Any:
+def multinomial(input: jax.Array, num_samples: int, replacement: bool = False, **_: Any) -> Any:
     """Places by weight; without replacement by the largest of weights with Gumbel noise."""
     logits, key = jnp.log(input.astype(_wide(input.dtype))), next_key("torch.multinomial")
     if replacement:
@@ -109,7 +109,7 @@ def multinomial(input: Any, num_samples: int, replacement: bool = False, **_: An
 
 
 @op("_standard_gamma", always=True)
-def standard_gamma(input: Any, generator: Any = None) -> Any:
+def standard_gamma(input: jax.Array, generator: Any = None) -> jax.Array:
     """Gamma numbers of this concentration, none below what is normal. The gradient is that of the number by its quantile, as in torch."""
     dtype = _wide(input.dtype)
     log = jax.random.loggamma(next_key("torch._standard_gamma"), input.astype(dtype), dtype=dtype)
@@ -117,7 +117,7 @@ def standard_gamma(input: Any, generator: Any = None) -> Any:
 
 
 @op("_sample_dirichlet", always=True)
-def sample_dirichlet(input: Any, generator: Any = None) -> Any:
+def sample_dirichlet(input: jax.Array, generator: Any = None) -> Any:
     """Shares of one of this concentration, none 0 or 1. The gradient is that of gamma numbers over their sum: torch's has the same mean."""
     dtype = _wide(input.dtype)
     shares = jax.random.dirichlet(next_key("torch._sample_dirichlet"), input.astype(dtype), dtype=dtype)
@@ -130,7 +130,7 @@ def _within(x: Any, least: Any, most: Any) -> Any:
 
 
 @op("poisson", always=True)
-def poisson(input: Any, generator: Any = None) -> Any:
+def poisson(input: jax.Array, generator: Any = None) -> jax.Array:
     """Counts of this rate; no gradient. Beyond what an int32 holds the normal distribution, which is the same to the dtype's precision."""
     rate, key = jax.lax.stop_gradient(input.astype(_wide(input.dtype))), next_key("torch.poisson")
     counts = jax.random.poisson(key, jnp.minimum(rate, _MANY)).astype(rate.dtype)
@@ -139,7 +139,7 @@ def poisson(input: Any, generator: Any = None) -> Any:
 
 
 @op("binomial", always=True)
-def binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+def binomial(count: Any, prob: Any, generator: Any = None) -> jax.Array:
     """Successes in so many trials; no gradient."""
     count, prob = jax.lax.stop_gradient(promoted(count, prob))
     dtype = _wide(count.dtype)
@@ -153,12 +153,12 @@ def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
     add_ops({getattr(torch.Tensor, name): Op(fill, None, always=True, inplace=True)})
 
 
-def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> Any:
+def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: float) -> jax.Array:
     low, high = bounds.get("from", from_), bounds.get("to", to)
     return jax.random.uniform(key, x.shape, floating(x).dtype, low, high)
 
 
-def _exponential(key: Any, x: Any, lambd: Any = 1.0) -> Any:
+def _exponential(key: Any, x: Any, lambd: Any = 1.0) -> jax.Array:
     drawn = jax.random.exponential(key, x.shape, _wide(x.dtype))
     return jnp.maximum(drawn, jnp.finfo(drawn.dtype).eps / 2) / lambd  # never 0, as in torch: a logarithm may follow
 
@@ -172,7 +172,7 @@ _inplace_draw("cauchy_", lambda key, x, median=0.0, sigma=1.0: jax.random.cauchy
 _inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.random.normal(key, x.shape, _wide(x.dtype)) * std + mean))
 
 
-def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> Any:
+def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> jax.Array:
     low, high = bounds.get("from", low), high if to is None else to
     if high is None:  # one number is the end; without one it is what the dtype holds
         real = jnp.issubdtype(x.dtype, jnp.floating)

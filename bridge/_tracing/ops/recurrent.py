@@ -252,7 +252,7 @@ def pack_padded_sequence(input: Any, lengths: Any, batch_first: bool) -> tuple[A
 
 @op("_pad_packed_sequence")
 def pad_packed_sequence(
-    data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
+    data: jax.Array, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Any, torch.Tensor]:
     """The padded batch of a PackedSequence, and the lengths of its sequences."""
     there, places = _places(_known(batch_sizes))

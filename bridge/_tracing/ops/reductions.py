@@ -24,7 +24,7 @@ def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
 
 @op("cumsum")
 @lines
-def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
     """Sums from the start."""
     input = cast(input, _summed(input, dtype))
     return jnp.cumsum(input, axis=dim, dtype=input.dtype)
@@ -32,7 +32,7 @@ def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
 
 @op("cumprod")
 @lines
-def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
     """Products from the start."""
     input = cast(input, _summed(input, dtype))
     return jnp.cumprod(input, axis=dim, dtype=input.dtype)
@@ -45,7 +45,7 @@ def _summed(x: Any, dtype: torch.dtype | None) -> torch.dtype | None:
 
 @op("logcumsumexp")
 @lines
-def logcumsumexp(input: Any, dim: int) -> Any:
+def logcumsumexp(input: Any, dim: int) -> jax.Array:
     """`logsumexp` from the start; of complex numbers one after the other, as torch, for that decides by how many turns an angle grows."""
     x = floating(input)
     if not jnp.iscomplexobj(x):
@@ -60,13 +60,13 @@ def logcumsumexp(input: Any, dim: int) -> Any:
 
 
 @op("nansum")
-def nansum(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def nansum(input: jax.Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """A sum of what is a number."""
     return sum_(jnp.where(jnp.isnan(input), jnp.zeros((), input.dtype), input), dim, keepdim, dtype=dtype)
 
 
 @op("nanmean")
-def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
     """A mean of what is a number."""
     whole = nansum(input, dim, keepdim, dtype=dtype)
     return whole / sum_(~jnp.isnan(input), dim, keepdim).astype(whole.dtype)
@@ -74,13 +74,13 @@ def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch
 
 @op("count_nonzero")
 @lines
-def count_nonzero(input: Any, dim: Dims = None) -> Any:
+def count_nonzero(input: Any, dim: Dims = None) -> jax.Array:
     """How many are not zero."""
     return jnp.sum(nonzero(input), axis=axes(dim), dtype=jax_dtype(torch.int64))
 
 
 @op("sum_to_size")
-def sum_to_size(input: Any, *size: Any) -> Any:
+def sum_to_size(input: jax.Array, *size: Any) -> jax.Array:
     """A sum to the shape that broadcast to this one."""
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     lead = input.ndim - len(shape)
@@ -113,12 +113,12 @@ def trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
 
 
 @op("cumulative_trapezoid")
-def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
+def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> jax.Array:
     """The integral up to each place."""
     return jnp.moveaxis(jnp.cumsum(div(_areas(y, x, dx, dim), 2), axis=-1), -1, dim)
 
 
-def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> Any:
+def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> jax.Array:
     """The derivative along one dim of the parabola through three neighbours; at an edge of it, or of the line through two."""
     y, steps = jnp.moveaxis(y, dim, -1), jnp.asarray(steps, y.dtype)
     h = jnp.broadcast_to(steps, (y.shape[-1] - 1,))
@@ -136,7 +136,7 @@ def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> Any:
 
 
 @op("gradient")
-def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
+def gradient(input: jax.Array, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
     """Slopes along each dim, from neighbours at distances or places that are given."""
     dims = [dim] if isinstance(dim, int) else list(range(input.ndim) if dim is None else dim)
     spacing = 1 if spacing is None else spacing
@@ -146,19 +146,19 @@ def gradient(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int =
 
 
 @op("isclose")
-def isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+def isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> jax.Array:
     """Whether each is near another."""
     return jnp.isclose(*promoted(input, other), rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 @op("allclose")
-def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> jax.Array:
     """Whether all are near another; a bool where the values are known."""
     return jnp.all(isclose(input, other, rtol, atol, equal_nan))
 
 
 @op("equal")
-def equal(input: Any, other: Any) -> Any:
+def equal(input: jax.Array, other: jax.Array) -> Any:
     """Whether two tensors have one shape and the same elements; a bool where the values are known."""
     return input.shape == other.shape and jnp.all(input == other)
 

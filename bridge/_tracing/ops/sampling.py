@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,12 +24,12 @@ def _at(x: Any, size: int, align_corners: bool) -> Any:
     return (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
 
 
-def _clipped(at: Any, size: int) -> Any:
+def _clipped(at: Any, size: int) -> jax.Array:
     """Within the input; no gradient at its edges, as in torch."""
     return jnp.where(at <= 0, jnp.zeros((), at.dtype), jnp.where(at >= size - 1, jnp.asarray(size - 1, at.dtype), at))
 
 
-def _reflected(at: Any, size: int, align_corners: bool) -> Any:
+def _reflected(at: Any, size: int, align_corners: bool) -> jax.Array:
     """Thrown back at the edges as often as needed."""
     low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
     if span == 0:
@@ -45,7 +46,7 @@ def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
     return at if padding == _ZEROS else _clipped(at, size)
 
 
-def _picked(flat: Any, places: list[Any], sizes: tuple[int, ...]) -> Any:
+def _picked(flat: Any, places: list[Any], sizes: tuple[int, ...]) -> jax.Array:
     """Elements of (N, C, all places) at whole places of each dim, (N, P) each; zero where one is outside."""
     inside, where = jnp.ones((), bool), jnp.zeros((), jnp.int32)
     for at, size in zip(places, sizes, strict=True):
@@ -56,7 +57,7 @@ def _picked(flat: Any, places: list[Any], sizes: tuple[int, ...]) -> Any:
 
 
 @op("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
+def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> jax.Array:
     """Of (N, C, ...) the samples at (N, ..., dims), whose last dim begins with the last of the input."""
     input, grid = promoted(input, grid)
     n, sizes = grid.shape[-1], input.shape[2:]
@@ -84,7 +85,7 @@ def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: i
 
 
 @op("affine_grid_generator")
-def affine_grid_generator(theta: Any, size: Any, align_corners: bool) -> Any:
+def affine_grid_generator(theta: jax.Array, size: Any, align_corners: bool) -> jax.Array:
     """Places for `grid_sample`: those of the output, under an affine map for each of the batch."""
     axes = []
     for n in tuple(size)[2:]:

@@ -34,13 +34,13 @@ def of_vectors(handler: Any) -> Any:
 
 @op("index_select")
 @of_vectors
-def index_select(input: Any, dim: int, index: Any) -> Any:
+def index_select(input: jax.Array, dim: int, index: Any) -> jax.Array:
     """Places of one dim."""
     return jnp.take(input, places(index, input.shape[dim]), axis=dim)
 
 
 @op("gather")
-def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+def gather(input: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
     """Of each line along dim the places in index."""
     if not index.size:
         return jnp.zeros(index.shape, input.dtype)
@@ -51,19 +51,19 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
 
 
 @op("take_along_dim")
-def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
+def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> jax.Array:
     """As numpy's."""
     return jnp.take_along_axis(input, indices, axis=dim) if dim is not None else jnp.take(input.ravel(), indices.ravel())
 
 
 @op("take")
-def take(input: Any, index: Any) -> Any:
+def take(input: Any, index: Any) -> jax.Array:
     """Places of the flat tensor."""
     return jnp.take(input.ravel(), index)
 
 
 @op("put")
-def put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+def put(input: jax.Array, index: Any, source: Any, accumulate: bool = False) -> Any:
     """Values written, or added, at places of the flat tensor."""
     at = input.ravel().at[index.ravel()]
     return (at.add if accumulate else at.set)(source.ravel()).reshape(input.shape)
@@ -83,7 +83,7 @@ def _slices(index: Any, dim: int) -> tuple[Any, ...]:
 
 @op("scatter")
 @of_vectors
-def scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
+def scatter(input: jax.Array, dim: int, index: jax.Array, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
     """Values written at places of each line along dim."""
     new = jnp.asarray(value if src is None else src, input.dtype)
     new = new[tuple(map(slice, index.shape))] if new.ndim == index.ndim else new
@@ -93,41 +93,41 @@ def scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = N
 
 @op("scatter_add")
 @of_vectors
-def scatter_add(input: Any, dim: int, index: Any, src: Any) -> Any:
+def scatter_add(input: jax.Array, dim: int, index: jax.Array, src: Any) -> jax.Array:
     """Values added at places of each line along dim."""
     return input.at[_lines(index, dim)].add(src[tuple(map(slice, index.shape))])
 
 
 @op("index_add")
 @of_vectors
-def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+def index_add(input: jax.Array, dim: int, index: Any, source: jax.Array, *, alpha: Any = 1) -> jax.Array:
     """Values added at places of one dim."""
     return input.at[_slices(index, dim % input.ndim)].add(source * jnp.asarray(alpha, source.dtype))
 
 
 @op("index_copy")
 @of_vectors
-def index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
+def index_copy(input: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
     """Values written at places of one dim."""
     return input.at[_slices(index, dim % input.ndim)].set(source)
 
 
 @op("index_fill")
 @of_vectors
-def index_fill(input: Any, dim: int, index: Any, value: Any) -> Any:
+def index_fill(input: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
     """One value written at places of one dim."""
     return input.at[_slices(index, dim % input.ndim)].set(jnp.asarray(value, input.dtype))
 
 
 @op("index_put")
-def index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+def index_put(input: jax.Array, indices: Any, values: Any, accumulate: bool = False) -> jax.Array:
     """Values written, or added, at places."""
     at = input.at[tuple(slice(None) if i is None else i for i in indices)]
     return at.add(values) if accumulate else at.set(values)
 
 
 @op("masked_scatter")
-def masked_scatter(input: Any, mask: Any, source: Any) -> Any:
+def masked_scatter(input: Any, mask: Any, source: Any) -> jax.Array:
     """Elements in order, written where the mask is True."""
     input, mask = jnp.broadcast_arrays(input, mask)
     order = jnp.cumsum(mask.ravel()).reshape(mask.shape) - 1
@@ -136,14 +136,14 @@ def masked_scatter(input: Any, mask: Any, source: Any) -> Any:
 
 @op("scatter_reduce")
 @of_vectors
-def scatter_reduce(input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True) -> Any:
+def scatter_reduce(input: Any, dim: int, index: jax.Array, src: Any, reduce: str, *, include_self: bool = True) -> Any:
     """A sum, product, mean or extreme of the values at each place of each line along dim."""
     return _reduced(_lines, dim, reduce, include_self, index, input, src[tuple(map(slice, index.shape))])
 
 
 @op("index_reduce")
 @of_vectors
-def index_reduce(input: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+def index_reduce(input: jax.Array, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
     """A product, mean or extreme of the values at each place of one dim."""
     return _reduced(_slices, dim % input.ndim, reduce, include_self, index, input, source)
 
@@ -185,7 +185,7 @@ def _(places_of: Any, dim: int, include_self: bool, primals: tuple[Any, ...], ta
     zeros = (x == 0).astype(jnp.int32).at[where].add((new == 0).astype(jnp.int32))
     rest = jnp.where(x == 0, 1, x).at[where].multiply(jnp.where(new == 0, 1, new))
 
-    def of_others(factor: Any, zeros: Any, rest: Any) -> Any:
+    def of_others(factor: Any, zeros: Any, rest: Any) -> jax.Array:
         return jnp.where(zeros > (factor == 0).astype(zeros.dtype), 0, rest / jnp.where(factor == 0, 1, factor))
 
     change = of_others(x, zeros, rest) * dx
@@ -213,24 +213,26 @@ def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[
 
 
 @op("select_scatter")
-def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
+def select_scatter(input: jax.Array, src: jax.Array, dim: int, index: int) -> jax.Array:
     """One place of one dim written."""
     return written_through(lambda x: select(x, dim, index), input, src.astype(input.dtype))
 
 
 @op("slice_scatter")
-def slice_scatter(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_scatter(
+    input: jax.Array, src: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> jax.Array:
     """A slice of one dim written."""
     return written_through(lambda x: sliced(x, dim, start, end, step), input, src.astype(input.dtype))
 
 
 @op("diagonal_scatter")
-def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def diagonal_scatter(input: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
     """A diagonal written."""
     return written_through(lambda x: diagonal(x, offset, dim1, dim2), input, src.astype(input.dtype))
 
 
-def _fill_diagonal(input: Any, fill_value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal(input: Any, fill_value: Any, wrap: bool = False) -> jax.Array:
     return jnp.fill_diagonal(input, jnp.asarray(fill_value, input.dtype), wrap=wrap, inplace=False)
 
 

@@ -25,7 +25,7 @@ def _axis(dim: int, ndim: int) -> int:
 
 
 @op("view", "reshape", views=True)
-def reshape(input: Any, *shape: Any, **named: Any) -> Any:
+def reshape(input: jax.Array, *shape: Any, **named: Any) -> jax.Array:
     """Another shape of the same elements, or another type of the same bits."""
     shape = (named["shape"],) if "shape" in named else shape
     if shape and isinstance(shape[0], torch.dtype):
@@ -34,19 +34,19 @@ def reshape(input: Any, *shape: Any, **named: Any) -> Any:
 
 
 @op("contiguous", views=True)
-def contiguous(input: Any, **_: Any) -> Any:
+def contiguous(input: jax.Array, **_: Any) -> jax.Array:
     """The tensor itself where it is contiguous, else a copy."""
     return input
 
 
 @op("view_as", "reshape_as", views=True)
-def view_as(input: Any, other: Any) -> Any:
+def view_as(input: jax.Array, other: jax.Array) -> jax.Array:
     """The shape of another."""
     return jnp.reshape(input, other.shape)
 
 
 @op("flatten", views=True)
-def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+def flatten(input: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Array:
     """Dims from start to end as one."""
     if input.ndim == 0:
         return input.reshape(1)
@@ -55,13 +55,13 @@ def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 @op("ravel", views=True)
-def ravel(input: Any) -> Any:
+def ravel(input: jax.Array) -> jax.Array:
     """One dim."""
     return jnp.ravel(input)
 
 
 @op("unflatten", views=True)
-def unflatten(input: Any, dim: int, sizes: Any) -> Any:
+def unflatten(input: jax.Array, dim: int, sizes: Any) -> jax.Array:
     """One dim as several."""
     dim = _axis(dim, input.ndim)
     sizes = [int(n) for n in sizes]
@@ -71,50 +71,50 @@ def unflatten(input: Any, dim: int, sizes: Any) -> Any:
 
 
 @op("permute", views=True)
-def permute(input: Any, *dims: Any, **named: Any) -> Any:
+def permute(input: jax.Array, *dims: Any, **named: Any) -> jax.Array:
     """Dims in this order."""
     return jnp.transpose(input, flat((named["dims"],) if named else dims))
 
 
 @op("transpose", "swapaxes", "swapdims", views=True)
-def transpose(input: Any, dim0: int, dim1: int) -> Any:
+def transpose(input: jax.Array, dim0: int, dim1: int) -> jax.Array:
     """Two dims exchanged."""
     return jnp.swapaxes(input, dim0, dim1) if input.ndim else input
 
 
 @op("t", views=True)
-def t(input: Any) -> Any:
+def t(input: jax.Array) -> jax.Array:
     """A matrix transposed."""
     return input.T
 
 
 @op("adjoint", views=True)
-def adjoint(input: Any) -> Any:
+def adjoint(input: jax.Array) -> jax.Array:
     """Conjugate transposed."""
     return jnp.conj(jnp.swapaxes(input, -1, -2))
 
 
 @op("movedim", "moveaxis", views=True)
-def movedim(input: Any, source: Any, destination: Any) -> Any:
+def movedim(input: jax.Array, source: Any, destination: Any) -> jax.Array:
     """Dims moved."""
     return jnp.moveaxis(input, source, destination) if input.ndim else input
 
 
 @op("squeeze", views=True)
-def squeeze(input: Any, dim: Any = None) -> Any:
+def squeeze(input: jax.Array, dim: Any = None) -> jax.Array:
     """Without dims of size one."""
     dims = range(input.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     return jnp.squeeze(input, tuple(d for d in dims if input.ndim and input.shape[d] == 1))
 
 
 @op("unsqueeze", views=True)
-def unsqueeze(input: Any, dim: int) -> Any:
+def unsqueeze(input: jax.Array, dim: int) -> jax.Array:
     """A new dim of size one."""
     return jnp.expand_dims(input, dim)
 
 
 @op("expand", "broadcast_to", views=True)
-def expand(input: Any, *size: Any, **_: Any) -> Any:
+def expand(input: jax.Array, *size: Any, **_: Any) -> jax.Array:
     """Dims of size one repeated, new ones in front."""
     size = flat((_["size"],) if "size" in _ else size)
     lead = len(size) - input.ndim
@@ -122,13 +122,13 @@ def expand(input: Any, *size: Any, **_: Any) -> Any:
 
 
 @op("expand_as", views=True)
-def expand_as(input: Any, other: Any) -> Any:
+def expand_as(input: jax.Array, other: jax.Array) -> jax.Array:
     """The shape of another."""
     return jnp.broadcast_to(input, other.shape)
 
 
 @op("narrow", views=True)
-def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
+def narrow(input: jax.Array, dim: int, start: Any, length: int) -> jax.Array:
     """A part of one dim."""
     if is_traced(start):
         return jax.lax.dynamic_slice_in_dim(input, start, length, dim)
@@ -140,19 +140,19 @@ def narrow(input: Any, dim: int, start: Any, length: int) -> Any:
 
 
 @op("select", views=True)
-def select(input: Any, dim: int, index: int) -> Any:
+def select(input: jax.Array, dim: int, index: int) -> jax.Array:
     """One place of one dim."""
     return jnp.take(input, index, axis=dim) if is_traced(index) else jax.lax.index_in_dim(input, index, dim, keepdims=False)
 
 
 @op("unbind", views=True)
-def unbind(input: Any, dim: int = 0) -> Any:
+def unbind(input: jax.Array, dim: int = 0) -> Any:
     """Each place of one dim."""
     return tuple(jnp.squeeze(part, dim) for part in split(input, 1, dim))  # a gradient is one concatenation
 
 
 @op("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", views=True)
-def split(input: Any, split_size: Any, dim: int = 0, **_: Any) -> Any:
+def split(input: jax.Array, split_size: Any, dim: int = 0, **_: Any) -> Any:
     """Parts of these sizes, or of one size and a rest."""
     n = input.shape[dim]
     sizes = [min(split_size, n - i) for i in range(0, max(n, 1), split_size)] if isinstance(split_size, int) else list(split_size)
@@ -162,13 +162,13 @@ def split(input: Any, split_size: Any, dim: int = 0, **_: Any) -> Any:
 
 
 @op("chunk", "unsafe_chunk", views=True)
-def chunk(input: Any, chunks: int, dim: int = 0) -> Any:
+def chunk(input: jax.Array, chunks: int, dim: int = 0) -> Any:
     """At most this many parts of equal size."""
     return split(input, max(1, math.ceil(input.shape[dim] / chunks)), dim)
 
 
 @op("tensor_split", views=True)
-def tensor_split(input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
+def tensor_split(input: jax.Array, indices_or_sections: Any, dim: int = 0) -> Any:
     """Parts as numpy's array_split. Indices are those of slices, so a negative one counts from the end."""
     if isinstance(indices_or_sections, jax.Array):
         indices_or_sections = np.asarray(indices_or_sections).tolist()
@@ -179,13 +179,13 @@ def tensor_split(input: Any, indices_or_sections: Any, dim: int = 0) -> Any:
 
 
 @op("detach", views=True)
-def detach(input: Any) -> Any:
+def detach(input: jax.Array) -> Any:
     """The same values without a gradient."""
     return jax.lax.stop_gradient(input)
 
 
 @op("diagonal", views=True)
-def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+def diagonal(input: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
     """A diagonal."""
     return jnp.diagonal(input, offset, dim1, dim2)
 
@@ -209,20 +209,20 @@ add_ops({torch.Tensor.unfold: Op(unfold, inspect.signature(unfold))})  # that of
 
 
 @op("cat", "concat", "concatenate")
-def cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
+def cat(tensors: Any, dim: int = 0, **named: Any) -> jax.Array:
     """Joined along a dim; empty vectors are left out, as in torch."""
     parts = promoted(*tensors)
     return jnp.concatenate([x for x in parts if x.shape != (0,)] or parts, axis=named.get("axis", dim))
 
 
 @op("stack")
-def stack(tensors: Any, dim: int = 0) -> Any:
+def stack(tensors: Any, dim: int = 0) -> jax.Array:
     """Joined along a new dim."""
     return jnp.stack(promoted(*tensors), axis=dim)
 
 
 @op("pad_sequence")
-def pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
+def pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> jax.Array:
     """Tensors whose first dim differs, stacked at the length of the longest, in the dtype of the first."""
     longest, rest = max(len(x) for x in sequences), [(0, 0)] * (sequences[0].ndim - 1)
     gaps = [longest - len(x) for x in sequences]
@@ -233,49 +233,49 @@ def pad_sequence(sequences: Any, batch_first: bool = False, padding_value: float
 
 
 @op("hstack")
-def hstack(tensors: Any) -> Any:
+def hstack(tensors: Any) -> jax.Array:
     """Side by side."""
     return jnp.hstack(promoted(*tensors))
 
 
 @op("vstack")
-def vstack(tensors: Any) -> Any:
+def vstack(tensors: Any) -> jax.Array:
     """One above the other."""
     return jnp.vstack(promoted(*tensors))
 
 
 @op("dstack")
-def dstack(tensors: Any) -> Any:
+def dstack(tensors: Any) -> jax.Array:
     """One behind the other."""
     return jnp.dstack(promoted(*tensors))
 
 
 @op("column_stack")
-def column_stack(tensors: Any) -> Any:
+def column_stack(tensors: Any) -> jax.Array:
     """Vectors as columns, side by side."""
     return jnp.column_stack(promoted(*tensors))
 
 
 @op("repeat")
-def repeat(input: Any, *repeats: Any) -> Any:
+def repeat(input: Any, *repeats: Any) -> jax.Array:
     """The whole, this many times along each dim."""
     return jnp.tile(input, flat(repeats))
 
 
 @op("tile")
-def tile(input: Any, *dims: Any) -> Any:
+def tile(input: Any, *dims: Any) -> jax.Array:
     """As `repeat`."""
     return jnp.tile(input, flat(dims))
 
 
 @op("repeat_interleave")
-def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> jax.Array:
     """Each element this many times."""
     return jnp.repeat(input, repeats, axis=dim, total_repeat_length=output_size)
 
 
 @op("flip")
-def flip(input: Any, *dims: Any, **named: Any) -> Any:
+def flip(input: jax.Array, *dims: Any, **named: Any) -> jax.Array:
     """Reversed."""
     return jnp.flip(input, flat((named["dims"],) if named else dims)) if input.ndim else input
 
@@ -285,57 +285,57 @@ op("flipud")(lambda input: jnp.flip(input, 0))
 
 
 @op("rot90")
-def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
+def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> jax.Array:
     """Turned by quarters in the plane of two dims."""
     return jnp.rot90(input, k, tuple(dims))
 
 
 @op("roll")
-def roll(input: Any, shifts: Any, dims: Any = None) -> Any:
+def roll(input: Any, shifts: Any, dims: Any = None) -> jax.Array:
     """Shifted round."""
     return jnp.roll(input, shifts, axis=dims)
 
 
 @op("tril")
-def tril(input: Any, diagonal: int = 0) -> Any:
+def tril(input: Any, diagonal: int = 0) -> jax.Array:
     """On and below a diagonal."""
     return jnp.tril(input, diagonal)
 
 
 @op("triu")
-def triu(input: Any, diagonal: int = 0) -> Any:
+def triu(input: Any, diagonal: int = 0) -> jax.Array:
     """On and above a diagonal."""
     return jnp.triu(input, diagonal)
 
 
 @op("diag")
-def diag(input: Any, diagonal: int = 0) -> Any:
+def diag(input: Any, diagonal: int = 0) -> jax.Array:
     """A diagonal out of a matrix or into one."""
     return jnp.diag(input, diagonal)
 
 
 @op("diagflat")
-def diagflat(input: Any, offset: int = 0) -> Any:
+def diagflat(input: Any, offset: int = 0) -> jax.Array:
     """All elements as a diagonal."""
     return jnp.diagflat(input, offset)
 
 
 @op("combinations")
-def combinations(input: Any, r: int = 2, with_replacement: bool = False) -> Any:
+def combinations(input: jax.Array, r: int = 2, with_replacement: bool = False) -> jax.Array:
     """All choices of r elements, as rows."""
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     return input[np.array(list(choose(range(input.size), r)), int).reshape(-1, r)] if r else input[:0]
 
 
 @op("constant_pad_nd")
-def constant_pad_nd(input: Any, pad: Any, value: Any = 0) -> Any:
+def constant_pad_nd(input: jax.Array, pad: Any, value: Any = 0) -> jax.Array:
     """Wider by these numbers before and after, from the last dim on; narrower by negative ones."""
     widths = [(before, after, 0) for before, after in zip(pad[::2], pad[1::2], strict=True)]
     return jax.lax.pad(input, jnp.asarray(value, input.dtype), [(0, 0, 0)] * (input.ndim - len(widths)) + widths[::-1])
 
 
 @op("diag_embed")
-def diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+def diag_embed(input: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> jax.Array:
     """Vectors as diagonals of matrices."""
     n = input.shape[-1] + abs(offset)
     places = jnp.arange(input.shape[-1])
@@ -359,7 +359,7 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 
 @op("one_hot")
-def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+def one_hot(tensor: Any, num_classes: int = -1) -> jax.Array:
     """Classes as rows of zeros and a one."""
     if num_classes < 0:
         num_classes = int(tensor.max()) + 1

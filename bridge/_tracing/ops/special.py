@@ -21,7 +21,7 @@ from .elementwise import clamp, floating, in_float32, pow_
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def polygamma(n: int, x: Any) -> Any:
+def polygamma(n: int, x: Any) -> jax.Array:
     """The n-th derivative of `digamma`, by reflection where jax's series is not for: https://dlmf.nist.gov/5.15#E6."""
     if n == 0:  # jax has NaN at zero
         return jnp.where(x == 0, jnp.copysign(jnp.asarray(jnp.inf, x.dtype), -x), lax.digamma(x))
@@ -41,7 +41,7 @@ def _(n: int, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     return polygamma(n, x), polygamma(n + 1, x) * change
 
 
-def digamma(x: Any) -> Any:
+def digamma(x: Any) -> jax.Array:
     """The derivative of `lgamma`."""
     return polygamma(0, x)
 
@@ -64,7 +64,7 @@ def _polygamma(n: Any, input: Any) -> Any:
 op("polygamma")(_polygamma)
 
 
-def _zeta(x: Any, q: Any) -> Any:
+def _zeta(x: Any, q: Any) -> jax.Array:
     """Hurwitz's; infinite at its poles, NaN where it is not real, as in torch."""
     outside = jnp.where(q == jnp.floor(q), jnp.inf, jnp.where(x == jnp.floor(x), special.zeta(x, q), jnp.nan))
     out = jnp.where(q <= 0, outside, special.zeta(x, q))
@@ -94,7 +94,7 @@ _register()
 
 
 @op("logit")
-def logit(input: Any, eps: float | None = None) -> Any:
+def logit(input: Any, eps: float | None = None) -> jax.Array:
     """The inverse of the logistic function; eps keeps it from infinity."""
     x = floating(input)
     x = x if eps is None else clamp(x, eps, 1 - eps)
@@ -107,7 +107,7 @@ def mvlgamma(input: Any, p: int) -> Any:
     return in_float32(functools.partial(_mvlgamma, p))(floating(input))
 
 
-def _mvlgamma(p: int, x: Any) -> Any:
+def _mvlgamma(p: int, x: Any) -> jax.Array:
     terms = lax.lgamma(x[..., None] - jnp.arange(p, dtype=x.dtype) / 2)
     return jnp.sum(terms, -1) + p * (p - 1) / 4 * math.log(math.pi)
 
@@ -128,7 +128,7 @@ def ldexp(input: Any, other: Any) -> Any:
 
 
 @op("float_power")
-def float_power(input: Any, exponent: Any) -> Any:
+def float_power(input: Any, exponent: Any) -> jax.Array:
     """A power in double precision."""
     dtype = jax_dtype(torch.complex128 if any(map(jnp.iscomplexobj, (input, exponent))) else torch.float64)
     if hasattr(input, "astype"):
@@ -137,7 +137,7 @@ def float_power(input: Any, exponent: Any) -> Any:
 
 
 @op("nextafter")
-def nextafter(input: Any, other: Any) -> Any:
+def nextafter(input: Any, other: Any) -> jax.Array:
     """The next number on the way to another; its derivative is one where there is a way."""
     a, b = promoted(input, other)
     moves = jnp.where(a == b, lax.stop_gradient(a), a)
@@ -145,7 +145,7 @@ def nextafter(input: Any, other: Any) -> Any:
 
 
 @op("heaviside")
-def heaviside(input: Any, values: Any) -> Any:
+def heaviside(input: Any, values: Any) -> jax.Array:
     """A step from zero to one; at zero the values."""
     input, values = jnp.broadcast_arrays(input, values)
     return jnp.where(input == 0, values, (input > 0).astype(values.dtype))

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 
 @jax.custom_jvp
-def _direction(x: Any) -> Any:
+def _direction(x: Any) -> jax.Array:
     return jnp.sign(x)
 
 
@@ -37,7 +37,7 @@ def sign(x: Any) -> Any:
 
 
 @jax.custom_jvp
-def absolute(x: Any) -> Any:
+def absolute(x: Any) -> jax.Array:
     """The absolute value; its derivative at zero and at NaN is zero, as torch's."""
     return jnp.abs(x)
 
@@ -55,7 +55,7 @@ def _extreme(function: Callable[[Any, Any], Any], is_beyond: Callable[[Any, Any]
     def extreme(a: Any, b: Any) -> Any:
         return function(a, b)
 
-    def share(x: Any, other: Any, change: Any) -> Any:
+    def share(x: Any, other: Any, change: Any) -> jax.Array:
         return jnp.where(is_beyond(other, x), jnp.zeros((), x.dtype), jnp.where(x == other, change / 2, change))
 
     @extreme.defjvp
@@ -71,7 +71,7 @@ minimum = _extreme(jnp.minimum, operator.lt)
 
 
 @jax.custom_jvp
-def copysign(size: Any, sign: Any) -> Any:
+def copysign(size: Any, sign: Any) -> jax.Array:
     """The size of one number with the sign of another; its derivative at zero is zero, as torch's."""
     return jnp.copysign(size, sign)
 
@@ -84,7 +84,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 @jax.custom_jvp
-def power(base: Any, exponent: Any) -> Any:
+def power(base: Any, exponent: Any) -> jax.Array:
     """A power; its derivatives are zero where the exponent is zero, and where zero has a power of zero or more, as torch's."""
     return jnp.power(base, exponent)
 
@@ -103,7 +103,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 @jax.custom_jvp
-def relu(x: Any) -> Any:
+def relu(x: Any) -> jax.Array:
     """The number above zero, else zero; the gradient passes at NaN, as in torch."""
     return jnp.maximum(x, 0)
 
@@ -111,24 +111,24 @@ def relu(x: Any) -> Any:
 relu.defjvps(lambda change, _, x: lax.select(x <= 0, lax.full_like(change, 0), change))
 
 
-def flat_at_zero(function: Callable[[Any], Any], x: Any) -> Any:
+def flat_at_zero(function: Callable[[Any], Any], x: Any) -> jax.Array:
     """A function that is zero at zero, where its derivative is taken as zero too."""
     zero = x == 0
     return jnp.where(zero, jnp.zeros_like(x), function(jnp.where(zero, jnp.ones_like(x), x)))
 
 
-def root(square: Any) -> Any:
+def root(square: Any) -> jax.Array:
     """The square root; its derivative at zero is zero, as that of torch's norms and standard deviations."""
     return flat_at_zero(jnp.sqrt, square)
 
 
-def angle(y: Any, x: Any) -> Any:
+def angle(y: Any, x: Any) -> jax.Array:
     """The angle of a point; at the origin without a derivative, as torch's."""
     origin = (y == 0) & (x == 0)
     return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), jnp.arctan2(y, jnp.where(origin, jnp.ones_like(x), x)))
 
 
-def argument(x: Any) -> Any:
+def argument(x: Any) -> jax.Array:
     """The angle of a number in the complex plane. That of a real one has no derivative, and is 0 at -0.0, as in torch."""
     if jnp.iscomplexobj(x):
         return angle(x.imag, x.real)

@@ -32,7 +32,7 @@ def batched(input: Any, n: int) -> tuple[Any, bool]:
     return (input[None], True) if input.ndim == n + 1 else (input, False)
 
 
-def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
+def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> jax.Array:
     """A convolution over n dims."""
     input, alone = batched(input, n)
     stride, dilation = each(n, stride), each(n, dilation)
@@ -48,7 +48,7 @@ def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, 
 
 def conv_transpose(
     n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any
-) -> Any:
+) -> jax.Array:
     """The gradient of a convolution with respect to its input."""
     input, alone = batched(input, n)
     stride, padding, extra, dilation = (each(n, x) for x in (stride, padding, output_padding, dilation))
@@ -68,7 +68,7 @@ def _register_convolutions() -> None:
 
         def forward(
             input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, n: int = n
-        ) -> Any:
+        ) -> jax.Array:
             return conv(n, input, weight, bias, stride, padding, dilation, groups)
 
         def transposed(
@@ -81,7 +81,7 @@ def _register_convolutions() -> None:
             groups: int = 1,
             dilation: Any = 1,
             n: int = n,
-        ) -> Any:
+        ) -> jax.Array:
             return conv_transpose(n, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
         op(f"conv{n}d")(forward)
@@ -126,7 +126,7 @@ def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any =
     return out[0] if alone else out
 
 
-def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> Any:
+def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> jax.Array:
     """Windows that do not overlap: (N, place, place in the window, ..., C), along which loops need no division."""
     sizes = list(zip(input.shape[2:], window, strides, pads, strict=True))
     counts = [(size + sum(pad) - k) // s + 1 for size, k, s, pad in sizes]
@@ -319,7 +319,7 @@ add_ops(dict.fromkeys(functions_named("pad"), Op(pad, None)))
 
 
 @op("im2col")
-def im2col(input: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+def im2col(input: jax.Array, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
     """`unfold`: the patches of images, as columns (N, C * elements of a patch, patches)."""
     images = input if input.ndim == 4 else input[None]
     edges = [(p, p) for p in padding]
@@ -329,7 +329,7 @@ def im2col(input: Any, kernel_size: Any, dilation: Any, padding: Any, stride: An
 
 
 @op("col2im")
-def col2im(input: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+def col2im(input: jax.Array, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     """`fold`: images of columns, those that lie on one another added up; the transpose of `im2col`."""
     columns = input if input.ndim == 3 else input[None]
     shape = columns.shape[0], columns.shape[1] // math.prod(kernel_size), *output_size
@@ -339,7 +339,7 @@ def col2im(input: Any, output_size: Any, kernel_size: Any, dilation: Any, paddin
 
 
 @op("pixel_shuffle")
-def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
+def pixel_shuffle(input: jax.Array, upscale_factor: int) -> jax.Array:
     """Channels spread over a finer grid."""
     *lead, c, h, w = input.shape
     r = upscale_factor
@@ -349,7 +349,7 @@ def pixel_shuffle(input: Any, upscale_factor: int) -> Any:
 
 
 @op("pixel_unshuffle")
-def pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
+def pixel_unshuffle(input: jax.Array, downscale_factor: int) -> jax.Array:
     """The inverse of `pixel_shuffle`."""
     *lead, c, h, w = input.shape
     r, n = downscale_factor, len(lead)
@@ -358,7 +358,7 @@ def pixel_unshuffle(input: Any, downscale_factor: int) -> Any:
 
 
 @op("channel_shuffle", "native_channel_shuffle")
-def channel_shuffle(input: Any, groups: int) -> Any:
+def channel_shuffle(input: jax.Array, groups: int) -> jax.Array:
     """Channels of groups in turn."""
     n, c, *rest = input.shape
     return jnp.swapaxes(input.reshape(n, groups, c // groups, *rest), 1, 2).reshape(input.shape)
