@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -15,15 +15,25 @@ from bridge._compat.torch import DYNAMO
 
 from .context import TRACE
 
+
+class _Note(NamedTuple):
+    """An attribute that is replaced: what it was, and what it is now."""
+
+    owner: object
+    name: str
+    before: object
+    now: object
+
+
 _WANTED: list[tuple[object, str, object]] = []
 _Make: TypeAlias = Callable[[Any], object]  # from what an attribute is to what it becomes
-_Change: TypeAlias = tuple[object, str, _Make]  # of an attribute: its owner, its name
+_Change: TypeAlias = tuple[object, str, _Make]  # the owner of an attribute, its name, and what it becomes
 _REDIRECTS: dict[str, _Make] = {}
 _ABSENT = object()
 _Key = tuple[int, str]  # id of an owner, the name of its attribute
 _lock = threading.RLock()  # reentrant: a signal handler that arrives while it is held may trace
 _going_on: dict[object, set[_Key]] = {}  # each time that has begun -> the attributes that it needs
-_notes: dict[_Key, tuple[object, str, object, object]] = {}  # an attribute -> its owner, its name, what it was, what it is now
+_notes: dict[_Key, _Note] = {}  # the attributes that are replaced now
 _stances: list[AbstractContextManager[object]] = []  # each has set the stance of torch.compile, and knows which was before
 
 
@@ -79,8 +89,8 @@ def _begin(time: object, wanted: Sequence[_Change]) -> None:
             key = id(owner), name
             if key not in _notes:
                 now = make(getattr(owner, name, None))
-                _notes.setdefault(key, (owner, name, vars(owner).get(name, _ABSENT), now))
-            _put(owner, name, _notes[key][-1])
+                _notes.setdefault(key, _Note(owner, name, vars(owner).get(name, _ABSENT), now))
+            _put(owner, name, _notes[key].now)
 
 
 def _end(time: object) -> None:
@@ -88,9 +98,9 @@ def _end(time: object) -> None:
     with _lock:
         _going_on.pop(time, None)
         needed = set[_Key]().union(*_going_on.values())
-        for key, (owner, name, before, _) in list(_notes.items()):
+        for key, note in list(_notes.items()):
             if key not in needed:
-                _put(owner, name, before)
+                _put(note.owner, note.name, note.before)
                 _notes.pop(key, None)
         if not _going_on:
             for stance in reversed(_stances):
