@@ -44,7 +44,7 @@ class TracedLoss:
         self, params: Sequence[jax.Array], buffers: Sequence[jax.Array], batch: Sequence[jax.Array], seed: jax.Array
     ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         own_params, own_buffers = (nest(zip(names, x, strict=True)) for names, x in zip(self._names, (params, buffers), strict=True))
-        constants: dict[int, tuple[torch.Tensor, object]] = {}
+        constants: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         given = self._module, self._loss_fn, own_params, own_buffers, self._items.rebuilt(batch)
         result, after = traced_call(*given, rng=jax.random.key(seed), x64=self.keeps_64_bits, constants=constants)
         self._outside = [tensor for tensor, _ in constants.values() if not tensor.is_inference()]
