@@ -301,7 +301,7 @@ def _unknown(args: object, kwargs: Mapping[str, object]) -> Tracer | None:
     return min(unknown, key=lambda x: bool(x.shape), default=None)
 
 
-def _forms(func: TorchFunction) -> dict[str, torch._ops.OpOverload]:
+def _forms(func: TorchFunction) -> dict[str, Any]:
     packet: Any = getattr(torch.ops.aten, func.__name__, None)
     return {name: getattr(packet, name) for name in packet.overloads()} if isinstance(packet, OVERLOADS) else {}
 
