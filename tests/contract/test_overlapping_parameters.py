@@ -38,10 +38,14 @@ def in_the_memory_of_an_optimizer():
     return p
 
 
-@pytest.mark.parametrize("make", [over_torchs_memory, in_a_larger_buffer, in_the_memory_of_an_optimizer])
-@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
-def test_at_construction_and_where_groups_or_data_come_later(second, make):
-    first = make()
+MADE_OVER = [(over_torchs_memory, second) for second in SECOND] + [
+    (make, second) for make in (in_a_larger_buffer, in_the_memory_of_an_optimizer) for second in ("transposed", "columns")
+]
+
+
+@pytest.mark.parametrize(("make", "kind"), MADE_OVER)
+def test_at_construction_and_where_groups_or_data_come_later(make, kind):
+    first, second = make(), SECOND[kind]
     twin, other, before = Parameter(second(first)), Parameter(torch.zeros(second(first).shape)), first.data_ptr()
     with pytest.raises(ValueError, match=BOTH):
         torch_api.MaskedSGD([("encoder", first), ("decoder", twin)], lr=1.0)

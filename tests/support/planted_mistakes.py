@@ -1,8 +1,10 @@
 """Plant one mistake at a time in the main function of a module, and see whether `make check` catches it.
 
-    make mistakes    # half an hour on 2 cores; prints a line for each mistake
+    make mistakes                                              # half an hour on 2 cores; prints a line for each mistake
+    python tests/support/planted_mistakes.py bridge/_names.py    # those of some modules
 
-Each mistake is planted in a copy of the tree. The quick tests run first, up to the first failure, and lint and types after them.
+Each mistake is planted in a copy of the tree. The quick tests run up to the first failure, those of the module's package before the
+others; lint and types run after them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 21  # of the mistakes below
+NO_TESTS = 5  # pytest's exit code where it selects none
 
 # The file, what stands in it once, and what is planted there.
 MISTAKES = [
@@ -50,15 +53,18 @@ MISTAKES = [
 ]
 
 
-def caught(folder: Path) -> str:
-    """By what `make check` catches the mistake in a copy of the tree; '' where it does not."""
+def caught(folder: Path, package: str) -> str:
+    """By what `make check` catches a mistake in a package of a copy of the tree; '' where it does not."""
     env = os.environ | {"PYTHONPATH": str(folder)}
+    quick = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "-m", "quick and not slow"]
+    own = Path("tests", package)
     for name, command in (
-        ("tests", [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "-m", "quick and not slow"]),
+        ("tests of the package", [*quick, str(own if (folder / own).exists() else own.parent)]),
+        ("tests", quick),
         ("lint", [sys.executable, "-m", "ruff", "check", "."]),
         ("types", [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]),
     ):
-        if subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False).returncode:
+        if subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False).returncode not in (0, NO_TESTS):
             return name
     return ""
 
@@ -72,16 +78,17 @@ def main() -> int:
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
             (folder / each).write_bytes((ROOT / each).read_bytes())
         subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # ruff reads .gitignore in a repository alone
-        for path, right, wrong in MISTAKES:
+        chosen = [mistake for mistake in MISTAKES if mistake[0] in (sys.argv[1:] or [mistake[0]])]
+        for path, right, wrong in chosen:
             text = (ROOT / path).read_text()
             (folder / path).write_text(text.replace(right, wrong))
             start = time.perf_counter()
-            by = caught(folder)
+            by = caught(folder, str(Path(path).parent))
             print(f"{path}: {'caught by ' + by if by else 'NOT CAUGHT'} in {time.perf_counter() - start:.0f} s", flush=True)
             found += bool(by)
             (folder / path).write_text(text)
-    print(f"{found} of {len(MISTAKES)} mistakes caught")
-    return int(found < ENOUGH)
+    print(f"{found} of {len(chosen)} mistakes caught")
+    return int(found < min(ENOUGH, len(chosen)))
 
 
 if __name__ == "__main__":

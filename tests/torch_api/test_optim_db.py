@@ -20,7 +20,7 @@ from oracles import clones, movement_error, set_grads
 
 import torch_api
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
 try:
     with warnings.catch_warnings():

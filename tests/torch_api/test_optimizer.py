@@ -15,7 +15,7 @@ import torch_api
 from bridge._memory import jax_buffers
 from torch_api._rules import torch_rules
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
 PAIRS = {
     "Adam": (torch_api.MaskedAdam, torch.optim.Adam),

@@ -16,7 +16,7 @@ from oracles import CLOSE, FUSES, clones, movement_error, random_grads, random_p
 import torch_api
 from bridge._ir.rounding import _stochastic, draws, nearest, stochastic_round
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
 HALF = [torch.bfloat16, torch.float16]
 DRAWS = 4096

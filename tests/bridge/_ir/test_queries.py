@@ -127,6 +127,17 @@ def test_properties_are_seen_in_a_jaxpr_within_another():
         assert drawing.draws_by_batch == draws
 
 
+def test_inputs_are_used_where_a_result_depends_on_them():
+    first = jax.jit(lambda x, y: x)
+
+    def function(through_two, by_nothing, by_what_nobody_reads, called, not_read_within):
+        unread = lax.sin(by_what_nobody_reads)
+        lax.cos(unread)
+        return lax.sin(lax.cos(through_two)), first(called, not_read_within)
+
+    assert properties_of(jax.make_jaxpr(function)(*[1.0] * 5)).used_inputs == (True, False, False, True, False)
+
+
 def test_properties_go_with_the_jaxpr():
     closed = jax.make_jaxpr(lambda x: x * 2)(1.0)
     before = len(queries._known)

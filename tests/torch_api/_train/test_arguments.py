@@ -18,7 +18,7 @@ import bridge
 import torch_api
 from torch_api import JaxTrainStep
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "unoptimized_training")
+pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion", "unoptimized_training")]
 
 
 def count(jaxpr, name):

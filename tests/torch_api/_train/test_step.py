@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import torch_api
 from torch_api import JaxTrainStep
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("standard_promotion", "unoptimized_training")]
+pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion", "unoptimized_training")]
 
 
 class Net(nn.Module):
