@@ -114,6 +114,7 @@ MASKS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masked_transforms_where_true_and_passes_the_raw_gradient_where_false(mask):
     start, grads = draw()
@@ -143,6 +144,7 @@ def test_state_lies_only_where_the_mask_is_true(tx):
     assert size(masked(adam(), True).init(params)) == 2 * size(params) + count  # the count could differ
 
 
+@pytest.mark.quick
 def test_nested_masks_are_the_conjunction():
     start, grads = draw()
     biases = jax.tree.map(lambda x: x.ndim == 1, start)
@@ -317,6 +319,7 @@ SELECTORS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mask", SELECTORS.values(), ids=SELECTORS)
 def test_select_optimizes_what_any_selector_names_and_nothing_else(mask):
     start, grads = draw()
@@ -354,6 +357,7 @@ def test_freeze_zeroes_what_any_selector_names_and_passes_the_rest(frozen):
     assert jax.tree.leaves(freeze(frozen=frozen).init(start)) == []
 
 
+@pytest.mark.quick
 def test_freeze_zeroes_a_gradient_that_is_not_finite():
     params, _ = draw()
     tx = freeze(frozen="head.*")
@@ -362,6 +366,7 @@ def test_freeze_zeroes_a_gradient_that_is_not_finite():
     assert all(jnp.isnan(u).all() for u in jax.tree.leaves(updates["body"]))
 
 
+@pytest.mark.quick
 def test_freeze_of_all_and_of_none_and_of_nothing_said():
     params, grads = draw(steps=1)
     for frozen, factor in [(True, 0.0), (False, 1.0)]:
@@ -497,6 +502,7 @@ LABELS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
 def test_partition_takes_labels_from_any_selector(labels):
     start, grads = draw()
