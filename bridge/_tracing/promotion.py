@@ -52,11 +52,13 @@ def result_type(*xs: Any) -> torch.dtype:
         numbers = [x for x in arrays if not isinstance(x, torch.Tensor)]
         if not wide and not flat:
             return torch.result_type(torch.tensor(numbers[0]), numbers[-1])
-        best: Any = None
-        for group in (wide, flat, numbers):
-            for x in group:
-                best = x if best is None else _like(torch.result_type(best, x), 1 if wide else 0)
-        return best.dtype
+        # As in torch, tensors without dimensions agree among themselves before they meet the others.
+        best, *others = [functools.reduce(_combined, group) for group in (wide, flat) if group]
+        return functools.reduce(_combined, [*others, *numbers], best).dtype
+
+
+def _combined(x: torch.Tensor, y: torch.Tensor | complex) -> torch.Tensor:
+    return _like(torch.result_type(x, y), x.ndim)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ MISTAKES = [
         "denominator = jnp.sqrt(v_max) * cast(1 / ",
         "denominator = jnp.sqrt(v_max) * cast(1 * ",
     ),
-    ("bridge/_tracing/promotion.py", "_like(torch.result_type(best, x), 1 if wide else 0)", "_like(torch.result_type(best, x), 0)"),
+    ("bridge/_tracing/promotion.py", "_like(torch.result_type(x, y), x.ndim)", "_like(torch.result_type(x, y), 0)"),
     ("bridge/_tracing/ops/scatter.py", "at.add if accumulate else at.set", "at.set if accumulate else at.add"),
     ("bridge/_flax_optim/optimizer.py", "(new_params), OptimizerState(state.step + 1,", "(new_params), OptimizerState(state.step + 2,"),
     ("bridge/_compiler/leaf_update.py", "return jnp.where(mask, new[0], old[0]), state", "return jnp.where(mask, old[0], new[0]), state"),

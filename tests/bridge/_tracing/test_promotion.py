@@ -1,5 +1,7 @@
 """Where torch takes tensors of one dtype alone, traced torch code does; where torch promotes, the result has torch's dtype."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +14,7 @@ import torch_api
 from bridge._interop.dtypes import IN_TORCH
 from bridge._process import x64
 from bridge._tracing import op_registry
+from bridge._tracing.promotion import result_type
 
 pytestmark = pytest.mark.quick
 
@@ -64,6 +67,24 @@ def test_two_dtypes_are_refused_as_in_torch(name, dtype):
 def test_elsewhere_types_are_promoted_as_in_torch(name):
     x = X.double()
     assert IN_TORCH[str(traced(PROMOTED[name], x).dtype)] == PROMOTED[name](x).dtype
+
+
+OF_THREE = {
+    "half": torch.ones(2).half(),
+    "bfloat16": torch.ones(2).bfloat16(),
+    "int32": torch.ones(2, dtype=torch.int32),
+    "bool": torch.ones(2, dtype=torch.bool),
+    "float32 without dimensions": torch.tensor(1.0),
+    "float64 without dimensions": torch.tensor(1.0, dtype=torch.float64),
+    "int64 without dimensions": torch.tensor(1),
+}
+
+
+def test_three_are_promoted_as_in_torch():
+    for names in itertools.combinations(OF_THREE, 3):
+        xs = [OF_THREE[name] for name in names]
+        with x64():
+            assert result_type(*bridge.to_jax(xs)) == torch.addcmul(*xs).dtype, names
 
 
 @pytest.mark.usefixtures("standard_promotion")
