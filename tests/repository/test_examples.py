@@ -68,7 +68,7 @@ PRINTED = {
 
 
 # The others take a minute and a half together.
-IN_EVERY_RUN = {"adam_weights_sgd_biases", "equinox_filter_mask", "optimizer_in_ten_lines", "two_worlds"}
+IN_EVERY_RUN = {"adam_weights_sgd_biases", "optimizer_in_ten_lines", "two_worlds"}
 
 
 @pytest.mark.slow

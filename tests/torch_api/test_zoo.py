@@ -13,6 +13,7 @@ import pytest
 import torch
 import zoo
 from oracles import CLOSE
+from sampling import sampled
 
 import bridge
 import torch_api
@@ -84,7 +85,7 @@ def test_a_factory_with_traced_hyperparams_gives_the_same_and_compiles_once(name
     assert name == "optax.lbfgs" or any((values(params)[n] != before[n]).any() for n in params)  # its direction may be too short to move
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES))
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name):
     entry = zoo.ENTRIES[name]
     tx, _, uninterrupted, _, _ = run(name)

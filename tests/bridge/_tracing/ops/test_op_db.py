@@ -14,6 +14,7 @@ import pytest
 import torch
 from operator_runs import KINDS, database, outcome
 from operator_table import BY_VALUE, BY_VALUE_OF, COMPLEX_RESULTS, DRAWN, IN_PART, KNOWN, REFUSED, REFUSED_OF, VALUES
+from sampling import sampled
 
 from bridge._process import x64
 from bridge._tracing import op_registry
@@ -40,7 +41,7 @@ def population(kind):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", sampled(range(PARTS)))
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator_gives_what_torch_gives_or_names_itself(part):
     names = population("float32")[part::PARTS]
