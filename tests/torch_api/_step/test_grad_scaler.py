@@ -87,6 +87,25 @@ def test_as_torchs_fused_adamw():
         assert torch.equal(ours.state[p]["step"], theirs.state[q]["step"])
 
 
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("infinities", [None, 0.0, 1.0])
+def test_what_a_scaler_leaves_is_read_as_torchs_fused_adamw_reads_it(scale, infinities):
+    params = random_params()
+    start, other = clones(params), clones(params)
+    pairs = (MAKERS["adamw"](params), params), (torch.optim.AdamW(other, lr=1e-2, fused=True), other)
+    for optimizer, trained in pairs:
+        for p in trained:
+            p.grad = torch.linspace(-1.0, 2.0, p.numel()).reshape(p.shape)
+        for name, value in (("grad_scale", scale), ("found_inf", infinities)):
+            if value is not None:
+                setattr(optimizer, name, torch.tensor(value))
+        optimizer.step()
+    for p, q, s in zip(params, other, start, strict=True):
+        assert torch.equal(p, s) == torch.equal(q, s) == (infinities == 1.0)
+        if infinities != 1.0:
+            assert movement_error(p, q, s) < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "ema_decay": 0.9}], ids=["plain", "clip and average"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -101,6 +101,7 @@ def dropout_run(seed, steps=6):
     return losses, train_step, batch
 
 
+@pytest.mark.quick
 def test_dropout_is_new_at_each_call_and_repeats_with_torchs_seed():
     first, train_step, batch = dropout_run(3)
     assert len(set(first)) == len(first)
