@@ -20,6 +20,7 @@ from torch_api import JaxTrainStep
 pytestmark = pytest.mark.usefixtures("standard_promotion", "unoptimized_training")
 
 
+@pytest.mark.quick
 def test_aux_of_any_tree_comes_back_as_tensors():
     model = mlp()
 
