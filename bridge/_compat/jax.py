@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.core
@@ -38,7 +38,7 @@ class _Asked(threading.local):
 
 
 _asked, _installing = _Asked(), threading.Lock()
-_hooks: list[Any] = []
+_hooks: list[Callable[..., Any]] = []
 
 
 @functools.cache
@@ -102,12 +102,12 @@ def _varint(value: int) -> bytes:
 
 # An array over a DLPack capsule (capsule, device, stream, copy), and a capsule over an array (array, stream). Without them
 # `bridge._interop.dlpack` calls `jax.dlpack.from_dlpack` and `torch.from_dlpack`, in five times the time.
-array_from_capsule: Callable[..., Any] | None = private("jaxlib._jax.dlpack_managed_tensor_to_buffer", None)
-capsule_from_array: Callable[..., Any] | None = private("jaxlib._jax.buffer_to_dlpack_managed_tensor", None)
+array_from_capsule: Callable[..., jax.Array] | None = private("jaxlib._jax.dlpack_managed_tensor_to_buffer", None)
+capsule_from_array: Callable[[jax.Array, None], object] | None = private("jaxlib._jax.buffer_to_dlpack_managed_tensor", None)
 
 # A numpy array over an array on the CPU, and whether it is a copy. Without it `numpy.asarray`, which may keep its result in the array: the
 # array can then not be donated, and the next step copies it.
-uncached_numpy: Callable[[Any], Any] = private("jax._src.array.ArrayImpl._single_device_array_to_np_array_did_copy", np.asarray)
+uncached_numpy: Callable[[jax.Array], object] = private("jax._src.array.ArrayImpl._single_device_array_to_np_array_did_copy", np.asarray)
 
 
 # ------------------------------------------------------------------ executions
@@ -156,7 +156,7 @@ class CallingClient:
         return self._client.deserialize_executable(*args, host_callbacks=[_never], **kwargs)
 
 
-def _never(*_: Any) -> Any:
+def _never(*_: object) -> NoReturn:
     raise AssertionError("a program has called what it was only loaded with")
 
 
@@ -167,7 +167,7 @@ class _Hits(threading.local):
 _hits = _Hits()
 
 
-def _on_event(event: str, **_: Any) -> None:
+def _on_event(event: str, **_: object) -> None:
     _hits.count += event == "/jax/compilation_cache/cache_hits"
 
 
@@ -185,15 +185,17 @@ def cache_hits() -> int:
 # ------------------------------------------------------------------ traces
 
 
-_state: Any = private("jax.extend.core.get_opaque_trace_state", None) or private("jax.core.get_opaque_trace_state", None)
+_state: Callable[..., object] | None = private("jax.extend.core.get_opaque_trace_state", None) or private(
+    "jax.core.get_opaque_trace_state", None
+)
 
 
-def trace_state() -> Any:
+def trace_state() -> object:
     """What tells the function that jax traces now from those that it traces within it, by `==`; None where jax does not say."""
     return None if _state is None else _state(convention=None)
 
 
-def ends_before(value: Any, state: Any) -> bool:
+def ends_before(value: object, state: object) -> bool:
     """Whether a value belongs to a function that jax traces within that of the state, and is of no use when that has ended.
 
     False where jax does not say so: it then raises an error of its own, later.
@@ -202,7 +204,7 @@ def ends_before(value: Any, state: Any) -> bool:
     return isinstance(value, Tracer) and own is not None and bool(traces) and all(own is not trace for trace in traces)
 
 
-def _traces(state: Any) -> Iterator[Any]:
+def _traces(state: object) -> Iterator[object]:
     """The trace of a state, and those around it where they are known."""
     trace = getattr(state, "_trace_ref", lambda: None)()
     while trace is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ def _copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
 
 
 # Copies of many tensors in one call. Without it one call of torch for each.
-foreach_copy_: Callable[..., Any] = private("torch._foreach_copy_", _copy_each)
+foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = private("torch._foreach_copy_", _copy_each)
 
 # A tensor over a DLPack capsule. Without it torch's public call, which does the same behind some questions of Python's.
-tensor_from_capsule: Callable[[Any], torch.Tensor] = private("torch._C._from_dlpack", torch.from_dlpack)
+tensor_from_capsule: Callable[[object], torch.Tensor] = private("torch._C._from_dlpack", torch.from_dlpack)
 
 # A clone that shares the memory until one of both is written; it fails where something else keeps the memory alive. Without it parameters
 # that were loaded from a file keep their own memory and are copied at each step.
@@ -39,28 +39,28 @@ lazy_clone: Callable[[torch.Tensor], torch.Tensor] | None = private("torch._lazy
 # ------------------------------------------------------------------ who holds a tensor's memory
 
 
-def _yes(*_: Any) -> bool:
+def _yes(*_: object) -> bool:
     return True
 
 
-def _no(*_: Any) -> bool:
+def _no(*_: object) -> bool:
     return False
 
 
 # Whether a tensor is a view. Without it each counts as one whose base others may hold, and is never updated in place.
 is_view: Callable[[torch.Tensor], bool] = private("torch.Tensor._is_view", _yes)
 
-_base_of: Any = private("torch.Tensor._base.__get__", None)
-_tensor_holders: Any = private("torch.Tensor._use_count", None)
-_use_count: Any = private("torch._C._storage_Use_Count", None)
-_address_of: Any = private("torch.UntypedStorage._cdata.__get__", None)
+_base_of: Callable[[torch.Tensor], torch.Tensor | None] | None = private("torch.Tensor._base.__get__", None)
+_tensor_holders: Callable[[torch.Tensor], int] | None = private("torch.Tensor._use_count", None)
+_use_count: Callable[[int], int] | None = private("torch._C._storage_Use_Count", None)
+_address_of: Callable[[torch.UntypedStorage], int] | None = private("torch.UntypedStorage._cdata.__get__", None)
 
 
 def _holders_of_base(view: torch.Tensor) -> tuple[int, int] | None:
     """How many references there are to the tensor that a view was made of, from Python and in all; safetensors gives such views."""
     if _base_of is None or _tensor_holders is None:
         return None
-    base: Any = _base_of(view)
+    base = _base_of(view)
     return None if base is None else (sys.getrefcount(base), _tensor_holders(base))
 
 
@@ -122,13 +122,13 @@ def _another(_: torch.Tensor) -> object:
 
 
 # How often a tensor was written. Without it a constant of a traced loss counts as written, and each call traces the loss anew.
-version: Callable[[torch.Tensor], Any] = private("torch.Tensor._version.__get__", _another)
+version: Callable[[torch.Tensor], object] = private("torch.Tensor._version.__get__", _another)
 
 
 # ------------------------------------------------------------------ who hears of a step
 
 
-def heard() -> tuple[Mapping[int, Any], Mapping[int, Any], Callable[[], bool], Callable[[], bool]]:
+def heard() -> tuple[Mapping[int, Callable[..., object]], Mapping[int, Callable[..., object]], Callable[[], bool], Callable[[], bool]]:
     """Return who hears of steps: hooks of all optimizers before and after each, whether some thread has a profiler, and whether this has.
 
     Without these names somebody hears each step, which then goes through torch's own wrapper.
@@ -149,7 +149,7 @@ OPT_CALLED = "_opt_called"
 # ------------------------------------------------------------------ torch.compile
 
 # Have torch.compile break its graph at a function, without importing dynamo for it. Without it torch's public decorator, which imports it.
-disable_dynamo: Callable[[Any], Any] = private("torch._disable_dynamo", torch.compiler.disable)
+disable_dynamo: Callable[[Callable[..., Any]], Callable[..., Any]] = private("torch._disable_dynamo", torch.compiler.disable)
 
 # Among `sys.modules` once something is compiled. Where torch names it otherwise, `jax_function` runs in a graph that is being traced.
 DYNAMO = "torch._dynamo"
@@ -169,41 +169,44 @@ is_legacy_batch: Callable[[torch.Tensor], bool] = private("torch._C._functorch.i
 FUNCTION: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
 
 
-def apply_of(function: Any) -> Callable[..., Any]:
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` without its questions about transformations (2 us), for where none is active; with them where that is all."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
 # Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled. Without it such a handler may
 # not trace.
-with_overrides: Callable[[], Any] = private("torch._C._EnableTorchFunction", nullcontext)
+with_overrides: Callable[[], AbstractContextManager[object]] = private("torch._C._EnableTorchFunction", nullcontext)
 
 
-def _as_subclass(kind: Any, tensor: torch.Tensor) -> Any:
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+def _as_subclass(kind: type[_Tensor], tensor: torch.Tensor) -> _Tensor:
     return tensor.as_subclass(kind)
 
 
 # A tensor as one of a subclass. Without it the public method, which also takes note of a view.
-make_subclass: Callable[[Any, torch.Tensor], Any] = private("torch.Tensor._make_subclass", _as_subclass)
+make_subclass: Callable[[type, torch.Tensor], Any] = private("torch.Tensor._make_subclass", _as_subclass)
 
 
 # ------------------------------------------------------------------ modules
 
 # Hooks of all modules before their forward. Without it a tracker of FLOPs is not recognized, and fails on traced tensors.
-global_forward_pre_hooks: Mapping[int, Any] = private("torch.nn.modules.module._global_forward_pre_hooks", {})
+global_forward_pre_hooks: Mapping[int, object] = private("torch.nn.modules.module._global_forward_pre_hooks", {})
 
 # The batch norms, the norms that keep statistics of batches, and the convolutions. Without their bases, those of torch.nn.
 _BATCH = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
-BATCH_NORMS: Any = private("torch.nn.modules.batchnorm._BatchNorm", _BATCH)
-NORMS: Any = private("torch.nn.modules.batchnorm._NormBase", (*_BATCH, *_INSTANCE))
-CONVOLUTIONS: Any = private("torch.nn.modules.conv._ConvNd", _CONVOLUTIONS)
+BATCH_NORMS: type | tuple[type, ...] = private("torch.nn.modules.batchnorm._BatchNorm", _BATCH)
+NORMS: type | tuple[type, ...] = private("torch.nn.modules.batchnorm._NormBase", (*_BATCH, *_INSTANCE))
+CONVOLUTIONS: type | tuple[type, ...] = private("torch.nn.modules.conv._ConvNd", _CONVOLUTIONS)
 
 # ------------------------------------------------------------------ operators
 
 
-def _named(space: Any, prefix: str) -> Any:
+def _named(space: object, prefix: str) -> SimpleNamespace:
     """The functions of a public module by the names that they have in its private one."""
     return SimpleNamespace(**{f"{prefix}{name}": function for name, function in vars(space).items() if callable(function)})
 
@@ -219,7 +222,7 @@ BENEATH: dict[str, Any] = {f"torch._C.{name}": private(f"torch._C.{name}", _name
 SPECIAL: Any = BENEATH["torch._C._special"]
 
 # `stft` below torch's Python, which pads. Without it torch.stft has no implementation, and the error names what it calls.
-unpadded_stft: Any = private("torch._C._VariableFunctions.stft", None)
+unpadded_stft: Callable[..., torch.Tensor] | None = private("torch._C._VariableFunctions.stft", None)
 
 
 def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
@@ -231,10 +234,10 @@ def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
 # A draw from a Dirichlet distribution. Without it the same distribution, by other draws.
 sample_dirichlet: Callable[[torch.Tensor], torch.Tensor] = private("torch._sample_dirichlet", _dirichlet)
 
-OVERLOADS: Any = type(torch.ops.aten.add)  # the class of `torch.ops.aten.NAME`
+OVERLOADS: type = type(torch.ops.aten.add)  # the class of `torch.ops.aten.NAME`
 
 
-def writes(overload: Any) -> bool:
+def writes(overload: object) -> bool:
     """Whether an overload of an operator changes an argument. Where torch does not tell, yes: it is refused, not run on constants."""
     schema = getattr(overload, "_schema", None)
     return schema is None or any(x.alias_info and x.alias_info.is_write for x in schema.arguments)

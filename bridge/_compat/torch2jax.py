@@ -53,19 +53,19 @@ def drawing_from(keys: Any) -> AbstractContextManager[Any]:
     return torch2jax().RngPooperContext(keys)
 
 
-def is_torchish(x: Any) -> bool:
+def is_torchish(x: object) -> bool:
     """Whether `x` is a value of torch2jax; a traced tensor is one as soon as anything is traced."""
     return isinstance(x, getattr(sys.modules.get("torch2jax"), "Torchish", ()))
 
 
-def registered(func: Any) -> Callable[..., Any] | None:
+def registered(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the implementation that a user registered for a torch function; None where there is none but torch2jax's own."""
     found = torch2jax().HANDLED_FUNCTIONS.get(func)
     return None if found is own().get(func) else found
 
 
 @functools.cache
-def own() -> dict[Any, Callable[..., Any]]:
+def own() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the entries of the table that torch2jax itself made.
 
     Users may have added to the table before, and may have replaced entries. A second copy of the package, which nobody else
@@ -77,7 +77,7 @@ def own() -> dict[Any, Callable[..., Any]]:
     return {func: found for func, found in package.HANDLED_FUNCTIONS.items() if _are_same(found, copy.HANDLED_FUNCTIONS.get(func))}
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def _are_same(one: object, other: object) -> bool:
     """Whether two functions have the same code and close over the same objects."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or one == other
