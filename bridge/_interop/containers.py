@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,12 +19,16 @@ import torch
 from jax.tree_util import GetAttrKey, SequenceKey
 from torch.nn.utils.rnn import PackedSequence
 
+_T = TypeVar("_T")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
 
 def _register_results() -> None:
     for kind in torch.return_types.all_return_types:
         names = getattr(kind, "__match_args__", ())
 
-        def flatten(x: Any, names: Any = names) -> tuple[list[tuple[Any, Any]], None]:
+        def flatten(x: tuple[_T, ...], names: Sequence[str] = names) -> tuple[list[tuple[object, _T]], None]:
             keys = map(GetAttrKey, names) if len(names) == len(x) else map(SequenceKey, range(len(x)))
             return list(zip(keys, x, strict=True)), None
 
@@ -32,26 +36,26 @@ def _register_results() -> None:
             jax.tree_util.register_pytree_with_keys(kind, flatten, functools.partial(_result, kind), flatten_func=_plain)
 
 
-def _plain(x: Any) -> tuple[tuple[Any, ...], None]:
+def _plain(x: tuple[_T, ...]) -> tuple[tuple[_T, ...], None]:
     return tuple(x), None
 
 
-def _result(kind: Any, _: None, values: Any) -> Any:
+def _result(kind: Callable[[Iterable[object]], _T], _: None, values: Iterable[object]) -> _T:
     return kind(values)
 
 
 _DYNAMIC = ("data", "sorted_indices", "unsorted_indices")
 
 
-def _packed_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], tuple[int, ...]]:
+def _packed_with_keys(x: PackedSequence) -> tuple[list[tuple[object, torch.Tensor | None]], tuple[int, ...]]:
     return [(GetAttrKey(name), getattr(x, name)) for name in _DYNAMIC], tuple(x.batch_sizes.tolist())
 
 
-def _packed(x: Any) -> tuple[list[Any], tuple[int, ...]]:
+def _packed(x: PackedSequence) -> tuple[list[torch.Tensor | None], tuple[int, ...]]:
     return [getattr(x, name) for name in _DYNAMIC], tuple(x.batch_sizes.tolist())
 
 
-def _unpacked(sizes: tuple[int, ...], values: Any) -> Any:
+def _unpacked(sizes: tuple[int, ...], values: Iterable[object]) -> PackedSequence:
     """A PackedSequence of any values: its own constructor asks them for their device."""
     data, *indices = values
     with torch.DisableTorchFunction():
@@ -64,7 +68,7 @@ with suppress(ValueError):
     jax.tree_util.register_pytree_with_keys(PackedSequence, _packed_with_keys, _unpacked, flatten_func=_packed)
 
 
-def with_values(x: Mapping[Any, Any], values: Mapping[Any, Any], attributes: Mapping[str, Any] | None = None) -> Any:
+def with_values(x: Mapping[Any, object], values: Mapping[Any, _V], attributes: Mapping[str, object] | None = None) -> Mapping[Any, _V]:
     """A mapping of the same type with other values, such as a batch of a tokenizer; a dict where that could share memory with `x`.
 
     It is made without code of its class, which could write into `x`. `attributes` replace those of `x`; where one has the name and the
@@ -81,7 +85,7 @@ def with_values(x: Mapping[Any, Any], values: Mapping[Any, Any], attributes: Map
     return dict(values)
 
 
-def _made(x: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
+def _made(x: Mapping[_K, object], values: Mapping[_K, _V]) -> Mapping[_K, _V]:
     """A new mapping of the type of `x` that has items and no other attributes."""
     if isinstance(x, UserDict):
         new: Any = object.__new__(type(x))
@@ -98,13 +102,13 @@ def _made(x: Mapping[Any, Any], values: Mapping[Any, Any]) -> Any:
     return new
 
 
-def _repeated(x: Mapping[Any, Any]) -> list[str]:
+def _repeated(x: Mapping[Any, object]) -> list[str]:
     """The attributes of a mapping that are its items."""
     own = _get(x, "__dict__", {})
     return [] if own is x else [name for name, value in own.items() if name in x and x[name] is value]
 
 
-def own_attributes(x: Mapping[Any, Any]) -> dict[str, Any]:
+def own_attributes(x: Mapping[Any, object]) -> dict[str, object]:
     """The attributes of a mapping that are no items."""
     own = _get(x, "__dict__", {})
     repeated = _repeated(x)
@@ -117,7 +121,7 @@ def own_attributes(x: Mapping[Any, Any]) -> dict[str, Any]:
 _UNSET = object()
 
 
-def _get(x: Any, name: str, default: Any) -> Any:
+def _get(x: object, name: str, default: object) -> Any:
     """An attribute without code of the class: a mapping may look for any name among its items."""
     try:
         return object.__getattribute__(x, name)
@@ -144,7 +148,7 @@ _OWN = ("jax", "jaxlib", "bridge", "torch_api")  # whose functions and programs 
 _MANY = 1000  # objects that are looked at
 
 
-def holds(x: Any, kind: Any) -> str | None:
+def holds(x: object, kind: type | tuple[type, ...]) -> str | None:
     """Where a leaf of jax's, a container or an object, holds an instance of `kind`: the way there by attributes and keys; None if nowhere.
 
     It looks into the containers and the attributes of objects, not into what functions close over.
@@ -161,10 +165,10 @@ def holds(x: Any, kind: Any) -> str | None:
     return None
 
 
-def _parts(x: Any) -> list[tuple[str, Any]]:
+def _parts(x: object) -> list[tuple[str, object]]:
     if isinstance(x, _SIMPLE) or type(x).__module__.partition(".")[0] in _OWN:
         return []
-    parts: list[tuple[str, Any]] = []
+    parts: list[tuple[str, object]] = []
     if isinstance(x, Mapping):
         parts = [(f"[{key!r}]", value) for key, value in x.items()]
     elif isinstance(x, list | tuple | deque | UserList | Set):

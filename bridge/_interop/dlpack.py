@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import torch
@@ -18,6 +17,8 @@ from jax.core import Tracer
 
 from bridge._compat.jax import array_from_capsule, capsule_from_array
 from bridge._compat.torch import tensor_from_capsule
+from bridge._compat.types import Device
+from bridge._ir.types import PyTree
 from bridge._names import path_name
 from bridge._process import x64
 
@@ -28,7 +29,7 @@ from .tensor_storage import shortage
 ALIGNMENT, ALIGNMENT_GPU = 64, 16
 
 
-def to_jax(tree: Any, copy: bool | None = False) -> Any:
+def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
     """`bridge.to_jax` of a tensor or of a pytree without modules: same arguments, results and errors."""
     if isinstance(tree, torch.Tensor):
         return _tensor_to_jax(tree, copy, "")
@@ -37,7 +38,7 @@ def to_jax(tree: Any, copy: bool | None = False) -> Any:
     )
 
 
-def to_torch(tree: Any, copy: bool | None = False) -> Any:
+def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
     """`bridge.to_torch` of an array or of a pytree that jax knows: same arguments, results and errors."""
     if isinstance(tree, jax.Array):
         return _array_to_torch(tree, copy, "")
@@ -82,11 +83,11 @@ def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
         for token in tokens:
             token.block_until_ready()
     else:
-        export: Any = tokens[-1].__dlpack__  # jax.Array's stub has no `stream`
+        export: Callable[..., object] = tokens[-1].__dlpack__  # jax.Array's stub has no `stream`
         export(stream=torch.cuda.current_stream(device.local_hardware_id).cuda_stream)
 
 
-def behind_torch(device: Any) -> jax.Array:
+def behind_torch(device: Device) -> jax.Array:
     """A zero on a GPU that is there when all has ended that torch's current stream was asked for: what takes it runs after that."""
     return _importer("cuda")(_zero(device.local_hardware_id), device)
 
@@ -97,12 +98,12 @@ def _zero(index: int) -> torch.Tensor:
         return torch.zeros(1, device=f"cuda:{index}")
 
 
-def cpu() -> Any:
+def cpu() -> Device:
     """jax's CPU, or a RuntimeError with the remedy where jax was told to do without."""
     return _jax_device("cpu", 0)
 
 
-def device_of(tensor: torch.Tensor) -> Any:
+def device_of(tensor: torch.Tensor) -> Device:
     """The jax device that holds the tensor's memory, or a RuntimeError with the remedy; never another device."""
     return _jax_device(tensor.device.type, tensor.device.index or 0)
 
@@ -209,7 +210,7 @@ def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Ten
 
 
 @functools.cache
-def _jax_device(platform: str, index: int) -> Any:
+def _jax_device(platform: str, index: int) -> Device:
     backend = {"cuda": "gpu"}.get(platform, platform)
     try:
         devices = jax.local_devices(backend=backend)  # after jax.distributed.initialize, `jax.devices` has those of other processes too
@@ -234,28 +235,28 @@ def _jax_device(platform: str, index: int) -> Any:
 
 
 @functools.cache
-def _route(device: torch.device) -> tuple[Callable[[torch.Tensor, Any], jax.Array], Any, int]:
+def _route(device: torch.device) -> tuple[Callable[[torch.Tensor, Device], jax.Array], Device, int]:
     """For tensors on one torch device: the way in, the jax device, and the alignment that the way asks for."""
     platform = device.type
     return _importer(platform), _jax_device(platform, device.index or 0), ALIGNMENT if platform == "cpu" else ALIGNMENT_GPU
 
 
 @functools.cache
-def _importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array]:
+def _importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array]:
     """The way in for one platform: the two C calls beneath the public one where they work, else the public one."""
     return _raw_importer(platform) or _public_import
 
 
-def _raw_importer(platform: str) -> Callable[[torch.Tensor, Any], jax.Array] | None:
+def _raw_importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array] | None:
     """`jax.dlpack.from_dlpack` costs five times the calls beneath it; the name of jax's is private and moves (lucidrains/jax2torch#6)."""
     from_capsule, capsule = array_from_capsule, torch.utils.dlpack.to_dlpack
     if from_capsule is None:
         return None
 
-    def fast(tensor: torch.Tensor, device: Any) -> jax.Array:
+    def fast(tensor: torch.Tensor, device: Device) -> jax.Array:
         return from_capsule(capsule(tensor), device, None, False)
 
-    def ordered(tensor: torch.Tensor, device: Any) -> jax.Array:
+    def ordered(tensor: torch.Tensor, device: Device) -> jax.Array:
         number = device.get_stream_for_external_ready_events()  # that jax waits for before it reads the array
         _stream(number, tensor.device).wait_stream(torch.cuda.current_stream(tensor.device.index))
         return from_capsule(capsule(tensor), device, number, False)
@@ -275,7 +276,7 @@ def _stream(number: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(number, device=device)
 
 
-def _public_import(tensor: torch.Tensor, device: Any) -> jax.Array:
+def _public_import(tensor: torch.Tensor, device: Device) -> jax.Array:
     with x64():
         if device.platform == "cpu":
             return jax.dlpack.from_dlpack(tensor, copy=False)
@@ -303,7 +304,7 @@ def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
 
 
 @functools.cache
-def _cpu_calls() -> tuple[Callable[..., Any], Callable[..., torch.Tensor]] | None:
+def _cpu_calls() -> tuple[Callable[[jax.Array, None], object], Callable[[object], torch.Tensor]] | None:
     """From an array to a capsule, and from that to a tensor."""
     to_capsule, from_capsule = capsule_from_array, tensor_from_capsule
     if to_capsule is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,16 @@ import torch
 import torch.utils.dlpack
 from jax.core import Tracer
 
+_T = TypeVar("_T")
+
+
+class HasDtype(Protocol):
+    """A tensor of torch, an array of jax or numpy, or what describes one."""
+
+    @property
+    def dtype(self) -> object: ...
+
+
 EXTENSION_DTYPES = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
@@ -20,7 +30,7 @@ EXTENSION_DTYPES = {
 }
 
 
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
     """The numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
     if dtype in EXTENSION_DTYPES:
         return np.dtype(EXTENSION_DTYPES[dtype][1])
@@ -33,7 +43,7 @@ _TYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.co
 IN_TORCH = {str(numpy_dtype(t)): t for t in _TYPES}
 
 
-def crosses(aval: Any) -> bool:
+def crosses(aval: HasDtype) -> bool:
     """Whether torch has its type."""
     return str(aval.dtype) in IN_TORCH
 
@@ -41,17 +51,17 @@ def crosses(aval: Any) -> bool:
 _NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
 
 
-def is_wide(x: Any) -> bool:
+def is_wide(x: HasDtype) -> bool:
     """Whether a tensor or an array has 64 bits an element, 128 of complex ones."""
     return str(x.dtype).removeprefix("torch.") in ("float64", "int64", "uint64", "complex128")
 
 
-def keeps(asked: bool | None, flag: bool, given: Iterable[Any]) -> bool:
+def keeps(asked: bool | None, flag: bool, given: Iterable[HasDtype]) -> bool:
     """Whether a program keeps 64 bits: as `asked`, or where jax's flag says so or something that it is given has them."""
     return asked if asked is not None else flag or any(map(is_wide, given))
 
 
-def narrow(leaf: Any) -> Any:
+def narrow(leaf: _T) -> _T | torch.Tensor | jax.Array:
     """Of 64 bits, 32."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))
@@ -60,7 +70,7 @@ def narrow(leaf: Any) -> Any:
     return leaf
 
 
-def canonical(x: Any) -> Any:
+def canonical(x: object) -> jax.Array:
     """An array as jit would take it: 64 bits only where x64 is on."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))

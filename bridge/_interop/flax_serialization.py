@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
-def known_to_flax(kind: type, to_state_dict: Callable[[Any], Any], from_state_dict: Callable[[Any, Any], Any]) -> None:
+def known_to_flax(kind: type[_T], to_state_dict: Callable[[_T], object], from_state_dict: Callable[[_T, Any], _T]) -> None:
     """Register a type with flax, if flax has been imported: it is not imported for that."""
     flax: Any = sys.modules.get("flax.serialization")
     if getattr(flax, "register_serialization_state", None) is not None and not flax.is_serializable(kind):

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.tree_util import KeyPath
 
 from bridge import _process
+from bridge._ir.types import PyTree
 from bridge._names import mapping, near, nest, path_name, tied_names, unnest
 
 from . import dlpack
@@ -62,7 +64,7 @@ def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
             buffer.copy_(dlpack.to_torch(new[name].block_until_ready(), copy=None))
 
 
-def to_jax(tree: Any, copy: bool | None = False) -> Any:
+def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
     """View torch tensors as jax arrays, on the same device and over the same memory.
 
     Args:
@@ -86,7 +88,7 @@ def to_jax(tree: Any, copy: bool | None = False) -> Any:
     return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _opened("to_jax", tree, torch.Tensor), copy)
 
 
-def to_torch(tree: Any, copy: bool | None = False) -> Any:
+def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
     """View jax arrays as torch tensors, on the same device and over the same memory.
 
     Args:
@@ -105,7 +107,7 @@ def to_torch(tree: Any, copy: bool | None = False) -> Any:
     return dlpack.to_torch(tree if isinstance(tree, jax.Array) else _opened("to_torch", tree, jax.Array), copy)
 
 
-def load_module_tree(module: torch.nn.Module, tree: Any) -> None:
+def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
     """Write a nested dict of arrays into the module's parameters, in place: the inverse of `module_tree`.
 
     Parameters stay the same objects at the same addresses. The arrays (jax or numpy) are read once and not kept.
@@ -138,10 +140,10 @@ def load_module_tree(module: torch.nn.Module, tree: Any) -> None:
             p.copy_(tensors[name])
 
 
-def _opened(what: str, tree: Any, kind: type) -> Any:
+def _opened(what: str, tree: PyTree, kind: type) -> PyTree:
     """The tree with the parameters of modules in their place."""
 
-    def opened(path: Any, x: Any) -> Any:
+    def opened(path: KeyPath, x: object) -> object:
         if isinstance(x, torch.Tensor | jax.Array):
             return x
         if isinstance(x, torch.nn.Module) and kind is torch.Tensor:
