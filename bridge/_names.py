@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def path_name(path: Sequence[Any]) -> str:
+def path_name(path: Sequence[object]) -> str:
     """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
@@ -51,7 +51,7 @@ def _question(text: str, known: Sequence[str]) -> str:
 Path = tuple[str, ...]
 
 
-def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
     """Dotted names to the nested dict that jax users know: ('head.weight', w) -> {'head': {'weight': w}}.
 
     Raises:
@@ -82,7 +82,7 @@ def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def mapping(tree: Any, what: str, source: str) -> Mapping[str, Any]:
+def mapping(tree: object, what: str, source: str) -> Mapping[str, Any]:
     """The tree, which must be a nested dict as `source` gives it."""
     if not isinstance(tree, Mapping):
         raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source}(module) gives.")

@@ -7,20 +7,21 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._compat.jax import client_started
 from ._compat.torch import DYNAMO, disable_dynamo
 
-X64: Any = jax.enable_x64  # without a call of ours, for a warm step
+X64: Callable[[bool], AbstractContextManager[object]] = jax.enable_x64  # without a call of ours, for a warm step
 
 
-def x64(on: bool = True) -> Any:
+def x64(on: bool = True) -> AbstractContextManager[object]:
     """A context in which jax keeps 64-bit types, or does not; local to the thread, never the global flag."""
     return X64(on)
 
@@ -31,7 +32,7 @@ settings = attrgetter("jax_debug_nans", "jax_debug_infs", "jax_disable_jit", *_G
 undisturbed = frozenset((False, None, "allow")).issuperset
 
 
-def calm() -> Any:
+def calm() -> AbstractContextManager[object]:
     """A context for this thread: 64-bit types on; no search for NaN and infinity, no `disable_jit`, no transfer guard."""
     return X64(True) if undisturbed(settings(jax.config)) else calmed()
 
@@ -48,7 +49,7 @@ def looks_for_nan() -> bool:
     return _config.jax_debug_nans or _config.jax_debug_infs
 
 
-def refuse_not_finite(owner: str, values: Iterable[tuple[str, Any]], consequence: str = "") -> None:
+def refuse_not_finite(owner: str, values: Iterable[tuple[str, jax.Array | np.ndarray]], consequence: str = "") -> None:
     """Raise for NaN in one of these named arrays under `jax_debug_nans`, and for infinity under `jax_debug_infs`."""
     kinds = [("NaN", jnp.isnan, "jax_debug_nans"), ("infinity", jnp.isinf, "jax_debug_infs")]
     kinds = [kind for kind in kinds if getattr(_config, kind[2])]
@@ -74,7 +75,7 @@ def default_promotion() -> Iterator[None]:
         yield
 
 
-def without_mesh() -> Any:
+def without_mesh() -> AbstractContextManager[object]:
     """A context without the mesh of `jax.set_mesh`, over whose devices jax would spread what is made."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty:
@@ -100,10 +101,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def not_traced(function: _Function) -> _Function:
+def not_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function at which torch.compile breaks its graph, and which then runs as it is.
 
     torch's own decorator waits for the first call; the public one would import dynamo here, which takes as long as
@@ -112,12 +114,12 @@ def not_traced(function: _Function) -> _Function:
     return disable_dynamo(function)
 
 
-def not_traced_where_imported(function: Callable[..., Any]) -> Callable[..., Any]:
+def not_traced_where_imported(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`not_traced`, which does not import dynamo for a call: where nothing has, nothing compiles."""
     outside = not_traced(function)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         return outside(*args, **kwargs) if DYNAMO in sys.modules else function(*args, **kwargs)
 
     return call

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +133,7 @@ def _fuses() -> bool:
     """Whether XLA's CPU compiler writes two results from one loop for us, read from a small compiled program."""
     anew = time.time_ns() % 2**20 / 2**10  # else the persistent cache may answer for a process that asked in time
 
-    def two(x: Any) -> Any:
+    def two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x * anew, jnp.sin(x) + x
 
     with jax.default_device(dlpack.cpu()), warnings.catch_warnings():
