@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from bridge._compat.types import Device
 from bridge._ir.queries import Properties
+
+from .compile import CompilerOptions
 
 # XLA's names for the order in which its CPU compiler puts what a program does; one that knows the first does nothing for the second.
 _ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("xla_cpu_enable_concurrency_optimized_scheduler", False)
@@ -20,7 +22,7 @@ _ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("x
 _WIDTH = "xla_cpu_prefer_vector_width", 512
 
 
-def of_update(device: Any) -> dict[str, Any]:
+def of_update(device: Device) -> CompilerOptions:
     """The compiler options of an update: on a CPU, the widest vectors, and the order that needs the least memory for what is between.
 
     XLA's own order begins all leaves before it ends one, so that all of what is between is there at once. Above 32 MiB the C
@@ -38,7 +40,7 @@ def of_update(device: Any) -> dict[str, Any]:
     return dict(known for options in (orders, widths) for known in _first_known(options))
 
 
-def _first_known(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _first_known(options: Sequence[tuple[str, str | bool | int]]) -> list[tuple[str, str | bool | int]]:
     """The first of some compiler options that this jaxlib takes, if any."""
     return next(([(option, value)] for option, value in options if _known(option, value)), [])
 
@@ -53,7 +55,7 @@ _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_ba
 _LOOPS_DIVIDED = "cpu-parallel-task-assigner"
 
 
-def of_training(device: Any, properties: Properties) -> dict[str, Any]:
+def of_training(device: Device, properties: Properties) -> CompilerOptions:
     """The compiler options of a whole training step: on a CPU, barriers stay, and convolutions run on all cores.
 
     XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge._tracing.materialize` and
@@ -74,13 +76,13 @@ def of_training(device: Any, properties: Properties) -> dict[str, Any]:
     return of_barriers(properties) | ({} if properties.has_grouped_convolution else _unless_set(LIBRARY_OPTION, library))
 
 
-def of_barriers(properties: Properties) -> dict[str, Any]:
+def of_barriers(properties: Properties) -> CompilerOptions:
     """The compiler options with which the barriers of a program on a CPU stay, where they can."""
     left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if properties.has_barrier_in_loop else _BARRIERS_END
     return {} if properties.has_barrier_in_reduction else _unless_set(_PASSES_OPTION, left_out)
 
 
-def on_one_core(options: dict[str, Any]) -> dict[str, Any]:
+def on_one_core(options: CompilerOptions) -> CompilerOptions:
     """Compiler options of a program for a CPU, and that none of its loops is divided among cores."""
     if _PASSES_OPTION in os.environ.get("XLA_FLAGS", ""):
         return options
@@ -88,7 +90,7 @@ def on_one_core(options: dict[str, Any]) -> dict[str, Any]:
     return options | _unless_set(_PASSES_OPTION, left_out)
 
 
-def in_any_order(options: dict[str, Any]) -> dict[str, Any]:
+def in_any_order(options: CompilerOptions) -> CompilerOptions:
     """Compiler options of an update of some loops that stores next to nothing between them, whose order XLA may choose.
 
     Its own begins with all that is computed of numbers and with small packs; that which needs the least memory ends with those. ResNet-50
@@ -97,21 +99,22 @@ def in_any_order(options: dict[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option not in dict(_ORDERS)}
 
 
-def _unless_set(option: str, value: Any) -> dict[str, Any]:
+def _unless_set(option: str, value: str | bool | int) -> CompilerOptions:
     """A compiler option that this jaxlib takes, unless the user has set it in XLA_FLAGS."""
     return {} if option in os.environ.get("XLA_FLAGS", "") or not _known(option, value) else {option: value}
 
 
 @functools.cache
-def _known(option: str, value: Any) -> bool:
+def _known(option: str, value: str | bool | int) -> bool:
     """Whether this jaxlib takes a compiler option; asked once, of a program of one operation."""
     try:
-        _nothing().compile(compiler_options={option: value})
+        options: CompilerOptions = {option: value}
+        _nothing().compile(compiler_options=options)
     except RuntimeError:
         return False
     return True
 
 
 @functools.cache
-def _nothing() -> Any:
+def _nothing() -> jax.stages.Lowered:
     return jax.jit(lambda x: x).lower(np.float32(0))  # the same program whatever types the thread has that asks first

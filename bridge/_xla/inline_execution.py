@@ -9,17 +9,22 @@ that never calls.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import TypeAlias
 
+import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from bridge._compat.jax import CallingClient
+from bridge._compat.types import Device, PyTreeDef
 
 # What jax, pickle and XLA raise of a program that cannot be written or read so, and a client that takes no functions (jaxlib 0.8).
 _CANNOT = AttributeError, TypeError, ValueError, RuntimeError, pickle.PickleError
 
 
-def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
+Serialized: TypeAlias = tuple[bytes, PyTreeDef, PyTreeDef]  # a program, the trees of its arguments and results
+
+
+def loaded(kept: Serialized, device: Device, inline: bool = False) -> jax.stages.Compiled:
     """A compiled program for a device from what `serialize` gave; `inline`: the thread that calls it is to run it.
 
     Raises:
@@ -29,7 +34,7 @@ def loaded(kept: Any, device: Any, inline: bool = False) -> Any:
     return deserialize_and_load(*kept, backend=client, execution_devices=[device])
 
 
-def serialized(compiled: Any) -> Any:
+def serialized(compiled: jax.stages.Compiled) -> Serialized | None:
     """A compiled program as `loaded` takes it; None where it cannot be written.
 
     Not for a program that jax has read from its persistent cache (see `cache_hits`): jaxlib 0.10.2 writes that one without some of its
@@ -41,7 +46,7 @@ def serialized(compiled: Any) -> Any:
         return None
 
 
-def inline(kept: Any, device: Any) -> Any:
+def inline(kept: Serialized | None, device: Device) -> jax.stages.Compiled | None:
     """A program as `serialized` gives it, which the thread that calls it runs; None where that cannot be had."""
     try:
         return None if kept is None or device.platform != "cpu" else loaded(kept, device, True)

@@ -6,7 +6,6 @@ With it Adam moves 28 bytes a parameter, without it 40; the numbers are the same
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from bridge._compat.jax import by_program, client_started
 
@@ -34,6 +33,6 @@ def requested() -> bool:
     return bool(without_it()) or (os.environ.get(SWITCH) != "0" and by_program())
 
 
-def without_it() -> dict[str, Any]:
+def without_it() -> dict[str, str | bool]:
     """The compiler options that take back what the process asks for."""
     return {_MAP: ""} if FUSION_FLAG in os.environ.get("XLA_FLAGS", "") else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from bridge._interop.dlpack import cpu
 from bridge._ir.queries import Properties
 from bridge._process import default_promotion, default_settings
 
-from .compile import compiled
+from .compile import Executable, compiled
 from .compile_options import of_barriers
 
 
@@ -26,7 +25,7 @@ def stay() -> bool:
     if not options:
         return False
 
-    def two(x: Any) -> Any:
+    def two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         (kept,) = jax.lax.optimization_barrier([x * 2])
         return jnp.sin(kept) + x, jnp.cos(x) * kept
 
@@ -48,7 +47,7 @@ def several_results() -> bool:
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
-def held(compiled: Any) -> float:
+def held(compiled: Executable) -> float:
     """Bytes of what the barriers of a compiled program hold, as the compiler counts them, though nothing moves there.
 
     It counts the operands and the result of each; a result of several arrays is a tuple of addresses.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
 
 import jax
 import numpy as np
 
 from bridge._compat.jax import streams
+from bridge._compat.types import Device
 from bridge._process import calm
 
 LANES = 3  # 0.96 times the time of two on GPT-2 small; more make nothing faster, and each may need memory for what it computes
@@ -29,20 +29,20 @@ choose = _stay if _calls is None else _calls[1]
 
 
 @functools.lru_cache(64)
-def _ordered(width: int, device: Any) -> Any:
+def _ordered(width: int, device: Device) -> jax.stages.Compiled:
     """What gives so many float64 numbers on a device as they are: compiled, since a jitted function takes twice as long in cold caches."""
     numbers = jax.ShapeDtypeStruct((width,), np.float64, sharding=jax.sharding.SingleDeviceSharding(device))
     return jax.jit(lambda numbers: numbers * np.float64(1)).lower(numbers).compile()
 
 
-def ready(width: int, device: Any) -> None:
+def ready(width: int, device: Device) -> None:
     """Compile what `opened` runs for so many numbers, which takes 20 to 30 ms."""
     if _calls is not None:
         with calm():
             _ordered(width, device)
 
 
-def opened(numbers: np.ndarray, device: Any, lanes: int = LANES) -> tuple[Any, list[int]]:
+def opened(numbers: np.ndarray, device: Device, lanes: int = LANES) -> tuple[np.ndarray | jax.Array, list[int]]:
     """What each program of a step is given as `numbers`, and the `orders` to choose from.
 
     The numbers come from an execution on the programs' device in the thread's own order: whatever it was asked for there
