@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -32,7 +33,7 @@ class Scattered:
 
     __slots__ = ("dtype", "memory", "order", "shape")
 
-    def __init__(self, memory: Any, order: Any, count: int, length: int) -> None:
+    def __init__(self, memory: jax.Array, order: jax.Array, count: int, length: int) -> None:
         self.memory, self.order, self.shape, self.dtype = memory, order, (count, length), memory.dtype
 
 
@@ -44,12 +45,12 @@ class _Everything(np.ndarray):
 
     __str__ = __repr__
 
-    def __deepcopy__(self, memo: Any) -> _Everything:
+    def __deepcopy__(self, memo: Any, /) -> _Everything:
         return self
 
 
 @functools.cache
-def everything(dtype: Any) -> np.ndarray[Any, Any]:
+def everything(dtype: np.dtype) -> np.ndarray:
     """All memory of this process as one array, which nobody may read as a whole."""
     size = (_END - BASE) // dtype.itemsize
     space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE)
@@ -78,7 +79,7 @@ class Places:
         self._memory = everything(np.dtype(numpy_dtype(dtype)))
         self.copies: list[torch.Tensor] = []
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
         starts = np.array(list(map(_address, tensors))) - BASE
         size = self._memory.itemsize
         if self._dims or not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or (starts % size).any():
@@ -100,7 +101,7 @@ class AllPlaces:
         for each in places:
             each.copies = self.copies
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
         given = iter(tensors)
         return [x for each in self._places for x in each(list(islice(given, len(each.rows))))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -171,7 +171,9 @@ class Ahead:
                 self._bytes += tensor.nbytes
 
 
-_lent: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()  # by the address of the storage, and what is in it
+# The address of the storage, and what is in it: address, elements, dtype and order of the dimensions.
+_Lent = tuple[int, int, int, torch.dtype, tuple[int, ...] | None]
+_lent: weakref.WeakValueDictionary[_Lent, jax.Array] = weakref.WeakValueDictionary()
 
 
 def lend(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array:

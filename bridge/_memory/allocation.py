@@ -6,25 +6,26 @@ import ctypes
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike, DTypeLike
 
+from bridge._compat.types import Device
 from bridge._interop.dlpack import ALIGNMENT
 from bridge._process import default_settings
 
 _SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
 
 
-def full(shape: tuple[int, ...], dtype: Any, value: Any, device: Any) -> jax.Array:
+def full(shape: tuple[int, ...], dtype: DTypeLike, value: ArrayLike, device: Device) -> jax.Array:
     """A new array of one value that only jax holds; ready."""
     return filled([(shape, dtype, value)], device)[0].block_until_ready()
 
 
-def filled(kinds: Sequence[tuple[tuple[int, ...], Any, Any]], device: Any) -> list[jax.Array]:
+def filled(kinds: Sequence[tuple[tuple[int, ...], DTypeLike, ArrayLike]], device: Device) -> list[jax.Array]:
     """New arrays that only jax holds, each of one value, asked for at once: one by one two thousand took 0.5 to 1.1 s. To be waited for.
 
     Args:
@@ -44,7 +45,7 @@ def filled(kinds: Sequence[tuple[tuple[int, ...], Any, Any]], device: Any) -> li
     return [made[i] for i in range(len(keys))]
 
 
-def _copied(key: tuple[tuple[int, ...], Any, bytes], value: Any, device: Any) -> np.ndarray | None:
+def _copied(key: tuple[tuple[int, ...], np.dtype, bytes], value: ArrayLike, device: Device) -> np.ndarray | None:
     """What an array of one value is to be copied from, with no program: on a CPU zeros, and few of another; None where one must fill it."""
     shape, dtype, of_one = key
     size = math.prod(shape) * dtype.itemsize
@@ -69,12 +70,12 @@ def _zeros(size: int) -> np.ndarray:
     return zeros[:size]
 
 
-def constant(values: np.ndarray, device: Any) -> Any:
+def constant(values: np.ndarray, device: Device) -> np.ndarray | jax.Array:
     """An argument that stays the same from call to call: on a device that has memory of its own, there."""
     return values if device.platform == "cpu" else _fresh(values, device).block_until_ready()
 
 
-def _fresh(values: Any, device: Any) -> jax.Array:
+def _fresh(values: np.ndarray | jax.Array, device: Device) -> jax.Array:
     """A copy of an array that only jax holds. To be waited for, because torch may write into it.
 
     jnp.array would compile a program for each shape, which takes the new pages in one thread; here XLA copies in several.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.dlpack
+from numpy.typing import DTypeLike
 
 from bridge._interop.dlpack import with_memory
 from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
@@ -27,7 +27,7 @@ class _Bytes:
         self.__array_interface__ = {"data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": bits, "version": 3}
 
 
-def host_view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def host_view(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor on the CPU as an array over the same memory, which it keeps alive; of a copy where the tensor is not contiguous.
 
     Raises:
@@ -62,7 +62,7 @@ class Window:
       device: torch's, the CPU or a GPU.
     """
 
-    def __init__(self, owner: Any, address: int, shape: tuple[int, ...], dtype: Any, device: torch.device) -> None:
+    def __init__(self, owner: object, address: int, shape: tuple[int, ...], dtype: DTypeLike, device: torch.device) -> None:
         self.owner, self._device = owner, device
         self._bits, self._extension = _BITS.get(np.dtype(dtype), (np.dtype(dtype), None))
         self._interface = interface = {"data": (address, False), "shape": shape, "typestr": self._bits.str, "version": 3}

@@ -9,9 +9,10 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import getitem
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import numpy as np
 import torch
 import torch.utils.dlpack
@@ -32,6 +33,7 @@ def results(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
     return list(map(from_capsule, map(to_capsule, arrays, repeat(None))))
 
 
+Argument: TypeAlias = jax.Array | np.ndarray  # of a compiled program
 _stride, _is_contiguous = torch.Tensor.stride, torch.Tensor.is_contiguous
 
 
@@ -41,7 +43,7 @@ class Views:
     A view owns nothing: whoever passes it to a call holds the memory until that call has ended.
     """
 
-    def __init__(self, avals: Sequence[Any]) -> None:
+    def __init__(self, avals: Sequence[jax.ShapeDtypeStruct | jax.core.ShapedArray]) -> None:
         dtypes = [np.dtype(aval.dtype) for aval in avals]
         counts = [math.prod(aval.shape) for aval in avals]
         bytes_of = [dtype.itemsize * count for dtype, count in zip(dtypes, counts, strict=True)]
@@ -49,7 +51,7 @@ class Views:
         self.buffers = functools.partial(map, call, [(ctypes.c_char * count).from_address for count in bytes_of])  # of addresses
         self.over = functools.partial(map, np.ndarray, [(count,) for count in counts], dtypes)  # those
 
-    def __call__(self, addresses: Iterable[int]) -> list[np.ndarray[Any, Any]]:
+    def __call__(self, addresses: Iterable[int]) -> list[np.ndarray]:
         return list(self.over(self.buffers(addresses)))
 
 
@@ -79,7 +81,7 @@ class Operands:
         known = [jax.ShapeDtypeStruct((math.prod(shape),), numpy_dtype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         self._views = None if any(dtype.is_complex for dtype in dtypes) else Views(known)
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
         if (
             self._views is not None
             and list(map(_is_contiguous, tensors)) == self._contiguous
@@ -104,7 +106,7 @@ def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, .
     return tuple(strides)
 
 
-def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> list[Any]:
+def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> Sequence[Argument]:
     """The tensors as flat arguments of one compiled call, elements in the dimension order given, by the cheapest route.
 
     Zero-copy where jax can alias the memory, else copied: the caller only reads them. On the CPU a numpy view passed
@@ -135,9 +137,9 @@ class Borrowed:
 
     def __init__(self, order: Sequence[tuple[int, ...] | None], are_complex: bool = False) -> None:
         self._order, self._complex = order, are_complex
-        self._known: list[dict[Any, jax.Array]] = [{} for _ in order]
+        self._known: list[dict[tuple[int, tuple[int, ...]], jax.Array]] = [{} for _ in order]
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
         if any(map(_is_neg, tensors)) or (self._complex and any(map(_is_conj, tensors))):  # what lies there is not what they are
             return operands(tensors, self._order)
         try:
@@ -146,7 +148,7 @@ class Borrowed:
             return list(map(self._array, self._known, tensors, self._order))
 
     @staticmethod
-    def _array(known: dict[Any, jax.Array], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> Any:
+    def _array(known: dict[tuple[int, tuple[int, ...]], jax.Array], tensor: torch.Tensor, dims: tuple[int, ...] | None) -> Argument:
         place = tensor.data_ptr(), tensor.stride()
         if place not in known:
             flat = tensor.detach() if dims is None else tensor.detach().permute(dims)
@@ -176,7 +178,7 @@ class PaddedOperands(Operands):
             [None if at in longer else dims for at, dims in enumerate(order)],
         )
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
         given = list(tensors)
         for at, (row, dims) in self._rows.items():
             tensor = given[at].detach()

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from .allocation import _fresh
 from .array_interface import Window
 from .call_arguments import results
 
+_T = TypeVar("_T")
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
 
@@ -48,7 +49,7 @@ class Memory:
         self.windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
         self.holders: dict[int, weakref.ref[torch.Tensor]] = {}
         self.all_windows: weakref.WeakSet[Window] = weakref.WeakSet()
-        self.hold: Any = None
+        self.hold: tuple[jax.Array, object] | None = None
 
     @property
     def rows(self) -> range:
@@ -56,7 +57,7 @@ class Memory:
         return range(0 if self.lengths is None else len(self.lengths))
 
     @property
-    def kept(self) -> Any:
+    def kept(self) -> object:
         """The reference to the bytes of the array; None where there is none, or it is to an earlier array."""
         return self.hold[1] if self.hold is not None and self.hold[0] is self.array else None
 
@@ -95,7 +96,7 @@ class Memory:
 _array = attrgetter("array")
 
 
-def register(array: Any, lengths: Sequence[int] | None = None) -> Memory:
+def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
     """The memory of an array that nobody else holds, known by the address of each row from now on."""
     memory = Memory(array, lengths)
     _know(memory)
@@ -128,7 +129,7 @@ def _holding_live_arrays(platform: str | None = None) -> list[jax.Array]:
     return arrays
 
 
-def _alive(known: weakref.WeakValueDictionary[int, Any]) -> Iterator[Any]:
+def _alive(known: weakref.WeakValueDictionary[int, _T]) -> Iterator[_T]:
     """The values now, whatever other threads add."""
     return (x for x in (ref() for ref in known.valuerefs()) if x is not None)
 
@@ -141,7 +142,7 @@ def _is_on_cpu(array: jax.Array) -> bool:
 
 
 @functools.cache
-def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
+def _holder(dtype: np.dtype) -> Callable[[jax.Array], object]:
     """What makes a reference to the bytes of an array on the CPU: Python's buffer protocol, or for types that it has not, numpy.
 
     Never DLPack: jaxlib aborts the process where an array is deleted that was exported so. What numpy takes is private, because the
@@ -149,7 +150,8 @@ def _holder(dtype: np.dtype[Any]) -> Callable[[jax.Array], Any]:
     """
     with default_settings(), jax.default_device(cpu()):
         probe = jax.device_put(np.zeros(1, dtype))
-    for each in (memoryview, uncached_numpy):
+    makers: tuple[Callable[..., object], ...] = (memoryview, uncached_numpy)
+    for each in makers:
         try:
             found = each(probe)
             if np.asarray(found[0] if isinstance(found, tuple) else found).ctypes.data == probe.unsafe_buffer_pointer():
@@ -175,7 +177,7 @@ def taken(memories: Sequence[Memory]) -> list[jax.Array]:
     return list(map(_array, memories))
 
 
-def readable(memory: Memory) -> Any:
+def readable(memory: Memory) -> jax.Array:
     """The array of a memory, to be read alone; a copy of its bytes where somebody has deleted the array."""
     return _kept(memory) if memory.array.is_deleted() and memory.kept is not None else memory.array
 
@@ -188,7 +190,7 @@ def _kept(memory: Memory) -> jax.Array:
     return _fresh(values, device).block_until_ready()
 
 
-def leave(memory: Memory, owner: Any) -> None:
+def leave(memory: Memory, owner: object) -> None:
     """The memory is about to be elsewhere: `owner` keeps the bytes where it was for whoever still looks there."""
     for window in list(memory.all_windows):
         window.owner = owner
@@ -228,7 +230,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
     return memory if row is None else None
 
 
-def shares_memory(x: Any) -> bool:
+def shares_memory(x: torch.Tensor | jax.Array | np.ndarray) -> bool:
     """Whether a tensor, a numpy or a jax array is, or looks into, one whose bytes are jax's and are donated."""
     if isinstance(x, torch.Tensor):
         return x.untyped_storage().data_ptr() in _memories

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from bridge._interop.dlpack import ALIGNMENT, ALIGNMENT_GPU
 from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 
 from .array_interface import Window
-from .call_arguments import alias, operands
+from .call_arguments import Argument, alias, operands
 
 
 def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -47,8 +46,9 @@ class Cells:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
-        self._values: Any = None  # all that lies between the first and the last of them, of which those at `_at` are ours
-        self._at: Any = slice(None)
+        # All that lies between the first and the last of them, of which those at `_at` are ours.
+        self._values: np.ndarray | torch.Tensor | None = None
+        self._at: slice | np.ndarray = slice(None)
         self._copies: torch.Tensor | None = None
         self.address = self.length = 0
         first = self.tensors[0]
@@ -60,17 +60,17 @@ class Cells:
             count = max(places) + 1
             # Each length is a type of ctypes, which takes time to make: so there are few. What lies behind is not looked at.
             space: Any = (ctypes.c_char * (size << count.bit_length())).from_address(start)
-            self._values = np.frombuffer(space, numpy_dtype(first.dtype), count)
+            values = self._values = np.frombuffer(space, numpy_dtype(first.dtype), count)
             self._at = self._at if adjacent else np.array(places)
-            self.address, self.length = start, self._values.nbytes if adjacent else 0
-            self.read: Callable[[], Any] = functools.partial(operator.getitem, self._values, self._at)
+            self.address, self.length = start, values.nbytes if adjacent else 0
+            self.read: Callable[[], Argument] = functools.partial(values.__getitem__, self._at)
         elif first.device.type != "cpu":
             with torch.inference_mode(False):
                 if adjacent and not start % ALIGNMENT_GPU:
-                    self._values = Window(None, start, (len(places),), numpy_dtype(first.dtype), first.device).tensor()
+                    source = self._values = Window(None, start, (len(places),), numpy_dtype(first.dtype), first.device).tensor()
                 else:
-                    self._copies = torch.empty(len(places), dtype=first.dtype, device=first.device)
-                array = alias(self._values if self._copies is None else self._copies)
+                    source = self._copies = torch.empty(len(places), dtype=first.dtype, device=first.device)
+                array = alias(source)
             self.read = lambda: array
         else:
             self.read = lambda: operands([torch.stack(self.tensors)], [None])[0]
