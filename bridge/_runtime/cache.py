@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import wait
-from typing import Any
+from concurrent.futures import Future, wait
 from weakref import WeakValueDictionary
 
 from bridge._compiler.plan import Plan
@@ -34,7 +33,7 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
         found = {plan: program for plan in plans if (program := _programs.get(plan)) is not None}
         missing = sorted(dict.fromkeys(plan for plan in plans if plan not in found), key=lambda plan: -len(set(plan.leaves)))
         new: dict[Plan, Program] = {}
-        compiling: dict[Piece, Any] = {}
+        compiling: dict[Piece, Future[None]] = {}
         try:
             for plan in missing:
                 program = new[plan] = Program(plan)

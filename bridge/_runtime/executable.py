@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ from bridge._compiler.plan import Plan, abstract
 from bridge._compiler.update import by_type, measured, stepped
 from bridge._ir.queries import properties_of
 from bridge._process import CORES, default_promotion, default_settings
-from bridge._xla.compile import Piece, bytes_accessed, compiled, meanwhile
+from bridge._xla.compile import Executable, Piece, bytes_accessed, compiled, meanwhile
 from bridge._xla.compile_options import in_any_order, of_barriers, of_update, on_one_core
-from bridge._xla.inline_execution import inline, loaded, serialized
+from bridge._xla.inline_execution import Serialized, inline, loaded, serialized
 from bridge._xla.probes import held, several_results
 
 from . import streaming_stats
-from .outline import cut
+from .outline import Pieces, cut
 
 # Elements up to which a program keeps to one core, and operations for them all: then waking the others takes longer than what they save,
 # all but one share of the time. AdamW of 2^18 elements, 40 operations each: 142 us on one of two cores, 148 on both; of 2^19 242 and 198.
@@ -47,16 +47,16 @@ class Program:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.measure: Any = None
+        self.measure: jax.stages.Compiled | None = None
         self.calls_back = False
         self.scattered = any(leaf.at_once for leaf in plan.leaves)
         sizes = [(leaf.count or 1) * math.prod(leaf.spec.shape) for leaf in plan.leaves]
         self.elements, self._are_many = sum(sizes), len(sizes) >= _LOOPS_A_CORE * CORES
         self._are_short = self._are_many and self.elements <= len(sizes) * _SHORT_LOOP and max(sizes) * CORES <= self.elements
         self._are_mixed = len(sizes) > _LOOPS_A_CORE and self.elements <= len(sizes) * _LONG_LOOP
-        self._cut: Any = None
+        self._cut: Pieces | None = None
         self._own: list[Piece] = []
-        self._written: Any = None  # the update as it is read again
+        self._written: Serialized | None = None  # the update as it is read again
         self._from_cache = False  # jax has read the update from its persistent cache
         arguments = abstract(plan)
         # What the compiler is asked, it is asked while the update is traced.
@@ -103,19 +103,19 @@ class Program:
         self._own = []
 
     @functools.cached_property
-    def update(self) -> Any:
+    def update(self) -> Executable:
         """The compiled update."""
-        return loaded(self._written, self.plan.device)  # as `alone` has left it
+        return loaded(cast(Serialized, self._written), self.plan.device)  # as `alone` has left it
 
     @functools.cached_property
-    def alone(self) -> Any:
+    def alone(self) -> Executable:
         """The update for a step in which it is the only program: the thread that calls it then runs it, where that can be had.
 
         It is then all that is kept of it but bytes, from which `update` is read where somebody asks again.
         """
         if self.calls_back or self._cut is not None or self._from_cache or (self._are_many and self.elements > ON_ONE_CORE):
             return self.update
-        self._written = self._written or serialized(self.update)
+        self._written = self._written or serialized(cast(jax.stages.Compiled, self.update))
         found = inline(self._written, self.plan.device)
         if found is None:
             return self.update
@@ -123,7 +123,7 @@ class Program:
         return found
 
     @property
-    def _either(self) -> Any:
+    def _either(self) -> Executable:
         """The update in the form that is there."""
         return vars(self).get("update") or self.alone
 
@@ -136,7 +136,7 @@ class Program:
         update = self._counted() if self._rows else self._either
         return bytes_accessed(update) - held(update) + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
-    def _counted(self) -> Any:
+    def _counted(self) -> jax.stages.Compiled:
         """The update compiled to be counted alone, of a memory as large as what is read of it: the compiler counts all that there is."""
         with default_settings(), default_promotion():
             lowered = jax.jit(functools.partial(stepped, self.plan), donate_argnums=(0, 1)).lower(*abstract(self.plan, counted=True))
@@ -150,5 +150,5 @@ class Program:
     @functools.cached_property
     def stores(self) -> bool:
         """Whether XLA stores something as large as a pack that is to be updated `at_once`, so in more than one loop."""
-        needed = self._either.memory_analysis() if self._rows else None
+        needed = cast(jax.stages.Compiled, self._either).memory_analysis() if self._rows else None
         return needed is not None and needed.temp_size_in_bytes >= min(self._rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,13 +16,15 @@ import torch
 
 from bridge import _process
 from bridge._compat.torch import foreach_copy_
+from bridge._compat.types import Device
 from bridge._interop.dlpack import behind_torch
+from bridge._memory.call_arguments import Argument
 from bridge._memory.jax_buffers import leave_held, taken
 from bridge._process import X64, calmed, refuse_fork, settings, undisturbed
 from bridge._xla import streams
 
 from . import openmp
-from .in_flight import _Flight, _is_deleted, _memory
+from .in_flight import Landing, _Flight, _is_deleted, _memory
 from .launch import Launch
 
 __all__ = ["Outcome", "run"]
@@ -40,19 +42,20 @@ class Outcome(NamedTuple):
     empty list."""
 
     moved: bool
-    skipped: list[Any]
+    skipped: list[jax.Array]
 
 
 _NOTHING_MEASURED = np.zeros(2)
+_L = TypeVar("_L", bound=Launch)
 
 
 def run(
-    launches: Sequence[Launch],
+    launches: Sequence[_L],
     grads: Sequence[torch.Tensor],
     hyperparams: np.ndarray,
-    extra: Sequence[Any],
-    scaling: Sequence[Any],
-    landed: list[Any],
+    extra: Sequence[Argument],
+    scaling: Sequence[Argument],
+    landed: list[_L],
 ) -> Outcome:
     """One step on one device: every program, in order, then a wait for all of their results, which are then in the tensors.
 
@@ -77,7 +80,7 @@ def run(
     device, reader, elements = launches[0].program.plan.device, launches[0].reader, sum(map(_elements, launches))
     flight.on_cpu = on_cpu = device.platform == "cpu"
     with flight, X64(True) if undisturbed(settings(jax.config)) else calmed(), torch.no_grad():
-        numbers: Any = hyperparams if on_cpu else _on_device(hyperparams.tobytes(), device)
+        numbers = hyperparams if on_cpu else _on_device(hyperparams.tobytes(), device)
         if on_cpu and len(launches) > 1:
             numbers, (flight.order, *side_by_side) = streams.opened(hyperparams, device)
         flight.reader, measure = reader, _NOTHING_MEASURED if reader is None else reader(grads, scaling)
@@ -99,7 +102,7 @@ def run(
             given = []
             for launch in wave:
                 if launch.program.scattered:
-                    flight.copies.append(launch.flat.copies)
+                    flight.copies.append(launch.flat.copies)  # pyright: ignore[reportFunctionMemberAccess]
                 given.append(launch.flat([*map(grads.__getitem__, launch.positions), *launch.rows]))
                 if launch.program.measure is not None:
                     measure = launch.program.measure(given[-1], launch.masks, launch.live, further[1], measure, after)
@@ -119,7 +122,9 @@ def run(
                 if not all(map(_is_deleted, old)):
                     leave_held(memories, old)
                 copied = launch.kept, launch.kept_order, new_kept, launch.mirrored, launch.mirrors
-                flight.landing.append((tokens, memories, arrays := [*new_params, *new_state], (launch.scalars, new_scalars), copied))
+                arrays = [*new_params, *new_state]
+                landing = tokens, memories, arrays, (launch.scalars, new_scalars), copied
+                flight.landing.append(tuple.__new__(Landing, landing))  # as its constructor, which would be a frame more
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
                 if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:
@@ -130,7 +135,7 @@ def run(
 
 
 @functools.lru_cache(64)
-def _on_device(numbers: bytes, device: Any) -> jax.Array:
+def _on_device(numbers: bytes, device: Device) -> jax.Array:
     """float64 numbers on a device: most steps have those of the step before."""
     return jax.device_put(np.frombuffer(numbers), device)
 

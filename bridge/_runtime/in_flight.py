@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import torch
 
 from bridge import _process
+from bridge._compat.types import Device
 from bridge._interop.dlpack import wait_for
 from bridge._memory.jax_buffers import Memory, write_back
-from bridge._memory.scalar_vectors import Cells
+from bridge._memory.scalar_vectors import Cells, Number
 from bridge._process import refuse_fork
 from bridge._xla import streams
 
@@ -31,25 +33,45 @@ _memory, _address, _pointer, _is_deleted = (
 APART = 256  # bytes between two results in memory, at most
 
 
-class _Flight:
+_L = TypeVar("_L", bound=Launch)
+
+
+class Landing(NamedTuple):
+    """What to wait for after one call, and where its results belong.
+
+    tokens: arrays that are there when the call has ended.
+    memories: those that `arrays`, results of the call, lie in.
+    scalars: the cells, and for each of them the vector of its new values.
+    copied: the arguments of `write_back`: results that are copied into tensors.
+    """
+
+    tokens: list[jax.Array]
+    memories: Sequence[Memory]
+    arrays: Sequence[jax.Array]
+    scalars: tuple[Sequence[Cells | Number], Sequence[jax.Array]]
+    copied: tuple[
+        Sequence[torch.Tensor], Sequence[tuple[int, ...] | None], Sequence[jax.Array], Sequence[torch.Tensor], Sequence[torch.Tensor]
+    ]
+
+
+class _Flight(Generic[_L]):
     """The time from the first donation until all results are where torch looks."""
 
     __slots__ = ("copies", "landed", "landing", "launches", "may_fail", "moved", "on_cpu", "order", "reader", "results", "room")
     on_cpu: bool  # whether the programs run there
     may_fail: bool  # whether some may fail while they run
 
-    def __init__(self, launches: Sequence[Launch], landed: list[Any]) -> None:
+    def __init__(self, launches: Sequence[_L], landed: list[_L]) -> None:
         self.launches, self.landed = launches, landed
-        # Of each call what to wait for, and where its results belong: those in memories, those of scalars, those that are copied.
-        self.landing: list[tuple[list[Any], list[Memory], list[Any], tuple[Sequence[Cells], list[Any]], tuple[Any, ...]]] = []
-        self.results: tuple[list[Any], list[Any], list[Any], list[Any], list[Any]] = [], [], [], [], []  # as of `write_back`
-        self.copies: list[list[Any]] = []  # of gradients that are read where they lie
+        self.landing: list[Landing] = []
+        self.results: tuple[list[Any], ...] = [], [], [], [], []  # as of `write_back`
+        self.copies: list[list[torch.Tensor]] = []  # of gradients that are read where they lie
         self.room = 0  # bytes that the calls allocate for results which are copied
         self.moved = False
         self.reader: Reader | None = None  # of gradients that must stay until it has read them
         self.order: int | None = None  # of this thread's executions, to go back to
 
-    def __enter__(self) -> _Flight:
+    def __enter__(self) -> _Flight[_L]:
         if self.room:
             try:  # while nothing has changed: XLA asks for it when it has taken what is donated
                 np.empty(self.room, np.uint8)
@@ -58,7 +80,7 @@ class _Flight:
                 raise
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         landing, each = zip(self.launches, self.landing, strict=False), None
         try:
             # All results of one execution become ready together. Without this wait a call may still be reading the
@@ -95,9 +117,9 @@ class _Flight:
                     self.reader.end()
             finally:
                 if self.results[0] or self.results[3]:
-                    write_back(*self.results, self.on_cpu)
+                    write_back(*self.results, on_cpu=self.on_cpu)
 
-    def _land_after(self, failed: Any, others: Iterable[Any]) -> None:
+    def _land_after(self, failed: tuple[_L, Landing], others: Iterable[tuple[_L, Landing]]) -> None:
         """Of a call that failed delete what holds the error, not values: it would be passed on; see those behind it to their end."""
         for launch, (tokens, memories, arrays, scalars, copied) in (failed, *others):
             try:
@@ -123,7 +145,7 @@ def _delete_errors(arrays: Sequence[jax.Array]) -> None:
             array.delete()
 
 
-def flight(device: Any, launch: Launch, room: int, may_fail: bool, landed: list[Any]) -> _Flight:
+def flight(device: Device, launch: _L, room: int, may_fail: bool, landed: list[_L]) -> _Flight[_L]:
     """The flight of one program that is no update alone; `room`: as of a launch; `may_fail`: while it runs; `landed`: as of `run`."""
     if _process._forked:
         refuse_fork()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from bridge._compat.types import Device
 from bridge._compiler.apply_transform import Arrays, begin, buffered
 from bridge._compiler.spec import Problem, buffer_shape, unflatten
 from bridge._compiler.state_layout import layout
@@ -48,13 +48,13 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
     return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(result), found))
 
 
-def _full(kinds: Sequence[tuple[tuple[int, ...], Any]], device: Any) -> list[jax.Array]:
+def _full(kinds: Sequence[tuple[tuple[int, ...], np.ndarray | np.generic]], device: Device) -> list[jax.Array]:
     """Arrays of these shapes, each of one number in its type."""
     return allocation.filled([(shape, number.dtype, number.item()) for shape, number in kinds], device)
 
 
 @functools.lru_cache(1024)
-def constants(problem: Problem, values: tuple[float, ...]) -> tuple[Any, ...]:
+def constants(problem: Problem, values: tuple[float, ...]) -> tuple[float | complex | None, ...]:
     """For each field of a leaf that is updated by itself the number that all its elements begin with; None if there is no such number."""
     with x64():
         closed, _ = _traced(problem, values)
@@ -63,12 +63,12 @@ def constants(problem: Problem, values: tuple[float, ...]) -> tuple[Any, ...]:
     return tuple(value.item() if value is not None and field.key is None else None for field, value in begun)
 
 
-def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[Any, Any]:
+def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[ClosedJaxpr, Arrays]:
     """The program from flat leaves to the buffers of the state, without calls, and what it gives as an `Arrays`."""
     numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
     plan, specs = layout(problem), problem.specs
 
-    def init(leaves: Sequence[Any]) -> Arrays:
+    def init(leaves: Sequence[jax.Array]) -> Arrays:
         shaped = [unflatten(p, spec) for p, spec in zip(leaves, specs, strict=True)]
         return buffered(problem, plan, begin(problem, numbers, shaped))
 

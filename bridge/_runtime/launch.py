@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
+from bridge._memory.call_arguments import Argument
 from bridge._memory.jax_buffers import Memory
 from bridge._memory.scalar_vectors import Cells
 
 from .executable import Program
 from .streaming_stats import Reader
+
+
+class HasMemory(Protocol):
+    """What has the memory of an in-place leaf."""
+
+    @property
+    def memory(self) -> Memory | None: ...
 
 
 class Launch(ABC):
@@ -50,24 +58,24 @@ class Launch(ABC):
     reader: Reader | None
     ready: bool
     room: int
-    inplace: Sequence[Any]
+    inplace: Sequence[HasMemory]
     params: Sequence[torch.Tensor]
     state: Sequence[Memory]
     scalars: Sequence[Cells]
     kept: Sequence[torch.Tensor]
-    kept_order: Sequence[Any]
-    kept_operands: Any
+    kept_order: Sequence[tuple[int, ...] | None]
+    kept_operands: Callable[[Sequence[torch.Tensor]], Sequence[Argument]]
     positions: Sequence[int]
-    flat: Any  # of tensors to a list of arguments
+    flat: Callable[[Sequence[torch.Tensor]], Sequence[Argument]]
     joined: Sequence[tuple[Sequence[int], torch.Tensor]]
     gathered: Sequence[int]
     targets: list[torch.Tensor]
     rows: list[torch.Tensor]
     mirrored: list[torch.Tensor]
     mirrors: list[torch.Tensor]
-    masks: list[Any]
-    offsets: Any
-    live: Any
+    masks: list[Argument]
+    offsets: Argument
+    live: Argument
 
     @abstractmethod
     def prepare(self) -> None:

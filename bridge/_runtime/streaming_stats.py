@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,12 @@ import numpy as np
 import torch
 
 from bridge import _process
+from bridge._compat.types import Device
 from bridge._compiler.grad_stats import found_by
 from bridge._compiler.plan import _LEAST, _PLACES, PART
 from bridge._interop.dlpack import dense_order
 from bridge._memory.address_space import BASE, dense, everything
+from bridge._memory.call_arguments import Argument
 from bridge._process import default_promotion, default_settings
 from bridge._xla import streams
 from bridge._xla.compile import Piece
@@ -34,7 +35,7 @@ _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
 @functools.cache
-def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
+def piece(dtype: str, clip: bool, scaled: bool, device: Device) -> Piece:
     """The program of one core: from (memory, numbers, order, scaling, after) to what `grad_stats.found_in` finds, float64 (2,).
 
     memory, numbers: all memory, as `dtype` and as int64. order: int64 (4,): where in `numbers` the parts begin, and how many turns take
@@ -43,23 +44,23 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
     after: float64 (1,), which is there when the program may begin.
     """
 
-    def program(memory: Any, numbers: Any, order: Any, scaling: Any, after: Any) -> Any:
+    def program(memory: jax.Array, numbers: jax.Array, order: jax.Array, scaling: list[jax.Array], after: jax.Array) -> jax.Array:
         parts, turns, rests, count = (order + after.astype(np.int64)).astype(np.uint64)  # of signed ones lax asks whether they are negative
 
-        def number(i: Any) -> Any:
+        def number(i: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(numbers, (i,), (1,))[0].astype(np.uint64)
 
-        def part(i: Any) -> Any:
+        def part(i: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(memory, (number(i),), (PART,))
 
-        def sum_of(term: Callable[[Any], Any]) -> Any:
-            def turn(i: Any, sums: Any) -> Any:
+        def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
+            def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
                 terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(_PLACES)]
                 while len(terms) > 1:  # in pairs, whose sums wait for no other
                     terms = list(map(operator.add, terms[::2], terms[1::2]))
                 return sums + terms[0]
 
-            def rest(i: Any, sums: Any) -> Any:
+            def rest(i: jax.Array, sums: jax.Array) -> jax.Array:
                 at = rests + np.uint64(2) * i
                 counts = jax.lax.iota(np.uint64, PART) >= number(at + np.uint64(1))
                 return sums + jnp.where(counts, term(part(at)), jnp.zeros((), memory.dtype))
@@ -78,7 +79,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Any) -> Piece:
     return Piece(lowered, of_update(device))
 
 
-def _times(count: Any, body: Callable[[Any, Any], Any], start: Any) -> Any:
+def _times(count: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], start: jax.Array) -> jax.Array:
     first = count * np.uint64(0), start
     return jax.lax.while_loop(lambda carry: carry[0] < count, lambda carry: (carry[0] + np.uint64(1), body(*carry)), first)[1]
 
@@ -93,13 +94,13 @@ class Reader:
       clip, scaled, device: as of `piece`, which must be compiled when it is called.
     """
 
-    def __init__(self, gradients: Sequence[tuple[int, int, str]], clip: bool, scaled: bool, device: Any) -> None:
+    def __init__(self, gradients: Sequence[tuple[int, int, str]], clip: bool, scaled: bool, device: Device) -> None:
         own = {kind: [(at, size) for at, size, dtype in gradients if dtype == kind] for kind in dict.fromkeys(d for *_, d in gradients)}
         self._device, self._numbers = device, everything(np.dtype(np.int64))
         self._kinds = [_Kind(np.dtype(dtype), each, piece(dtype, clip, scaled, device)) for dtype, each in own.items()]
-        self._found: list[Any] = []
+        self._found: list[jax.Array] = []
 
-    def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[Any]) -> Any:
+    def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[Argument]) -> jax.Array:
         """Begin to read, behind whatever this thread has asked jax for before; what will be found."""
         if openmp.pause:
             openmp.pause(openmp.SOFT)
@@ -135,7 +136,7 @@ class _Kind:
     gradient it begins; `_at` is where it stands in the table.
     """
 
-    def __init__(self, dtype: np.dtype[Any], gradients: Sequence[tuple[int, int]], piece: Piece) -> None:
+    def __init__(self, dtype: np.dtype, gradients: Sequence[tuple[int, int]], piece: Piece) -> None:
         self.piece, self.memory = piece, everything(dtype)
         self.copies: list[torch.Tensor] = []
         self._positions, sizes = [at for at, _ in gradients], np.array([size for _, size in gradients])

@@ -17,7 +17,7 @@ _MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
 _SECONDS = 0.1  # between two looks at signals that have arrived while another thread has its turn
 
-_locks: dict[Hashable, Any] = {}
+_locks: dict[Hashable, threading.RLock] = {}
 
 
 class Transaction:
@@ -39,16 +39,16 @@ class Transaction:
 
     def __init__(self, devices: Sequence[Hashable]) -> None:
         self._devices = devices
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._arrived: list[tuple[int, FrameType | None]] = []
-        self._taken: list[Any] = []
+        self._taken: list[threading.RLock] = []
         self._interruptible = False
 
     def __enter__(self) -> Transaction:
         try:
             if threading.current_thread() is threading.main_thread():
                 for number in _HELD_SIGNALS:
-                    handler = signal.getsignal(number)
+                    handler: Any = signal.getsignal(number)
                     if callable(handler):
                         self._handlers[number] = handler
                         signal.signal(number, self._note)
@@ -62,7 +62,7 @@ class Transaction:
             raise
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._interruptible = False
         while self._taken:
             self._taken.pop().release()
