@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax
 import numpy as np
 import torch
 
 from bridge._compat.torch import foreach_copy_
 from bridge._interop.dlpack import behind_torch
-from bridge._memory.call_arguments import operands, results
+from bridge._memory.call_arguments import Argument, operands, results
 from bridge._memory.jax_buffers import Memory, leave_held, readable, taken
 from bridge._memory.scalar_vectors import Number
 from bridge._process import calm
@@ -24,6 +25,9 @@ from .train_program import Program
 _is_deleted = methodcaller("is_deleted")
 
 
+_L = TypeVar("_L", bound=step_launch.Launch)
+
+
 class Arrays(NamedTuple):
     """What one call of a program is given beside its launch.
 
@@ -33,13 +37,13 @@ class Arrays(NamedTuple):
 
     buffers: Sequence[Memory]
     copied: Sequence[torch.Tensor]
-    copied_order: Sequence[Any]
-    read: Sequence[Any]
-    batch: Sequence[Any]
+    copied_order: Sequence[tuple[int, ...] | None]
+    read: Sequence[Argument | Memory]
+    batch: Sequence[Argument]
     sums: Sequence[Memory]
-    seed: Any
+    seed: np.integer
     numbers: np.ndarray
-    further: Sequence[Any]
+    further: Sequence[Argument]
     first: bool
     written: Sequence[torch.Tensor]
 
@@ -48,18 +52,18 @@ class Outcome(NamedTuple):
     """What a call leaves behind: the loss as a tensor, aux; `moved` as of `execute.Outcome`."""
 
     loss: torch.Tensor
-    aux: list[Any]
+    aux: list[jax.Array]
     moved: bool
 
 
-def run(program: Program, launch: step_launch.Launch, arrays: Arrays, landed: list[Any]) -> Outcome:
+def run(program: Program, launch: _L, arrays: Arrays, landed: list[_L]) -> Outcome:
     """One call, and a wait for its results, which are then in the tensors. To be called within a transaction; `landed` as of
     `execute.run`."""
     room = launch.room + sum(t.nbytes + in_flight.APART for t in arrays.copied if program.plan.device.platform == "cpu")
     flight, new_kept, new_scalars = in_flight.flight(program.plan.device, launch, room, program.calls_back, landed), [], []
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
     with flight, calm():
-        params = [leaf.memory for leaf in launch.inplace]
+        params = [memory for leaf in launch.inplace if (memory := leaf.memory) is not None]
         kept = launch.kept_operands(launch.kept) if launch.kept else []
         copied = operands(arrays.copied, arrays.copied_order) if arrays.copied else []
         read = [readable(x) if isinstance(x, Memory) else x for x in arrays.read]
@@ -100,8 +104,10 @@ def run(program: Program, launch: step_launch.Launch, arrays: Arrays, landed: li
             numbers = [*numbers[0], copied_loss], [*new_scalars, loss]
         into = [*(launch.kept if new_kept else ()), *arrays.copied]
         order = [*(launch.kept_order if new_kept else ()), *arrays.copied_order]
-        mirrors = (launch.mirrored, launch.mirrors) if program.updates else ((), ())
-        flight.landing.append(([token], memories, arrived, numbers, (into, order, [*new_kept, *new_copied], *mirrors)))
+        mirrored, mirrors = (launch.mirrored, launch.mirrors) if program.updates else ([], [])
+        flight.landing.append(
+            in_flight.Landing([token], memories, arrived, numbers, (into, order, [*new_kept, *new_copied], mirrored, mirrors))
+        )
         torch.autograd.graph.increment_version(arrays.written)
     loss = results([loss], False)[0] if copied_loss is None else copied_loss.tensor
     return Outcome(loss, aux, flight.moved)

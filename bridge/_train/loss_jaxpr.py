@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -13,6 +13,16 @@ from bridge._compiler.spec import Spec
 from bridge._ir.queries import properties_of, reachable_inputs
 from bridge._process import default_settings
 from bridge._tracing.jax_calls import in_32_bits
+
+
+class HasShape(Protocol):
+    """An array, or what describes one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 class Forward:
@@ -29,10 +39,10 @@ class Forward:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         params: Mapping[str, Spec],
         buffers: Mapping[str, Spec],
-        batch: Sequence[Any],
+        batch: Sequence[HasShape],
         narrow: bool = False,
     ) -> None:
         self.function = function
@@ -41,20 +51,22 @@ class Forward:
         given = [[jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs.values()] for specs in (params, buffers)]
         seed = jax.ShapeDtypeStruct((), np.int64)
         with default_settings():
-            traced: Any = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
+            traced = jax.make_jaxpr(function, return_shape=True)(*given, self.batch, seed)
         closed, (_, aux, _) = traced
         closed = closed.replace(jaxpr=in_32_bits(closed.jaxpr)) if narrow else closed
         self.aux, self.narrow = len(aux), narrow
-        jaxpr: Any = closed.jaxpr
+        jaxpr = closed.jaxpr
         self.calls_back = properties_of(jaxpr).has_callback
         count = len(self.params)
         self.reaches = frozenset(np.array(list(self.params))[sorted(i for i in reachable_inputs(jaxpr, [0]) if i < count)].tolist())
         own, new = jaxpr.invars[count : count + len(self.buffers)], jaxpr.outvars[1 + self.aux :]
         self.changed = tuple(name for name, before, after in zip(self.buffers, own, new, strict=True) if before is not after)
         self.random = len(jaxpr.invars) - 1 in reachable_inputs(jaxpr, range(len(jaxpr.outvars)), through_constants=True)
-        self._evaluate: Any = jaxpr_as_fun(closed)
+        self._evaluate = jaxpr_as_fun(closed)
         self.jaxpr = closed
 
-    def __call__(self, params: Sequence[Any], buffers: Sequence[Any], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], list[Any]]:
+    def __call__(
+        self, params: Sequence[jax.Array], buffers: Sequence[jax.Array], batch: Sequence[jax.Array], seed: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         loss, *rest = self._evaluate(*params, *buffers, *batch, seed)
         return loss, rest[: self.aux], rest[self.aux :]

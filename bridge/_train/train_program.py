@@ -13,17 +13,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from bridge._compiler.plan import Plan, abstract
 from bridge._compiler.spec import Spec, flatten, unflatten
 from bridge._compiler.update import update
 from bridge._ir.queries import properties_of
+from bridge._ir.types import Jaxpr, PyTree
 from bridge._names import path_name
 from bridge._process import default_promotion, default_settings, x64
 from bridge._runtime import cache
@@ -42,6 +44,18 @@ _NOTHING_MEASURED = np.zeros(2)
 _ELEMENT = 28.0  # bytes that the update of an element moves
 
 
+Columns: TypeAlias = Mapping[str, Sequence[jax.Array]]  # arguments of a program by name
+
+
+class Differentiated(NamedTuple):
+    """The loss and aux of a traced loss, and by name all new buffers and the gradients of the live parameters that it reaches."""
+
+    loss: jax.Array
+    aux: list[jax.Array]
+    buffers: dict[str, jax.Array]
+    grads: dict[str, jax.Array]
+
+
 class Given(NamedTuple):
     """Where a program finds one tensor of the module.
 
@@ -54,7 +68,7 @@ class Given(NamedTuple):
     row: int | None
     spec: Spec
 
-    def value(self, columns: Mapping[str, Sequence[Any]]) -> Any:
+    def value(self, columns: Columns) -> jax.Array:
         buffer = columns[self.column][self.at]
         flat = buffer if self.row is None else buffer[self.row, : math.prod(self.spec.shape)]
         return unflatten(flat, self.spec)
@@ -87,12 +101,12 @@ class Task:
         mine = [name for name in self.forward.changed if self.tensors[name].column == column]
         return sorted(mine, key=lambda name: self.tensors[name].at)
 
-    def differentiated(self, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any) -> tuple[Any, list[Any], Any, Any]:
+    def differentiated(self, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array) -> Differentiated:
         """Loss, aux, and by name all buffers and the gradients of the live parameters that the loss reaches."""
         values = {name: given.value(columns) for name, given in self.tensors.items()}
         buffers = [values[name] for name in self.forward.buffers]
 
-        def loss_of(live: Mapping[str, Any]) -> tuple[Any, Any]:
+        def loss_of(live: Mapping[str, jax.Array]) -> tuple[jax.Array, list[list[jax.Array]]]:
             loss, *rest = self.forward([live.get(name, values[name]) for name in self.forward.params], buffers, batch, seed)
             return loss, rest
 
@@ -100,9 +114,9 @@ class Task:
         (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(live)
         # torch's gradient of a real loss points uphill; jax's is its conjugate.
         grads = {name: jnp.conj(g) if jnp.iscomplexobj(g) else g for name, g in grads.items()}
-        return loss, aux, dict(zip(self.forward.buffers, after, strict=True)), grads
+        return Differentiated(loss, aux, dict(zip(self.forward.buffers, after, strict=True)), grads)
 
-    def loss_at_trial(self, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any, trial: Any) -> Any:
+    def loss_at_trial(self, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array, trial: optax.Params) -> jax.Array:
         """The loss with the parameters in a tree by the optimizer's names in the places of the live ones."""
         values = {name: given.value(columns) for name, given in self.tensors.items()}
         for path, x in jax.tree_util.tree_flatten_with_path(trial)[0]:
@@ -113,13 +127,15 @@ class Task:
             loss, _, _ = self.forward(params, buffers, batch, seed)
         return loss
 
-    def gathered(self, grads: Mapping[str, Any]) -> list[Any]:
+    def gathered(self, grads: Mapping[str, jax.Array]) -> list[jax.Array]:
         """The gradient of each leaf of the plan, as `update` takes them: flat, or the rows of a pack, with zeros where nothing is live."""
         return [
             self._rows(leaf.buffer[0], leaf.gradient_dtype, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)
         ]
 
-    def _rows(self, shape: tuple[int, ...], dtype: str, leaves: Sequence[tuple[str, int | None]], grads: Mapping[str, Any]) -> Any:
+    def _rows(
+        self, shape: tuple[int, ...], dtype: str, leaves: Sequence[tuple[str, int | None]], grads: Mapping[str, jax.Array]
+    ) -> jax.Array:
         own = {row: flatten(grads[name].astype(dtype), self.tensors[name].spec) for name, row in leaves}
         if len(shape) == 1:
             return own[None]
@@ -128,11 +144,11 @@ class Task:
         return jnp.stack([jnp.pad(own[i], (0, width - own[i].size)) if i in own else zeros for i in range(count)])
 
 
-_trial: contextvars.ContextVar[Any] = contextvars.ContextVar("trial", default=None)
+_trial: contextvars.ContextVar[Callable[[optax.Params], jax.Array] | None] = contextvars.ContextVar("trial", default=None)
 
 
 @contextmanager
-def _searching(task: Task, columns: Mapping[str, Sequence[Any]], batch: Sequence[Any], seed: Any) -> Iterator[None]:
+def _searching(task: Task, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array) -> Iterator[None]:
     """While an update is traced in here, `VALUE_FN` is the loss of this task."""
     before = _trial.set(functools.partial(task.loss_at_trial, columns, batch, seed))
     try:
@@ -141,7 +157,7 @@ def _searching(task: Task, columns: Mapping[str, Sequence[Any]], batch: Sequence
         _trial.reset(before)
 
 
-def _value(params: Any, **_: Any) -> Any:
+def _value(params: optax.Params, **_: object) -> jax.Array:
     loss, leaves = _trial.get(), jax.tree.leaves(params)
     wide = any(x.dtype in (np.float64, np.complex128) for x in leaves)
     # Outside a program it is only asked what depends on what: here all on all.
@@ -153,7 +169,7 @@ def _value(params: Any, **_: Any) -> Any:
 VALUE_FN = jax.tree_util.Partial(_value)
 
 
-def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
+def _train(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
     """New parameters, state and buffers, then what has no memory of its own: kept leaves, copied buffers, loss, aux, a token."""
     params, state, buffers = donated
     scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, *_ = arguments
@@ -176,7 +192,7 @@ def _train(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
     return new_params, new_state, _flat(task, after, "buffers"), new_scalars, new_kept, _flat(task, after, "copied"), loss, aux, token
 
 
-def _accumulate(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) -> Any:
+def _accumulate(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
     """New sums of gradients and buffers, then what has no memory of its own: copied buffers, loss, aux, a token."""
     sums, buffers = donated
     params, kept, copied, read, batch, seed, first, _ = arguments
@@ -189,7 +205,7 @@ def _accumulate(task: Task, donated: Sequence[Any], arguments: Sequence[Any]) ->
     return new, _flat(task, after, "buffers"), _flat(task, after, "copied"), loss, aux, jnp.where(first, 1.0, 0.0)
 
 
-def _flat(task: Task, buffers: Mapping[str, Any], column: str) -> list[Any]:
+def _flat(task: Task, buffers: Mapping[str, jax.Array], column: str) -> list[jax.Array]:
     """The new buffers of a column as they lie in memory."""
     specs = [(task.tensors[name].spec, buffers[name]) for name in task.changed(column)]
     return [flatten(x, spec).astype(spec.dtype) for spec, x in specs]
@@ -219,7 +235,7 @@ class Program:
             self.calls_back = properties.has_callback
             self.loss = torch_dtype(traced.out_info[-3])
             options = of_training(self.plan.device, properties)
-            self.call: Any = compiled(traced.lower(), False, options)
+            self.call = compiled(traced.lower(), False, options)
         self.elements = bytes_accessed(self.call) / _ELEMENT
         cache.count_compilation()
 
@@ -228,17 +244,17 @@ class Program:
         return bytes_accessed(self.call)
 
 
-def _as(jaxpr: Any, traced: Any) -> Callable[..., Any]:
+def _as(jaxpr: Jaxpr, traced: jax.stages.Traced) -> Callable[..., PyTree]:
     """Another program of the same arguments and results as a function."""
     evaluate, results = jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.jaxpr.consts)), jax.tree.structure(traced.out_info)
 
-    def train_step(*arguments: Any) -> Any:
+    def train_step(*arguments: PyTree) -> PyTree:
         return results.unflatten(evaluate(*jax.tree.leaves(arguments)))
 
     return train_step
 
 
-def _abstract_arguments(task: Task, updates: bool) -> tuple[Any, Any]:
+def _abstract_arguments(task: Task, updates: bool) -> tuple[PyTree, PyTree]:
     plan = task.plan
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
     array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731

@@ -10,39 +10,44 @@ first. All results are the same, up to the order of sums.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 
 from bridge._ir.jaxpr import instead, is_plain, replaced, throughout
+from bridge._ir.types import Atom, Eqn, Jaxpr, Literal, Var, aval_of
 from bridge._tracing.materialize import together
 
+_Params: TypeAlias = dict[str, Any]  # of an equation
 _HALF = jnp.dtype("bfloat16")
 
 
-def arranged(jaxpr: Any) -> Any:
+def arranged(jaxpr: Jaxpr) -> Jaxpr:
     """The program with its products and transpositions arranged; itself where there is nothing to arrange."""
     return throughout(jaxpr, _own)
 
 
-def _own(jaxpr: Any) -> Any:
-    uses: dict[Any, int] = {}
+def _own(jaxpr: Jaxpr) -> Jaxpr:
+    uses: dict[Var, int] = {}
     for v in (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars):
         if not isinstance(v, Literal):
             uses[v] = uses.get(v, 0) + 1
-    joined = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1}
-    transposed = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
+    joined: dict[Atom, Eqn] = {
+        eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "concatenate" and uses.get(eqn.outvars[0]) == 1
+    }
+    transposed: dict[Atom, Eqn] = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
     return replaced(jaxpr, [_arranged(eqn, joined, transposed) for eqn in jaxpr.eqns])
 
 
-def _arranged(eqn: Any, joined: Any, transposed: Any) -> Any:
+def _arranged(eqn: Eqn, joined: dict[Atom, Eqn], transposed: dict[Atom, Eqn]) -> Eqn:
     name = eqn.primitive.name
     if name == "dot_general" and is_plain(eqn):
-        rounds = all(v.aval.dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
+        rounds = all(aval_of(v).dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
         eqn = _as_before(eqn, transposed) if rounds else eqn
-        params = eqn.params | {"preferred_element_type": eqn.outvars[0].aval.dtype}
+        params = eqn.params | {"preferred_element_type": aval_of(eqn.outvars[0]).dtype}
         if _across(eqn):
             return instead(eqn, eqn.invars, lambda a, b: _turned(a, b, params))
         if rounds:
@@ -53,9 +58,9 @@ def _arranged(eqn: Any, joined: Any, transposed: Any) -> Any:
     return eqn
 
 
-def _across(eqn: Any) -> bool:
+def _across(eqn: Eqn) -> bool:
     """Whether a product sums over the first dimensions of both of its sides, of which none is a vector."""
-    (contracting, batch), sides = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
+    (contracting, batch), sides = eqn.params["dimension_numbers"], list(map(aval_of, eqn.invars))
     for over, kept, side in zip(contracting, batch, sides, strict=True):
         lead = len(kept) + len(over)
         if tuple(kept) != tuple(range(len(kept))) or set(over) != set(range(len(kept), lead)) or math.prod(side.shape[lead:]) < 2:
@@ -63,7 +68,7 @@ def _across(eqn: Any) -> bool:
     return math.prod(sides[0].shape[i] for i in contracting[0]) > 1
 
 
-def _as_before(eqn: Any, transposed: Any) -> Any:
+def _as_before(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
     """A product, without batches, that reads its sides as they were before they were transposed, where its result is the same."""
     over, batch = eqn.params["dimension_numbers"]
     sides = [*zip(eqn.invars, map(tuple, over), strict=True)]
@@ -77,7 +82,7 @@ def _as_before(eqn: Any, transposed: Any) -> Any:
     return eqn.replace(invars=list(invars), params=eqn.params | {"dimension_numbers": (over, batch)})
 
 
-def _product(left: Any, right: Any, dims: Any, params: Any) -> Any:
+def _product(left: jax.Array, right: jax.Array, dims: lax.DotDimensionNumbers, params: _Params) -> jax.Array:
     """The product in the type that is asked for, of bfloat16 by sums in float32."""
     dtype = params["preferred_element_type"]
     rounds = left.dtype == right.dtype == dtype == _HALF
@@ -86,7 +91,7 @@ def _product(left: Any, right: Any, dims: Any, params: Any) -> Any:
     ).astype(dtype)
 
 
-def _turned(left: Any, right: Any, params: Any) -> Any:
+def _turned(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
     """The product with the smaller side transposed, and then its result."""
     (over, over_right), (batch, _) = params["dimension_numbers"]
     lead = len(batch) + len(over)
@@ -106,5 +111,5 @@ def _turned(left: Any, right: Any, params: Any) -> Any:
     return lax.transpose(out, (*lot, *free[rows:], *free[:rows])) if swapped else out
 
 
-def _joined(parts: Any, dimension: int, order: tuple[int, ...]) -> Any:
+def _joined(parts: Sequence[jax.Array], dimension: int, order: tuple[int, ...]) -> Any:
     return lax.concatenate([lax.transpose(x, order) for x in parts], order.index(dimension))
