@@ -11,13 +11,11 @@ because 1 - 0.999 has lost four digits in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from .per_leaf import Scalar, bias_correction, caster, count, decayed, lerp, per_leaf, shrunk, wide
+from .per_leaf import Scalar, State, Update, bias_correction, caster, count, decayed, lerp, per_leaf, shrunk, wide
 
 
 def adam(
@@ -40,11 +38,13 @@ def adam(
     bias correction, optax's amsgrad after it).
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
         return {"step": count()} | {name: jnp.zeros_like(p) for name in moments}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any = None) -> Any:
+    def leaf(
+        g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array, max_exp_avg_sq: jax.Array | None = None
+    ) -> Update:
         cast, step = caster(g), step + 1
         g = -g if maximize else g
         g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
@@ -77,17 +77,17 @@ def sgd(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         # `seen` is 0 before the first gradient, which enters the buffer undampened.
         buffer = {} if momentum is None else {"momentum_buffer": jnp.zeros_like(p)}
         return buffer if momentum is None or dampening is None else buffer | {"seen": jnp.zeros((), jnp.float32)}
 
-    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: Any = None, seen: Any = None) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array | None = None, seen: jax.Array | None = None) -> Update:
         cast = caster(g)
         g = decayed(-g if maximize else g, p, weight_decay)
-        if momentum_buffer is None:
+        if momentum_buffer is None or momentum is None:
             return -cast(lr) * g, {}
-        share = cast(1.0) if seen is None else cast(1 - wide(dampening) * wide(seen))
+        share = cast(1.0) if seen is None or dampening is None else cast(1 - wide(dampening) * wide(seen))
         buffer = momentum_buffer * cast(momentum) + g * share
         g = g + cast(momentum) * buffer if nesterov else buffer
         return -cast(lr) * g, {"momentum_buffer": buffer, "seen": jnp.ones((), jnp.float32)}
@@ -114,17 +114,24 @@ def rmsprop(
     (2012); centered: Graves, arXiv:1308.0850.
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         buffers = ["square_avg"] + ["momentum_buffer"] * (momentum is not None) + ["grad_avg"] * centered
         return {"step": count()} | {name: jnp.zeros_like(p) for name in buffers}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, square_avg: Any, momentum_buffer: Any = None, grad_avg: Any = None) -> Any:
+    def leaf(
+        g: jax.Array,
+        p: jax.Array,
+        step: jax.Array,
+        square_avg: jax.Array,
+        momentum_buffer: jax.Array | None = None,
+        grad_avg: jax.Array | None = None,
+    ) -> Update:
         cast = caster(g)
         g = decayed(-g if maximize else g, p, weight_decay)
         v = square_avg * cast(alpha) + g * g * cast(1 - alpha)
         mean = None if grad_avg is None else lerp(grad_avg, g, 1 - alpha)
         direction = g / (jnp.sqrt(v if mean is None else v - mean * mean) + cast(eps))
-        if momentum_buffer is not None:
+        if momentum_buffer is not None and momentum is not None:
             direction = momentum_buffer * cast(momentum) + direction
         return -cast(lr) * direction, {"step": step + 1, "square_avg": v, "momentum_buffer": direction, "grad_avg": mean}
 
@@ -145,10 +152,10 @@ def adagrad(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adagrad.py; Duchi et al., JMLR 12 (2011).
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "sum": jnp.broadcast_to(caster(p)(initial_accumulator_value), p.shape)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, sum: Any) -> Any:  # noqa: A002 - torch's name
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, sum: jax.Array) -> Update:  # noqa: A002 - torch's name
         cast = caster(g)
         g = decayed(-g if maximize else g, p, weight_decay)
         total = sum + g * g
@@ -166,10 +173,10 @@ def adadelta(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adadelta.py; Zeiler, arXiv:1212.5701.
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "square_avg": jnp.zeros_like(p), "acc_delta": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, square_avg: Any, acc_delta: Any) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, square_avg: jax.Array, acc_delta: jax.Array) -> Update:
         cast = caster(g)
         g = decayed(-g if maximize else g, p, weight_decay)
         v = square_avg * cast(rho) + g * g * cast(1 - rho)
@@ -197,10 +204,10 @@ def adamax(
     algorithm 2 (which has no eps).
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "exp_avg": jnp.zeros_like(p), "exp_inf": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, exp_avg: Any, exp_inf: Any) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_inf: jax.Array) -> Update:
         cast, step = caster(g), step + 1
         g = decayed(-g if maximize else g, p, weight_decay)
         m = lerp(exp_avg, g, 1 - betas[0])
@@ -226,13 +233,13 @@ def nadam(
     Momentum into Adam" (2016). The product of the momenta is a float32 scalar, as in torch.
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "mu_product": count() + 1, "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
 
     def momentum_at(step: jax.Array) -> jax.Array:
         return wide(betas[0]) * (1 - 0.5 * 0.96 ** (wide(step) * wide(momentum_decay)))
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, mu_product: Any, exp_avg: Any, exp_avg_sq: Any) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, mu_product: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array) -> Update:
         cast, step = caster(g), step + 1
         g = -g if maximize else g
         g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
@@ -266,10 +273,10 @@ def radam(
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/radam.py; Liu et al., arXiv:1908.03265.
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "exp_avg": jnp.zeros_like(p), "exp_avg_sq": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, exp_avg: Any, exp_avg_sq: Any) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, exp_avg: jax.Array, exp_avg_sq: jax.Array) -> Update:
         cast, step = caster(g), step + 1
         g = -g if maximize else g
         g = g if decoupled_weight_decay else decayed(g, p, weight_decay)
@@ -304,10 +311,10 @@ def rprop(
     and Huesken, NC 2000.
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "prev": jnp.zeros_like(p), "step_size": jnp.broadcast_to(caster(p)(lr), p.shape)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, prev: Any, step_size: Any) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, prev: jax.Array, step_size: jax.Array) -> Update:
         cast = caster(g)
         g = -g if maximize else g
         agreement = g * prev
@@ -337,10 +344,10 @@ def asgd(
     Optim. 30 (1992).
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         return {"step": count(), "eta": caster(count())(lr), "mu": count() + 1, "ax": jnp.zeros_like(p)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, eta: Any, mu: Any, ax: Any) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, step: jax.Array, eta: jax.Array, mu: jax.Array, ax: jax.Array) -> Update:
         cast, step = caster(g), step + 1
         g = decayed(-g if maximize else g, p, weight_decay)
         update = shrunk(p, 1 - wide(lambd) * wide(eta), -cast(eta) * g)

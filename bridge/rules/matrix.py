@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
-from .per_leaf import Scalar, caster, count, lerp, per_leaf, shrunk, wide
+from .per_leaf import Scalar, State, Update, caster, count, lerp, per_leaf, shrunk, wide
 
 # The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as can be.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -19,7 +19,7 @@ _SHORT = 8  # terms up to which a mean is written out
 
 
 def newton_schulz(
-    matrix: jax.Array, coefficients: tuple[Scalar, Scalar, Scalar], steps: int, eps: Scalar, dtype: Any = jnp.bfloat16
+    matrix: jax.Array, coefficients: tuple[Scalar, Scalar, Scalar], steps: int, eps: Scalar, dtype: DTypeLike = jnp.bfloat16
 ) -> jax.Array:
     """An (m, n) matrix with its singular values brought near 1, by x <- a x + (b x x' + c (x x')^2) x.
 
@@ -94,7 +94,7 @@ def muon_with(
     def ratio(rows: int, columns: int) -> float:
         return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
 
-    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Any:
+    def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array) -> Update:
         buffer = lerp(momentum_buffer, g, 1 - wide(momentum))
         update = direction(lerp(g, buffer, momentum) if nesterov else buffer)
         rows, columns = p.shape
@@ -124,19 +124,28 @@ def adafactor(
     arXiv:1804.04235.
     """
 
-    def begin(p: jax.Array) -> dict[str, Any]:
+    def begin(p: jax.Array) -> State:
         if p.ndim < 2:
             return {"step": count(), "variance": jnp.zeros_like(p)}
         rows, columns = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
         return {"step": count(), "row_var": jnp.zeros(rows, p.dtype), "col_var": jnp.zeros(columns, p.dtype)}
 
-    def leaf(g: jax.Array, p: jax.Array, step: Any, row_var: Any = None, col_var: Any = None, variance: Any = None) -> Any:
+    def leaf(
+        g: jax.Array,
+        p: jax.Array,
+        step: jax.Array,
+        row_var: jax.Array | None = None,
+        col_var: jax.Array | None = None,
+        variance: jax.Array | None = None,
+    ) -> Update:
         cast, step = caster(g), step + 1
         g = -g if maximize else g
         eps1 = float(jnp.finfo(dtype or p.dtype).eps) if eps[0] is None else eps[0]
         share = wide(step) ** wide(beta2_decay)
         rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * _at_least(wide(eps[1]), wide(_root_mean_square(p)))
         if variance is None:
+            assert row_var is not None  # both, or neither and `variance`
+            assert col_var is not None
             row_var = lerp(row_var, _mean(g * g, -1), share)
             col_var = lerp(col_var, _mean(g * g, -2), share)
             estimate = row_var * col_var / jnp.maximum(_mean(row_var, -2), cast(eps1))

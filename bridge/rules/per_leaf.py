@@ -5,20 +5,24 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-Scalar = Any  # a Python float, or a traced 0-d array
+from bridge._ir.types import PyTree
+
+Scalar: TypeAlias = float | jax.Array  # a Python float, or a traced 0-d array
+State: TypeAlias = dict[str, jax.Array]  # of one leaf, by field name
+Update: TypeAlias = tuple[jax.Array, Mapping[str, jax.Array | None]]  # of one leaf, and its new state
 
 
 # ------------------------------------------------------------------ from one leaf to a tree
 
 
-def per_leaf(begin: Callable[[jax.Array], dict[str, Any]], leaf: Callable[..., Any]) -> optax.GradientTransformation:
+def per_leaf(begin: Callable[[jax.Array], State], leaf: Callable[..., Update]) -> optax.GradientTransformation:
     """A transformation from an equation for one leaf, mapped over the tree.
 
     Args:
@@ -29,13 +33,13 @@ def per_leaf(begin: Callable[[jax.Array], dict[str, Any]], leaf: Callable[..., A
       The transformation; its state is a named tuple of trees, one for each field, None where a leaf has no such field.
     """
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> tuple[PyTree, ...]:
         leaves, structure = jax.tree.flatten(params)
         states = [begin(p) for p in leaves]
         names = tuple(dict.fromkeys(name for state in states for name in state))
         return _state_type(names)(*(structure.unflatten([state.get(name) for state in states]) for name in names))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[optax.Updates, PyTree]:
         if params is None:
             raise ValueError("this transformation reads the parameters: call update(grads, state, params) with params, not None.")
         grads, structure = jax.tree.flatten(updates)
@@ -52,7 +56,7 @@ def per_leaf(begin: Callable[[jax.Array], dict[str, Any]], leaf: Callable[..., A
 
 
 @functools.cache
-def _state_type(fields: tuple[str, ...]) -> Any:
+def _state_type(fields: tuple[str, ...]) -> Callable[..., tuple[PyTree, ...]]:
     """One named tuple type for each set of fields: jax compares them by identity."""
     return collections.namedtuple("State", fields)
 
