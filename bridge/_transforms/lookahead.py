@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import optax
 from optax import GradientTransformation
+
+from bridge._ir.types import PyTree
 
 
 class SlowState(NamedTuple):
     """optax's own state, and the slow parameters that it leaves to the caller."""
 
-    inner_state: Any
-    slow: Any
+    inner_state: optax.OptState
+    slow: optax.Params
 
 
 def lookahead(
-    fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: Any, reset_state: bool = False
+    fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: jax.typing.ArrayLike, reset_state: bool = False
 ) -> GradientTransformation:
     """`optax.lookahead` over plain parameters, the fast ones: the slow ones are kept in the state as `slow`.
 
@@ -27,13 +30,13 @@ def lookahead(
     return unpaired(optax.lookahead(fast_optimizer, sync_period, slow_step_size, reset_state))
 
 
-def unpaired(paired: Any) -> GradientTransformation:
+def unpaired(paired: GradientTransformation) -> GradientTransformation:
     """An `optax.lookahead` transformation as one over plain parameters."""
 
-    def init(params: Any) -> SlowState:
+    def init(params: optax.Params) -> SlowState:
         return SlowState(paired.init(optax.LookaheadParams.init_synced(params)), params)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SlowState]:
+    def update(updates: optax.Updates, state: PyTree, params: optax.Params | None = None) -> tuple[optax.Updates, SlowState]:
         if params is None:
             raise ValueError("lookahead reads the parameters: call update(grads, state, params) with params, not None.")
         moves: Any

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 from optax import (
     EmptyState,
     GradientTransformation,
@@ -29,9 +31,10 @@ from optax import (
 from optax.schedules import StatefulSchedule
 
 from bridge._interop.flax_serialization import known_to_flax
+from bridge._ir.types import PyTree
 from bridge._names import near, path_name
 
-from .selectors import required_arguments, resolve_labels, resolve_mask
+from .selectors import Selector, required_arguments, resolve_labels, resolve_mask
 
 __all__ = [
     "EmptyState",
@@ -67,17 +70,17 @@ class Labels:
     """
 
     by_path: tuple[tuple[str, Hashable], ...]
-    elements: dict[str, Any]
+    elements: dict[str, jax.Array]
 
 
 class ResolvedState(NamedTuple):
     """optax's own `PartitionState`, and the `Labels` that init decided on."""
 
-    inner_state: Any
+    inner_state: optax.OptState
     labels: Any
 
 
-def masked(inner: GradientTransformation, mask: Any, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
+def masked(inner: GradientTransformation, mask: PyTree, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
     """`optax.masked`: where the mask is False the RAW GRADIENT passes through, and is added to the parameters.
 
     This is optax's meaning, unlike everywhere else in this project: it is for one link of a chain, such as weight decay on
@@ -95,7 +98,7 @@ def masked(inner: GradientTransformation, mask: Any, *, mask_compatible_extra_ar
     return optax.masked(inner, _plain(mask, _is_bool), mask_compatible_extra_args=mask_compatible_extra_args)
 
 
-def select(tx: GradientTransformation, mask: Any, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
+def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
     """Optimize by `tx` where the mask is True; elsewhere the update is exactly zero, even for a gradient of NaN.
 
     A leaf with False has no state, is in no norm that `tx` takes, and its gradient is not read. Extra args reach `tx`. In
@@ -113,13 +116,13 @@ def select(tx: GradientTransformation, mask: Any, *, mask_compatible_extra_args:
     Differs from `optax.transforms.selective_transform`: the polarity, selectors, extra args, and a spec that is asked only once.
     """
 
-    def resolve(params: Any) -> Any:
+    def resolve(params: optax.Params) -> PyTree:
         return jax.tree.map(_verdict, _mask(mask, params))
 
     return _resolved({"trained": tx, "frozen": set_to_zero()}, resolve, mask_compatible_extra_args)
 
 
-def freeze(*, frozen: Any) -> GradientTransformationExtraArgs:
+def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
     """Zero update where `frozen` is True, others unchanged: a link of a chain, stateless but for what it has decided.
 
     As the last link it freezes whatever stands before it; that still keeps state and reads gradients, which `select` avoids.
@@ -136,14 +139,14 @@ def freeze(*, frozen: Any) -> GradientTransformationExtraArgs:
     if frozen is None:
         raise TypeError("freeze: frozen=None says neither all nor nothing. Use True to freeze every leaf, False to freeze none.")
 
-    def resolve(params: Any) -> Any:
+    def resolve(params: optax.Params) -> PyTree:
         return jax.tree.map(lambda value: _verdict(np.logical_not(value)), _mask(frozen, params))
 
     return _resolved({"trained": identity(), "frozen": set_to_zero()}, resolve)
 
 
 def partition(
-    transforms: Mapping[Any, GradientTransformation], param_labels: Any, *, mask_compatible_extra_args: bool = False
+    transforms: Mapping[Any, GradientTransformation], param_labels: Selector, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformationExtraArgs:
     """`optax.partition`, with labels from any selector, resolved once when `init` sees the parameters, and checked.
 
@@ -165,14 +168,14 @@ def partition(
 
 
 def _resolved(
-    transforms: Mapping[Any, GradientTransformation], resolve: Callable[[Any], Any], mask_compatible_extra_args: bool = False
+    transforms: Mapping[Any, GradientTransformation], resolve: Callable[[optax.Params], PyTree], mask_compatible_extra_args: bool = False
 ) -> GradientTransformationExtraArgs:
     """`optax.partition` by what `resolve(params)` says at init: a label for each leaf, or a boolean array of trained elements."""
 
-    def by(labels: Any) -> GradientTransformationExtraArgs:
+    def by(labels: PyTree) -> GradientTransformationExtraArgs:
         return optax.partition(transforms, lambda _: labels, mask_compatible_extra_args=mask_compatible_extra_args)
 
-    def init(params: Any) -> ResolvedState:
+    def init(params: optax.Params) -> ResolvedState:
         known_to_flax(Labels, _saved, _restored)
         if not jax.tree.leaves(params):
             # Nothing to decide. optax's tree_map_params calls init with such a thing in the parameters' place, and maps over
@@ -181,7 +184,9 @@ def _resolved(
         labels = _labels(_with_absent(resolve, params))
         return ResolvedState(by(_tree(labels, params)).init(params), labels)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ResolvedState]:
+    def update(
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ResolvedState]:
         known_to_flax(Labels, _saved, _restored)
         labels = state.labels if isinstance(state.labels, Labels) else Labels((), {})
         tx = by(_tree(labels, updates if params is None else params))
@@ -191,11 +196,11 @@ def _resolved(
     return GradientTransformationExtraArgs(init, update)
 
 
-def _saved(labels: Labels) -> dict[str, Any]:
+def _saved(labels: Labels) -> dict[str, dict[str, jax.Array]]:
     return {"elements": dict(labels.elements)}
 
 
-def _restored(labels: Labels, state: Any) -> Labels:
+def _restored(labels: Labels, state: Mapping[str, Mapping[str, ArrayLike]]) -> Labels:
     """Labels with the boolean arrays that flax has saved; which leaves are trained, init has decided."""
     found = {name: jnp.asarray(x) for name, x in state["elements"].items()}
     if found.keys() != labels.elements.keys():
@@ -206,7 +211,7 @@ def _restored(labels: Labels, state: Any) -> Labels:
     return Labels(labels.by_path, found)
 
 
-def _with_absent(resolve: Callable[[Any], Any], params: Any) -> Any:
+def _with_absent(resolve: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
     """What `resolve` says of the params, None among them counting as leaves if it knows no answer without.
 
     A torch optimizer shows None for parameters that are frozen or have no gradient; a pattern may be about these only.
@@ -220,12 +225,12 @@ def _with_absent(resolve: Callable[[Any], Any], params: Any) -> Any:
         return resolve(whole)
 
 
-def _verdict(value: Any) -> Any:
+def _verdict(value: bool | np.bool_ | np.ndarray) -> object:
     """The label for a mask's value; an array of elements stays what it is."""
     return value if np.ndim(value) else "trained" if value else "frozen"
 
 
-def _labels(values: Any) -> Labels:
+def _labels(values: PyTree) -> Labels:
     by_path, elements = [], {}
     for path, value in jax.tree_util.tree_leaves_with_path(values):
         name = jax.tree_util.keystr(path)
@@ -235,11 +240,11 @@ def _labels(values: Any) -> Labels:
     return Labels(tuple(by_path), elements)
 
 
-def _tree(labels: Labels, like: Any) -> Any:
+def _tree(labels: Labels, like: PyTree) -> PyTree:
     """The labels as a tree of the structure of `like`: the parameters where given, since a gradient may be None."""
     known = dict(labels.by_path)
 
-    def look_up(path: Any, _: Any) -> Hashable:
+    def look_up(path: KeyPath, _: object) -> Hashable:
         name = jax.tree_util.keystr(path)
         if name not in known:
             raise ValueError(
@@ -250,28 +255,28 @@ def _tree(labels: Labels, like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(look_up, like)
 
 
-def _trained(labels: Labels, updates: Any) -> Any:
+def _trained(labels: Labels, updates: optax.Updates) -> optax.Updates:
     """The updates with zeros at the frozen elements of leaves that are masked by element."""
     if not labels.elements:
         return updates
 
-    def zeroed(path: Any, u: Any) -> Any:
+    def zeroed(path: KeyPath, u: jax.Array) -> jax.Array:
         mask = labels.elements.get(jax.tree_util.keystr(path))
         return u if mask is None else jnp.where(mask, u, jnp.zeros_like(u))
 
     return jax.tree_util.tree_map_with_path(zeroed, updates)
 
 
-def _mask(spec: Any, params: Any) -> Any:
+def _mask(spec: Selector, params: optax.Params) -> PyTree:
     """`resolve_mask`, with optax's 0-d boolean arrays in a tree as the bools that they are."""
 
-    def plain(leaf: Any) -> Any:
+    def plain(leaf: Any) -> object:
         return bool(leaf) if _is_bool(leaf) and np.ndim(leaf) == 0 and not isinstance(leaf, Tracer) else leaf
 
     return resolve_mask(jax.tree.map(plain, _plain(spec, _is_bool)), params)
 
 
-def _plain(spec: Any, is_value: Callable[[Any], bool]) -> Any:
+def _plain(spec: PyTree, is_value: Callable[[object], bool]) -> PyTree:
     """A callable pytree as what it is: a tree if it holds a value, its functions set aside; else a function and no pytree."""
     if not callable(spec) or jax.tree_util.all_leaves([spec]):
         return spec
@@ -280,11 +285,11 @@ def _plain(spec: Any, is_value: Callable[[Any], bool]) -> Any:
     return functools.partial(spec)
 
 
-def _is_bool(leaf: Any) -> bool:
+def _is_bool(leaf: object) -> bool:
     return isinstance(leaf, bool) or str(getattr(leaf, "dtype", "")).endswith("bool")
 
 
-def _check_keys(transforms: Mapping[Any, Any]) -> None:
+def _check_keys(transforms: Mapping[Any, object]) -> None:
     try:
         sorted(transforms)
         fit = jax.tree_util.all_leaves(list(transforms))
@@ -297,7 +302,7 @@ def _check_keys(transforms: Mapping[Any, Any]) -> None:
         )
 
 
-def _label_tree(spec: Any, params: Any, transforms: Mapping[Any, Any]) -> Any:
+def _label_tree(spec: PyTree, params: optax.Params, transforms: Mapping[Any, object]) -> PyTree:
     kinds = tuple({type(key) for key in transforms})
     spec = _plain(spec, lambda leaf: isinstance(leaf, kinds))
     if callable(spec) and jax.tree_util.all_leaves([spec]) and required_arguments(spec) == 1:
@@ -309,7 +314,7 @@ def _label_tree(spec: Any, params: Any, transforms: Mapping[Any, Any]) -> Any:
     return labels
 
 
-def _prefix(spec: Any, params: Any) -> Any:
+def _prefix(spec: PyTree, params: optax.Params) -> PyTree:
     """A tree of labels as optax reads it, where ('a', 'b') is a prefix and no list of patterns; None where it is no prefix."""
     try:
         return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), spec, params)
@@ -317,7 +322,7 @@ def _prefix(spec: Any, params: Any) -> Any:
         return None
 
 
-def _check_labels(labels: Any, transforms: Mapping[Any, Any], params: Any) -> None:
+def _check_labels(labels: PyTree, transforms: Mapping[Any, object], params: optax.Params) -> None:
     """Each label has a transformation and each transformation a leaf; optax passes over the second in silence."""
     given = [(path_name(path), label) for path, label in jax.tree_util.tree_leaves_with_path(labels)]
     unknown = [(name, label) for name, label in given if label not in transforms]

@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -17,8 +17,10 @@ import torch
 from jax.core import Tracer
 
 from bridge._interop.tensor_storage import shortage
+from bridge._ir.types import PyTree
 from bridge._names import near, nest, path_name, without_wrappers
 
+Selector: TypeAlias = Any  # any form of the README's "Selectors"
 Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
 
@@ -39,8 +41,8 @@ class Leaves(NamedTuple):
     """
 
     names: Sequence[str]
-    params: Sequence[Any]
-    tree: Callable[[], Any]
+    params: Sequence[object]
+    tree: Callable[[], PyTree]
     named: bool = True
     resolved: int = 0
     by_argument_name: bool = False
@@ -55,7 +57,7 @@ _UNMATCHED = _Unmatched()
 _PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
-def column(spec: Any, leaves: Leaves, kind: Kind = "mask", title: str | None = None) -> list[Decision]:
+def column(spec: Selector, leaves: Leaves, kind: Kind = "mask", title: str | None = None) -> list[Decision]:
     """Resolve a spec on the host, once, to one `Decision` per leaf (but the `resolved` ones).
 
     Args:
@@ -77,7 +79,7 @@ def column(spec: Any, leaves: Leaves, kind: Kind = "mask", title: str | None = N
     return [_checked(decision, name, param, kind, title) for decision, name, param in new]
 
 
-def snapshot(spec: Any) -> Any:
+def snapshot(spec: Selector) -> Selector:
     """The spec in a form that can be resolved again: later changes of its dicts and lists do not reach it, and iterators become lists."""
     if type(spec) is dict:
         return {key: snapshot(value) for key, value in spec.items()}
@@ -86,7 +88,7 @@ def snapshot(spec: Any) -> Any:
     return list(spec) if isinstance(spec, Iterator) else spec
 
 
-def reads_names(spec: Any) -> bool:
+def reads_names(spec: Selector) -> bool:
     """Whether a spec may decide by the names of parameters: all do but values for all, modules, and the parameters themselves."""
     if type(spec) in (list, tuple, set):
         pairs = all(isinstance(item, tuple) and len(item) == 2 for item in spec)
@@ -141,7 +143,7 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array, rule)
 
 
-def _resolve(spec: Any, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _resolve(spec: Selector, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
     """Dispatch on the form of the spec; the order matters (an Equinox module is both a callable and a pytree)."""
     if spec is None:
         value = True if kind in ("mask", "decay_mask") else _UNMATCHED
@@ -188,7 +190,7 @@ def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set
     return hits
 
 
-def _owned(params: Iterable[Any], leaves: Leaves, rule: str) -> set[int]:
+def _owned(params: Iterable[object], leaves: Leaves, rule: str) -> set[int]:
     """Indices of the leaves that are these very objects; a frozen module may hold others, but not only others."""
     index = {id(param): i for i, param in enumerate(leaves.params)}
     given = list(params)
@@ -229,7 +231,7 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
     )
 
 
-def _first_match(pairs: Sequence[tuple[Any, Any]], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _first_match(pairs: Sequence[tuple[Selector, object]], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
     decided = [Decision(_UNMATCHED, f"no rule of {where}")] * len(leaves.names)
     for position, (selector, value) in enumerate(pairs):
         rule = f"{where}[{position}]"
@@ -245,7 +247,7 @@ def _first_match(pairs: Sequence[tuple[Any, Any]], leaves: Leaves, kind: Kind, w
     return decided
 
 
-def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Decision]:
+def _by_prefix(spec: Mapping[Any, object], leaves: Leaves, where: str) -> list[Decision]:
     """A dict by module-path prefix, nested or dotted; the longest matching key wins and '' is every leaf.
 
     A dict that holds dicts is read as a tree over the parameters: then every leaf must be covered.
@@ -271,7 +273,7 @@ def _by_prefix(spec: Mapping[Any, Any], leaves: Leaves, where: str) -> list[Deci
     return decisions
 
 
-def _flat_items(spec: Mapping[Any, Any], path: tuple[str, ...]) -> Iterable[tuple[str, Any]]:
+def _flat_items(spec: Mapping[Any, object], path: tuple[str, ...]) -> Iterable[tuple[str, object]]:
     for key, value in spec.items():
         here = (*path, str(key)) if str(key) else path
         if isinstance(value, Mapping) and value:
@@ -280,7 +282,7 @@ def _flat_items(spec: Mapping[Any, Any], path: tuple[str, ...]) -> Iterable[tupl
             yield ".".join(here), _UNMATCHED if isinstance(value, Mapping) else value
 
 
-def _longest_prefix(flat: dict[str, Any], known: dict[str, str], names: tuple[str, str], used: set[str], where: str) -> Decision:
+def _longest_prefix(flat: dict[str, object], known: dict[str, str], names: tuple[str, str], used: set[str], where: str) -> Decision:
     """The value of the longest key that is a prefix of the name, given or without wrappers; `known`: the key of each form of it."""
     prefixes = [parts[:n] for parts in (name.split(".") for name in dict.fromkeys(names)) for n in range(len(parts) + 1)]
     matching = [known[prefix] for prefix in map(".".join, sorted(prefixes, key=len, reverse=True)) if prefix in known]
@@ -294,18 +296,18 @@ def _prefixes(names: Sequence[str]) -> set[str]:
     return {".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts) + 1)}
 
 
-def _broadcast(spec: Any, tree: Any) -> Any:
+def _broadcast(spec: PyTree, tree: PyTree) -> PyTree:
     """The values of a prefix tree, one for each leaf of the full one; a ValueError where it is no prefix."""
-    values: list[Any] = []
+    values: list[object] = []
     jax.tree.map(lambda value, part: values.extend([value] * len(jax.tree.leaves(part))), spec, tree, is_leaf=_is_value)
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: object) -> bool:
     return x is None or _is_array(x)
 
 
-def _fits(spec: Any, leaves: Leaves) -> bool:
+def _fits(spec: PyTree, leaves: Leaves) -> bool:
     try:
         _broadcast(spec, leaves.tree())
     except ValueError:
@@ -313,7 +315,7 @@ def _fits(spec: Any, leaves: Leaves) -> bool:
     return True
 
 
-def _by_tree(spec: Any, leaves: Leaves, where: str) -> list[Decision]:
+def _by_tree(spec: PyTree, leaves: Leaves, where: str) -> list[Decision]:
     """A pytree of values over the parameters' tree, or a prefix of it."""
     tree = leaves.tree()
     try:
@@ -330,7 +332,7 @@ def _by_tree(spec: Any, leaves: Leaves, where: str) -> list[Decision]:
     return [Decision(values[name], f"{where}[{name!r}]") for name in leaves.names]
 
 
-def _by_attributes(spec: Any, leaves: Leaves) -> dict[str, Any] | None:
+def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
     """A tree of other nodes (an Equinox module) as a dict by name, if its attributes have the parameters' names and leave none out."""
     flat = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_value)[0]
     named = {path_name(path): value for path, value in flat if not callable(value)}
@@ -393,20 +395,20 @@ def required_arguments(function: Callable[..., Any]) -> int:
     return sum(p.default is p.empty for p in positional)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[torch.Tensor | np.ndarray | jax.Array]:
     return isinstance(value, torch.Tensor | np.ndarray | jax.Array)
 
 
-def _dtype(array: Any) -> str:
+def _dtype(array: torch.Tensor | np.ndarray | jax.Array) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
-def _acts(leaves: list[Any]) -> bool:
+def _acts(leaves: list[object]) -> bool:
     """Whether a callable pytree with these leaves is a function, not a mask: it holds callables, or nothing at all."""
     return not leaves or any(callable(leaf) for leaf in leaves)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return value is not None and not jax.tree_util.all_leaves([value])
 
 
@@ -414,7 +416,7 @@ def _show(pattern: str | re.Pattern[str]) -> str:
     return repr(pattern) if isinstance(pattern, str) else f"re {pattern.pattern!r}"
 
 
-def resolve_mask(spec: Any, params: Any) -> Any:
+def resolve_mask(spec: Selector, params: PyTree) -> PyTree:
     """Resolve a mask spec to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
 
     Args:
@@ -430,12 +432,12 @@ def resolve_mask(spec: Any, params: Any) -> Any:
     return _resolve_tree(spec, params, "mask")
 
 
-def resolve_labels(spec: Any, params: Any) -> Any:
+def resolve_labels(spec: Selector, params: PyTree) -> PyTree:
     """Resolve a label spec to a pytree of labels; as `resolve_mask`, but a leaf that no rule names is a ValueError."""
     return _resolve_tree(spec, params, "labels")
 
 
-def _resolve_tree(spec: Any, params: Any, kind: Kind) -> Any:
+def _resolve_tree(spec: Selector, params: PyTree, kind: Kind) -> PyTree:
     if isinstance(params, torch.nn.Module):
         named = dict(params.named_parameters())
         leaves = Leaves(list(named), list(named.values()), lambda: nest(named.items()))
