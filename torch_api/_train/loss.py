@@ -37,7 +37,7 @@ class TracedLoss:
         self.keeps_64_bits: bool = wide or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree: PyTreeDef | None = None
         self._outside: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._versions: list[object] = []
         self._leaves: list[object] = []
 
     def __call__(
