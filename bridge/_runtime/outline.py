@@ -4,37 +4,43 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
+from bridge._compat.types import Device, PyTreeDef
 from bridge._compiler.chunking import in_tiles
 from bridge._ir.classify import body_of
 from bridge._ir.fingerprint import kind_text, params_text
 from bridge._ir.jaxpr import _is_part, literal, slice_of
-from bridge._ir.types import aval_of
+from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Literal, PyTree, Var, aval_of
 from bridge._xla import streams
-from bridge._xla.compile import Piece
+from bridge._xla.compile import CompilerOptions, Piece
+
+Abstract: TypeAlias = jax.ShapeDtypeStruct | np.ndarray
+# Of parts that are alike: the function, which operands are constants, the first operand of each variable, what replaces which operand.
+_Kind: TypeAlias = tuple[int, tuple[bool, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
 class _How(NamedTuple):
     """The CPU that pieces are for, and the compiler options."""
 
-    device: Any
-    options: dict[str, Any]
+    device: Device
+    options: CompilerOptions
 
-    def piece(self, function: Callable[..., Any], arguments: Any) -> Piece:
+    def piece(self, function: Callable[..., list[jax.Array]], arguments: tuple[Sequence[Abstract], ...]) -> Piece:
         """Of lists (donated arrays, arrays, tokens, constants) to one, tokens last."""
         return Piece(jax.jit(function, donate_argnums=(0,), keep_unused=True).lower(*arguments), self.options)
 
-    def like(self, variables: Iterable[Any]) -> list[Any]:
+    def like(self, variables: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
         """What these variables are."""
         sharding = jax.sharding.SingleDeviceSharding(self.device)
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding, weak_type=v.aval.weak_type) for v in variables]
+        avals = map(aval_of, variables)
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type) for aval in avals]
 
 
 class _Call(NamedTuple):
@@ -44,7 +50,7 @@ class _Call(NamedTuple):
     donated: list[int]
     read: list[int]
     tokens: list[int]
-    constants: list[Any]
+    constants: list[np.ndarray]
 
 
 class Pieces:
@@ -56,7 +62,7 @@ class Pieces:
       structure: of the results; the last is a list of one token.
     """
 
-    def __init__(self, calls: Sequence[_Call], results: Sequence[int], structure: Any) -> None:
+    def __init__(self, calls: Sequence[_Call], results: Sequence[int], structure: PyTreeDef) -> None:
         self._calls, self._results, self._structure = calls, results, structure
 
     @property
@@ -72,7 +78,7 @@ class Pieces:
         """The compiler's count of bytes, of all calls together."""
         return {"bytes accessed": sum(call.piece.compiled.cost_analysis().get("bytes accessed", 0.0) for call in self._calls)}
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: PyTree) -> PyTree:
         """The results as the program gives them, with a token for each call that has some."""
         values = jax.tree.leaves(arguments)
         before, *orders = streams.orders()
@@ -89,7 +95,7 @@ class Pieces:
         return *others, token + results[count:]
 
 
-def cut(closed: Any, structure: Any, donated: int, device: Any, options: dict[str, Any]) -> Pieces | None:
+def cut(closed: ClosedJaxpr, structure: PyTreeDef, donated: int, device: Device, options: CompilerOptions) -> Pieces | None:
     """The pieces of a program that calls parts; None where it calls none, or has effects, whose order is that of one program.
 
     Args:
@@ -123,13 +129,19 @@ def cut(closed: Any, structure: Any, donated: int, device: Any, options: dict[st
 class _Calls:
     """Calls that are put together: of each variable the place, and how many places there are."""
 
-    def __init__(self, arguments: Sequence[Any]) -> None:
+    def __init__(self, arguments: Sequence[Var]) -> None:
         self.calls: list[_Call] = []
-        self.at: dict[Any, int] = {v: i for i, v in enumerate(arguments)}
+        self.at: dict[Atom, int] = {v: i for i, v in enumerate(arguments)}
         self.size = len(arguments)
 
     def add(
-        self, piece: Piece, donated: Sequence[Any], read: Sequence[Any], gives: Sequence[Any], tokens: list[int], constants: list[Any]
+        self,
+        piece: Piece,
+        donated: Sequence[Atom],
+        read: Sequence[Atom],
+        gives: Sequence[Atom],
+        tokens: list[int],
+        constants: list[np.ndarray],
     ) -> None:
         """Call a piece with what these variables are; it gives others, and a token for each of `tokens`."""
         self.calls.append(_Call(piece, [self.at[v] for v in donated], [self.at[v] for v in read], tokens, constants))
@@ -138,7 +150,7 @@ class _Calls:
         self.size += len(gives) + len(tokens)
 
 
-def _add_others(made: _Calls, closed: Any, results: Sequence[int], donated: int, late: Sequence[_Alike], how: _How) -> None:
+def _add_others(made: _Calls, closed: ClosedJaxpr, results: Sequence[int], donated: int, late: Sequence[_Alike], how: _How) -> None:
     """Call all that is no part, for these flat results and what later parts read."""
     jaxpr = closed.jaxpr
     later = dict.fromkeys(v for kind in late for eqn in kind.eqns for v in kind.read([eqn]) if v not in made.at)
@@ -155,7 +167,7 @@ def _add_others(made: _Calls, closed: Any, results: Sequence[int], donated: int,
 # ------------------------------------------------------------------ parts that are alike
 
 
-def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
+def _sorted(closed: ClosedJaxpr, donated: int) -> tuple[list[_Alike], list[_Alike]]:
     """The parts that need nothing but arguments of the program, and those that give its results, by their function.
 
     The latter come after all others: one that reads what others replace is none of them, nor one that does not read what it replaces.
@@ -166,8 +178,8 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
     argument = {v: i for i, v in enumerate(jaxpr.invars)}
     result = {v: i for i, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal)}
     needed = Counter(v for v in chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) if not isinstance(v, Literal))
-    early: dict[Any, list[Any]] = {}
-    late: dict[Any, list[Any]] = {}
+    early: dict[_Kind, list[Eqn]] = {}
+    late: dict[_Kind, list[Eqn]] = {}
     for eqn in filter(_is_part, jaxpr.eqns):
         fixed = tuple(isinstance(v, Literal) or v in constants for v in eqn.invars)
         if any(is_fixed and aval_of(v).size > 1 for is_fixed, v in zip(fixed, eqn.invars, strict=True)):
@@ -183,19 +195,19 @@ def _sorted(closed: Any, donated: int) -> tuple[list[_Alike], list[_Alike]]:
         elif all(v in argument for _, v in given):
             early.setdefault((id(body_of(eqn)), fixed, first, ()), []).append(eqn)
 
-    def alike(kinds: dict[Any, list[Any]]) -> list[_Alike]:
+    def alike(kinds: dict[_Kind, list[Eqn]]) -> list[_Alike]:
         return [_Alike(eqns, fixed, first, replaced, constants) for (_, fixed, first, replaced), eqns in kinds.items()]
 
     return alike(early), alike(late)
 
 
-def _tiled(kinds: Iterable[_Alike]) -> Iterator[tuple[_Alike, Sequence[Any]]]:
+def _tiled(kinds: Iterable[_Alike]) -> Iterator[tuple[_Alike, Sequence[Eqn]]]:
     """Of each kind its calls, so many at a time as one piece makes."""
     for kind in kinds:
         yield from ((kind, eqns) for eqns in in_tiles(kind.eqns))
 
 
-_tiles: weakref.WeakValueDictionary[Any, Piece] = weakref.WeakValueDictionary()
+_tiles: weakref.WeakValueDictionary[tuple[Hashable, ...], Piece] = weakref.WeakValueDictionary()
 
 
 class _Alike:
@@ -211,11 +223,11 @@ class _Alike:
 
     def __init__(
         self,
-        eqns: Sequence[Any],
+        eqns: Sequence[Eqn],
         fixed: Sequence[bool],
         first: Sequence[int],
         replaced: Sequence[tuple[int, int]],
-        constants: dict[Any, Any],
+        constants: dict[Atom, object],
     ) -> None:
         self.eqns, self._constants, self._first = eqns, constants, first
         self._donated, self._replacing = (tuple(pair[n] for pair in replaced) for n in (0, 1))
@@ -225,30 +237,30 @@ class _Alike:
         self._own = tuple(i for i in others if i not in self._shared)
         self._further = tuple(i for i in range(len(eqns[0].outvars)) if i not in self._replacing)
 
-    def donated(self, eqns: Sequence[Any]) -> list[Any]:
+    def donated(self, eqns: Sequence[Eqn]) -> list[Atom]:
         """What these calls are given in whose place they give results."""
         return [eqn.invars[i] for eqn in eqns for i in self._donated]
 
-    def read(self, eqns: Sequence[Any]) -> list[Any]:
+    def read(self, eqns: Sequence[Eqn]) -> list[Atom]:
         """What else they are given."""
         return [*(eqns[0].invars[i] for i in self._shared), *(eqn.invars[i] for eqn in eqns for i in self._own)]
 
-    def constants(self, eqns: Sequence[Any]) -> list[Any]:
+    def constants(self, eqns: Sequence[Eqn]) -> list[np.ndarray]:
         """Of each operand that is constant those of all these calls."""
         value = lambda v: literal(v) if isinstance(v, Literal) else np.asarray(self._constants[v])  # noqa: E731
         return [np.stack([value(eqn.invars[i]) for eqn in eqns]) for i in self._fixed]
 
-    def results(self, eqns: Sequence[Any]) -> list[Any]:
+    def results(self, eqns: Sequence[Eqn]) -> list[Var]:
         """What they give, first what replaces what is donated, in its order."""
         return [eqn.outvars[i] for which in (self._replacing, self._further) for eqn in eqns for i in which]
 
-    def piece(self, eqns: Sequence[Any], token: Any, how: _How) -> Piece:
+    def piece(self, eqns: Sequence[Eqn], token: Atom | None, how: _How) -> Piece:
         """That of as many calls, the same for equal ones in this process; with a `token`, a variable, it takes one and gives one."""
-        body: Any = body_of(eqns[0])
+        body = body_of(eqns[0])
         count, first, fixed, shared, own, donated, replacing, further = (
             len(eqns), self._first, self._fixed, self._shared, self._own, self._donated, self._replacing, self._further
         )  # fmt: skip
-        kinds = tuple(kind_text(v.aval) for v in (*body.jaxpr.constvars, *body.jaxpr.invars))
+        kinds = tuple(kind_text(aval_of(v)) for v in (*body.jaxpr.constvars, *body.jaxpr.invars))
         key = (
             params_text({"body": body}),
             kinds,
@@ -267,7 +279,7 @@ class _Alike:
             return found
         function = jaxpr_as_fun(body)
 
-        def tile(arrays: list[Any], read: list[Any], tokens: list[Any], constants: list[Any]) -> list[Any]:
+        def tile(arrays: list[jax.Array], read: list[jax.Array], tokens: list[jax.Array], constants: list[jax.Array]) -> list[jax.Array]:
             taken, each = iter(arrays), iter(read[len(shared) :])
             given = [
                 dict(zip(fixed, (column[n] for column in constants), strict=True))

@@ -48,7 +48,7 @@ class Transaction:
         try:
             if threading.current_thread() is threading.main_thread():
                 for number in _HELD_SIGNALS:
-                    handler: Any = signal.getsignal(number)
+                    handler = signal.getsignal(number)
                     if callable(handler):
                         self._handlers[number] = handler
                         signal.signal(number, self._note)

@@ -343,7 +343,7 @@ def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
     return named if fits and covers else None
 
 
-def _by_call(spec: Callable[..., Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
+def _by_call(spec: Callable[..., object], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
     """(name, param) -> value or (name) -> value per leaf, or (tree) -> tree."""
     title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # of a functools.partial its function's
     gets = _arguments_of(spec, title, leaves, where)
@@ -364,7 +364,7 @@ _FORMS = (
 )
 
 
-def _arguments_of(function: Callable[..., Any], title: str, leaves: Leaves, where: str) -> Literal["name", "tree", "both"]:
+def _arguments_of(function: Callable[..., object], title: str, leaves: Leaves, where: str) -> Literal["name", "tree", "both"]:
     """What a selector function gets: the name and the parameter, the name, or the pytree of all parameters."""
     try:
         arity = required_arguments(function)
@@ -386,7 +386,7 @@ def _arguments_of(function: Callable[..., Any], title: str, leaves: Leaves, wher
     raise TypeError(f"{where}: {title} takes one argument, {argument.name!r}, which says neither name nor pytree; expected {_FORMS}")
 
 
-def required_arguments(function: Callable[..., Any]) -> int:
+def required_arguments(function: Callable[..., object]) -> int:
     """How many arguments a selector function must be given: 2 is (name, param); 1 is (tree), or where its argument says so (name)."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -111,5 +111,5 @@ def _turned(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
     return lax.transpose(out, (*lot, *free[rows:], *free[:rows])) if swapped else out
 
 
-def _joined(parts: Sequence[jax.Array], dimension: int, order: tuple[int, ...]) -> Any:
+def _joined(parts: Sequence[jax.Array], dimension: int, order: tuple[int, ...]) -> jax.Array:
     return lax.concatenate([lax.transpose(x, order) for x in parts], order.index(dimension))
