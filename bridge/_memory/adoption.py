@@ -1,11 +1,16 @@
 """Parameters and state move into memory that jax owns, or stay where they must."""
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -102,7 +107,7 @@ def pack(groups: Sequence[Sequence[torch.Tensor]]) -> list[Memory]:
         ((len(group), pack_width(group[0].dtype, max(tensor.numel() for tensor in group))), numpy_dtype(group[0].dtype), 0)
         for group in groups
     ]
-    arrays = jax.block_until_ready(filled(kinds, device_of(groups[0][0])))
+    arrays = cast(list[jax.Array], jax.block_until_ready(filled(kinds, device_of(groups[0][0]))))
     return [_packed(group, array) for group, array in zip(groups, arrays, strict=True)]
 
 
@@ -191,7 +196,7 @@ def lend(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array:
 
 def recall(tensors: Iterable[torch.Tensor]) -> None:
     """Delete the arrays of `lend` over the storages of these tensors, which are to own them alone. Who reads them lends them anew."""
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in _MAY_OWN} if _lent else set()
+    addresses: set[int] = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in _MAY_OWN} if _lent else set()
     for (address, *_), array in list(_lent.items()):
         if address in addresses:
             array.delete()

@@ -1,5 +1,8 @@
 """New arrays that only jax holds."""
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import ctypes

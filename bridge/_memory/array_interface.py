@@ -1,13 +1,16 @@
 """Memory as numpy sees it: arrays over tensors, and tensors over jax arrays, without DLPack."""
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.dlpack
 from numpy.typing import DTypeLike
 
 from bridge._interop.dlpack import with_memory
@@ -65,7 +68,8 @@ class Window:
     def __init__(self, owner: object, address: int, shape: tuple[int, ...], dtype: DTypeLike, device: torch.device) -> None:
         self.owner, self._device = owner, device
         self._bits, self._extension = _BITS.get(np.dtype(dtype), (np.dtype(dtype), None))
-        self._interface = interface = {"data": (address, False), "shape": shape, "typestr": self._bits.str, "version": 3}
+        interface: dict[str, Any] = {"data": (address, False), "shape": shape, "typestr": self._bits.str, "version": 3}
+        self._interface = interface
         if device.type == "cpu":
             self.__array_interface__ = interface
         else:

@@ -1,12 +1,15 @@
 """Tensors as arguments of a compiled program, and its results as tensors, by the cheapest route."""
 
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import getitem
 from typing import Any, TypeAlias
@@ -15,7 +18,6 @@ import jax
 import jax.core
 import numpy as np
 import torch
-import torch.utils.dlpack
 
 from bridge._interop.dlpack import ALIGNMENT_GPU, _cpu_calls, _exporter, _tensor_to_jax, to_jax, with_memory
 from bridge._interop.dtypes import numpy_dtype
@@ -48,8 +50,11 @@ class Views:
         counts = [math.prod(aval.shape) for aval in avals]
         bytes_of = [dtype.itemsize * count for dtype, count in zip(dtypes, counts, strict=True)]
         call: Any = operator.call
-        self.buffers = functools.partial(map, call, [(ctypes.c_char * count).from_address for count in bytes_of])  # of addresses
-        self.over = functools.partial(map, np.ndarray, [(count,) for count in counts], dtypes)  # those
+        makers = [(ctypes.c_char * count).from_address for count in bytes_of]
+        self.buffers: Callable[[Iterable[int]], Iterable[Any]] = functools.partial(map, call, makers)  # of addresses
+        self.over: Callable[[Iterable[Any]], Iterable[np.ndarray]] = functools.partial(
+            map, np.ndarray, [(count,) for count in counts], dtypes
+        )  # those
 
     def __call__(self, addresses: Iterable[int]) -> list[np.ndarray]:
         return list(self.over(self.buffers(addresses)))

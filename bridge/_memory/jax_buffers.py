@@ -1,5 +1,10 @@
 """Memory that jax owns and torch tensors look into: which there is, who looks there, and what becomes of it."""
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import ctypes
@@ -9,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -17,6 +22,7 @@ import torch
 
 from bridge._compat.jax import uncached_numpy
 from bridge._compat.torch import foreach_copy_
+from bridge._compat.types import Device
 from bridge._interop.dlpack import cpu, dense_order
 from bridge._interop.dtypes import numpy_dtype
 from bridge._process import default_settings
@@ -105,7 +111,7 @@ def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
 
 _held: weakref.WeakSet[Memory] = weakref.WeakSet()  # those with a `hold`
 _left: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()  # by id: those of an array that is no memory's any more
-_live_arrays = jax.live_arrays
+_live_arrays = cast(Callable[[str | None], list[jax.Array]], jax.live_arrays)
 
 
 @functools.wraps(_live_arrays)
@@ -184,7 +190,7 @@ def readable(memory: Memory) -> jax.Array:
 
 def _kept(memory: Memory) -> jax.Array:
     array = memory.array
-    (device,) = array.sharding.device_set
+    (device,) = cast(set[Device], array.sharding.device_set)
     space: Any = (ctypes.c_char * array.nbytes).from_address(memory.address)
     values = np.frombuffer(space, np.uint8).view(array.dtype).reshape(array.shape)
     return _fresh(values, device).block_until_ready()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from operator import itemgetter
 
@@ -33,7 +33,7 @@ _asked = _Asked()
 
 
 @contextmanager
-def mappings_read_once() -> Iterator[None]:
+def mappings_read_once() -> Generator[None, None, None]:
     """Read the process's memory mappings at most once in here; tensors that exist before keep theirs."""
     outer, _asked.keeps = _asked.keeps, True
     try:
@@ -98,7 +98,8 @@ def _range(text: str) -> tuple[int, int]:
 
 def _open_files() -> tuple[set[str], set[str]]:
     """The inodes and paths of the files that this process has open. Python's mmap, and so numpy.memmap, keeps its file open."""
-    inodes, paths = set(), set()
+    inodes: set[str] = set()
+    paths: set[str] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             inodes.add(str(os.fstat(int(name)).st_ino))

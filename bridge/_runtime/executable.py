@@ -1,5 +1,8 @@
 """One compiled update."""
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools
@@ -9,6 +12,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from bridge._compat.types import PyTreeDef
 from bridge._compiler.plan import Plan, abstract
 from bridge._compiler.update import by_type, measured, stepped
 from bridge._ir.queries import properties_of
@@ -77,7 +81,8 @@ class Program:
                 options = on_one_core(options)
             elif may_be_ordered is not None and properties.materialized_elements <= _LITTLE and may_be_ordered.result():
                 options = in_any_order(options)
-            self._cut = cut(traced.jaxpr, jax.tree.structure(traced.out_info), donated, plan.device, options)
+            structure = cast(PyTreeDef, jax.tree.structure(traced.out_info))
+            self._cut = cut(traced.jaxpr, structure, donated, plan.device, options)
             if self._cut is None:
                 self._own.append(Piece(traced.lower(), options))
             if plan.measured and not all(map(plan.far, plan.leaves)):

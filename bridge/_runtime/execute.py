@@ -3,6 +3,11 @@
 Parameters and state are donated and come back at their own addresses; gradients are only read.
 """
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import functools
@@ -54,7 +59,7 @@ def run(
     grads: Sequence[torch.Tensor],
     hyperparams: np.ndarray,
     extra: Sequence[Argument],
-    scaling: Sequence[Argument],
+    scaling: Sequence[jax.typing.ArrayLike],
     landed: list[_L],
 ) -> Outcome:
     """One step on one device: every program, in order, then a wait for all of their results, which are then in the tensors.
@@ -99,7 +104,7 @@ def run(
                     after = [behind_torch(device)]
             elif not (flight.landing or reader) and openmp.pause and elements >= openmp.ELEMENTS_A_THREAD * torch.get_num_threads():
                 openmp.pause(openmp.SOFT)
-            given = []
+            given: list[Sequence[Argument]] = []
             for launch in wave:
                 if launch.program.scattered:
                     flight.copies.append(launch.flat.copies)  # pyright: ignore[reportFunctionMemberAccess]
@@ -109,7 +114,7 @@ def run(
             for launch, gradients in zip(wave, given, strict=True):
                 memories = [*map(_memory, launch.inplace), *launch.state]
                 split = len(launch.inplace)
-                read = launch.kept_operands(launch.kept) if launch.kept else []
+                read: Sequence[Argument] = launch.kept_operands(launch.kept) if launch.kept else []
                 if side_by_side:
                     streams.choose(side_by_side[len(flight.landing) % len(side_by_side)])
                 scalars = list(map(_read, launch.scalars))

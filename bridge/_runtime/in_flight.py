@@ -1,5 +1,8 @@
 """The time from the first donation until all results are where torch looks."""
 
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import ctypes

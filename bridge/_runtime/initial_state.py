@@ -1,22 +1,29 @@
 """What the state of a transformation begins with: read from its traced `init`, so that state of one number needs no program."""
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from bridge._compat.types import Device
+from bridge._compat.types import Device, PyTreeDef
 from bridge._compiler.apply_transform import Arrays, begin, buffered
-from bridge._compiler.spec import Problem, buffer_shape, unflatten
+from bridge._compiler.spec import Field, Problem, Spec, buffer_shape, unflatten
 from bridge._compiler.state_layout import layout
 from bridge._ir.jaxpr import inlined, numbers_of, slice_of
 from bridge._memory import allocation
 from bridge._process import default_settings, x64
+
+# Fields of state, what each begins with, and the leaf that they belong to.
+_Column: TypeAlias = tuple[Sequence[Field], Sequence[np.ndarray | np.generic], Spec | None]
 
 
 def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays | None = None) -> Arrays:
@@ -28,11 +35,11 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
     device = next(iter(params[0].devices()))
     if known is not None:
         plan = layout(problem)
-        columns = [*zip(plan.own, known.own, problem.specs, strict=True), (plan.shared, known.shared, None)]
-        kept = [([field for field in fields if field.position is not None], *others) for fields, *others in columns]
+        columns: list[_Column] = [*zip(plan.own, known.own, problem.specs, strict=True), (plan.shared, known.shared, None)]
+        kept = [([f for f in fields if f.position is not None], column, spec) for fields, column, spec in columns]
         kinds = [(buffer_shape(f, spec), x) for fields, column, spec in kept for f, x in zip(fields, column, strict=True)]
-        full = jax.block_until_ready(_full(kinds, device))
-        return jax.tree.unflatten(jax.tree.structure(known), full)
+        full = cast(list[jax.Array], jax.block_until_ready(_full(kinds, device)))
+        return jax.tree.unflatten(cast(PyTreeDef, jax.tree.structure(known)), full)
     with default_settings(), jax.default_device(device):
         closed, result = _traced(problem, tuple(values))
         number_of = numbers_of(closed.jaxpr)
@@ -40,12 +47,12 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
         numbers = [number_of(var) for var in outvars]
         others = [var for var, number in zip(outvars, numbers, strict=True) if number is None]
         rest = closed.jaxpr.replace(outvars=others, eqns=slice_of(closed.jaxpr.eqns, others))
-        computed = jaxpr_as_fun(ClosedJaxpr(rest, closed.consts))(*params)
+        computed = cast(list[jax.Array], jaxpr_as_fun(ClosedJaxpr(rest, closed.consts))(*params))
         computed.reverse()
         kinds = [(var.aval.shape, number) for var, number in zip(outvars, numbers, strict=True) if number is not None]
-        full = iter(_full(kinds, device))
-        found = [jnp.array(computed.pop(), copy=True) if number is None else next(full) for number in numbers]
-    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(result), found))
+        filled = iter(_full(kinds, device))
+        found = [jnp.array(computed.pop(), copy=True) if number is None else next(filled) for number in numbers]
+    return cast(Arrays, jax.block_until_ready(jax.tree.unflatten(cast(PyTreeDef, jax.tree.structure(result)), found)))
 
 
 def _full(kinds: Sequence[tuple[tuple[int, ...], np.ndarray | np.generic]], device: Device) -> list[jax.Array]:

@@ -1,12 +1,15 @@
 """Executables of many equal calls: what is alike is compiled once."""
 
+# Not strict: most values here are results of functions that jax declares in part.
+# pyright: standard
+
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -155,7 +158,7 @@ def _add_others(made: _Calls, closed: ClosedJaxpr, results: Sequence[int], donat
     jaxpr = closed.jaxpr
     later = dict.fromkeys(v for kind in late for eqn in kind.eqns for v in kind.read([eqn]) if v not in made.at)
     outvars = [*(jaxpr.outvars[i] for i in results), *later]
-    eqns = slice_of(jaxpr.eqns, outvars, made.at)
+    eqns = slice_of(jaxpr.eqns, outvars, cast(dict[Var, int], made.at))
     own = dict.fromkeys(jaxpr.invars[i] for i in results if i < donated)
     needed = {v for v in chain(outvars, *(eqn.invars for eqn in eqns)) if not isinstance(v, Literal)}
     read = [v for v in made.at if v in needed and v not in own]
@@ -256,7 +259,7 @@ class _Alike:
 
     def piece(self, eqns: Sequence[Eqn], token: Atom | None, how: _How) -> Piece:
         """That of as many calls, the same for equal ones in this process; with a `token`, a variable, it takes one and gives one."""
-        body = body_of(eqns[0])
+        body = cast(ClosedJaxpr, body_of(eqns[0]))
         count, first, fixed, shared, own, donated, replacing, further = (
             len(eqns), self._first, self._fixed, self._shared, self._own, self._donated, self._replacing, self._further
         )  # fmt: skip

@@ -6,11 +6,17 @@ a turn. The same few programs read all gradients, whichever they are: where they
 `bridge._memory.address_space`.
 """
 
+# jax and torch declare some of the functions used here in part.
+# pyright: reportUnknownMemberType=false
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +29,6 @@ from bridge._compiler.grad_stats import found_by
 from bridge._compiler.plan import _LEAST, _PLACES, PART
 from bridge._interop.dlpack import dense_order
 from bridge._memory.address_space import BASE, dense, everything
-from bridge._memory.call_arguments import Argument
 from bridge._process import default_promotion, default_settings
 from bridge._xla import streams
 from bridge._xla.compile import Piece
@@ -100,7 +105,7 @@ class Reader:
         self._kinds = [_Kind(np.dtype(dtype), each, piece(dtype, clip, scaled, device)) for dtype, each in own.items()]
         self._found: list[jax.Array] = []
 
-    def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[Argument]) -> jax.Array:
+    def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[jax.typing.ArrayLike]) -> jax.Array:
         """Begin to read, behind whatever this thread has asked jax for before; what will be found."""
         if openmp.pause:
             openmp.pause(openmp.SOFT)
@@ -126,7 +131,8 @@ class Reader:
             kind.copies = []
 
 
-_total = jax.jit(lambda found: sum(found[1:], found[0]))
+_add: Callable[[list[jax.Array]], jax.Array] = lambda found: sum(found[1:], found[0])  # noqa: E731
+_total: Callable[[list[jax.Array]], jax.Array] = jax.jit(_add)
 
 
 class _Kind:
@@ -146,7 +152,7 @@ class _Kind:
         turns = int(whole.sum()) // (_PLACES * cores)
         count = turns * _PLACES * cores
         # The end of a gradient is a part that reaches back into the one before.
-        self._of = np.concatenate([np.repeat(np.arange(len(sizes)), whole), ragged])
+        self._of = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
         self._within = np.concatenate([*(np.arange(n) * PART for n in whole), sizes[ragged] - PART])
         rests = np.arange(len(self._of) - count)
         self._at = np.concatenate([np.arange(count), count + 2 * rests])

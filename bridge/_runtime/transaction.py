@@ -1,11 +1,14 @@
 """Transactions: signals wait until all results of a step are in place, and threads take turns on each device."""
 
+# Modules of this project share names that begin with an underscore.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -81,7 +84,7 @@ class Transaction:
             self._deliver(error)
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> Generator[None, None, None]:
         """A part in which handlers do not wait: it takes long, as compiling does, and an error in it changes no memory."""
         try:
             self._interruptible = True

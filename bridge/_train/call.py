@@ -38,8 +38,8 @@ class Arrays(NamedTuple):
     buffers: Sequence[Memory]
     copied: Sequence[torch.Tensor]
     copied_order: Sequence[tuple[int, ...] | None]
-    read: Sequence[Argument | Memory]
-    batch: Sequence[Argument]
+    read: Sequence[Argument | Memory | None]
+    batch: Sequence[Argument | np.generic]
     sums: Sequence[Memory]
     seed: np.integer
     numbers: np.ndarray

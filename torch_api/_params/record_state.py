@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -152,7 +152,7 @@ def allocate(
         like = leaf.local.detach() if field.shape is None else None
         given, moves = None, False
         if fresh is not None and field.name in fresh:
-            memory = jax_buffers.register(fresh[field.name])
+            memory = jax_buffers.register(cast(jax.Array, fresh[field.name]))
         elif field.name in hidden:
             memory = adoption.own(torch.full((), hidden[field.name], device=leaf.device))
         else:

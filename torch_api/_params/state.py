@@ -191,11 +191,14 @@ class States:
                 continue
             known = constants(problem := self.rows.problem(leaf), tuple(values[leaf.row]))
             own = [(field, value) for field, value in zip(fields, known, strict=True) if field.position is not None]
-            if any(value is None for _, value in own):
+            numbers = [value for _, value in own if value is not None]
+            if len(numbers) < len(own):
                 begun[leaf] = list(_begun_buffers(problem, values[leaf.row], [leaf]).own[0])
                 continue
-            begun[leaf] = column = [value for _, value in own]
-            arrays = [(i, (buffer_shape(f, leaf.spec), jnp.dtype(f.dtype), value)) for i, (f, value) in enumerate(own) if f.shape != ()]
+            column: list[InitialValue] = [*numbers]
+            begun[leaf] = column
+            kinds = [(buffer_shape(f, leaf.spec), jnp.dtype(f.dtype), value) for (f, _), value in zip(own, numbers, strict=True)]
+            arrays = [(i, kind) for i, ((f, _), kind) in enumerate(zip(own, kinds, strict=True)) if f.shape != ()]
             places.setdefault(device_of(leaf.param), []).extend((column, i, kind) for i, kind in arrays)
         for device, on_device in places.items():
             for (column, i, _), array in zip(on_device, allocation.filled([kind for *_, kind in on_device], device), strict=True):
