@@ -37,7 +37,7 @@ class Sources(NamedTuple):
 def sources(closed: ClosedJaxpr, width: int) -> Sources:
     """Where the residuals come from, which are the outputs of a traced function after the first `width`."""
     outvars: Sequence[Atom] = closed.jaxpr.outvars
-    outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(v.aval)])
+    outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(aval_of(v))])
     known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
     known |= {id(v): ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
     known |= {id(v): ("constant", value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
@@ -48,7 +48,7 @@ def sources(closed: ClosedJaxpr, width: int) -> Sources:
             found.of.append(("constant", np.asarray(v.val, aval_of(v).dtype)))
             continue
         if id(v) not in known:
-            kind = "anew" if id(v) in anew else "kept" if crosses(v.aval) else "rest"
+            kind = "anew" if id(v) in anew else "kept" if crosses(aval_of(v)) else "rest"
             variables: list[Var] = getattr(found, kind)
             known[id(v)] = (kind, len(variables))
             variables.append(v)

@@ -23,10 +23,12 @@ from bridge._memory import allocation
 from bridge._process import default_settings, x64
 
 # Fields of state, what each begins with, and the leaf that they belong to.
-_Column: TypeAlias = tuple[Sequence[Field], Sequence[np.ndarray | np.generic], Spec | None]
+_Column: TypeAlias = tuple[Sequence[Field], Sequence[np.generic], Spec | None]
 
 
-def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays | None = None) -> Arrays:
+def begin_buffers(
+    problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays[np.generic] | None = None
+) -> Arrays[jax.Array]:
     """`begin` for buffers, with buffers as result that nothing else has, because all are donated.
 
     An `init` may hand out the parameters, one array twice, or a constant of its own (Muon's coefficients): what is no single number
@@ -52,7 +54,7 @@ def begin_buffers(problem: Problem, values: Sequence[float], params: Sequence[ja
         kinds = [(var.aval.shape, number) for var, number in zip(outvars, numbers, strict=True) if number is not None]
         filled = iter(_full(kinds, device))
         found = [jnp.array(computed.pop(), copy=True) if number is None else next(filled) for number in numbers]
-    return cast(Arrays, jax.block_until_ready(jax.tree.unflatten(cast(PyTreeDef, jax.tree.structure(result)), found)))
+    return cast(Arrays[jax.Array], jax.block_until_ready(jax.tree.unflatten(cast(PyTreeDef, jax.tree.structure(result)), found)))
 
 
 def _full(kinds: Sequence[tuple[tuple[int, ...], np.ndarray | np.generic]], device: Device) -> list[jax.Array]:
@@ -70,12 +72,12 @@ def constants(problem: Problem, values: tuple[float, ...]) -> tuple[float | comp
     return tuple(value.item() if value is not None and field.key is None else None for field, value in begun)
 
 
-def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[ClosedJaxpr, Arrays]:
+def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[ClosedJaxpr, Arrays[jax.ShapeDtypeStruct]]:
     """The program from flat leaves to the buffers of the state, without calls, and what it gives as an `Arrays`."""
     numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
     plan, specs = layout(problem), problem.specs
 
-    def init(leaves: Sequence[jax.Array]) -> Arrays:
+    def init(leaves: Sequence[jax.Array]) -> Arrays[jax.Array]:
         shaped = [unflatten(p, spec) for p, spec in zip(leaves, specs, strict=True)]
         return buffered(problem, plan, begin(problem, numbers, shaped))
 

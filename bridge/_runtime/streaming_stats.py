@@ -153,7 +153,8 @@ class _Kind:
         count = turns * _PLACES * cores
         # The end of a gradient is a part that reaches back into the one before.
         self._of = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
-        self._within = np.concatenate([*(np.arange(n) * PART for n in whole), sizes[ragged] - PART])
+        starts: list[np.ndarray] = [np.arange(n) * PART for n in whole.tolist()]
+        self._within = np.concatenate([*starts, sizes[ragged] - PART])
         rests = np.arange(len(self._of) - count)
         self._at = np.concatenate([np.arange(count), count + 2 * rests])
         self._table = np.zeros(count + 2 * len(rests), np.int64)
