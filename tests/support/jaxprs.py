@@ -1,6 +1,11 @@
-"""The equations of a jaxpr, for tests that look for some of them."""
+"""The equations and the text of a jaxpr, for tests that look for some of them."""
+
+import re
 
 from bridge._ir.queries import jaxprs_in_params
+
+# Parameters that have the value which they have nearly everywhere.
+_USUAL = re.compile(r"\b(weak_type|dimensions|sharding|out_sharding|strides|fill_value|indices_are_sorted|unique_indices)=(None|False) ?")
 
 
 def operations(jaxpr):
@@ -12,3 +17,9 @@ def operations(jaxpr):
             new = [body for body in jaxprs_in_params(eqn) if id(body) not in seen]
             seen.update(map(id, new))
             programs += new
+
+
+def printed(jaxpr):
+    """The text of a jaxpr, without parameters that have their usual value."""
+    lines = (line.rstrip() for line in re.sub(r"\s+\]", "]", _USUAL.sub("", str(jaxpr))).splitlines())
+    return "\n".join(filter(None, lines))

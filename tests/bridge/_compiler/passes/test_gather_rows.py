@@ -14,6 +14,8 @@ import numpy as np
 import optax
 import pytest
 import torch
+from expecttest import assert_expected_inline
+from jaxprs import printed
 from oracles import NumpyAdam, clones, movement_error, random_grads, run_pair, set_grads
 from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run, same_states, slots, states, take_few_for_many
 
@@ -522,3 +524,48 @@ print(probes.several_results(), float(params[5][0, 0]) < -0.09)
     environment = {**os.environ, "MASKBRIDGE_XLA_FLAGS": flags, "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(flags == "1"), "True"]
+
+
+@pytest.mark.quick
+def test_each_operation_that_reads_gradients_has_a_gather_with_a_zero_of_its_own():
+    row = jax.ShapeDtypeStruct((4,), np.float32)
+    closed = jax.make_jaxpr(lambda p, g: (p - g, 0.5 * g))(row, row)
+    assert_expected_inline(
+        printed(closed),
+        """\
+{ lambda ; a:f32[4] b:f32[4]. let
+    c:f32[4] = sub a b
+    d:f32[4] = mul 0.5:f32[] b
+  in (c, d) }""",
+    )
+
+    def all_rows(params, memory, order):
+        return gather_rows.over_rows(closed, 1, [True, True])(params, address_space.Scattered(memory, order, 3, 4))
+
+    shapes = [((3, 4), np.float32), ((100,), np.float32), ((3 + gather_rows.READS,), np.int32)]
+    assert_expected_inline(
+        printed(jax.make_jaxpr(all_rows)(*(jax.ShapeDtypeStruct(*each) for each in shapes))),
+        """\
+{ lambda ; a:f32[3,4] b:f32[100] c:i32[67]. let
+    d:i32[3] = slice[limit_indices=(3,) start_indices=(0,)] c
+    e:i32[1] = slice[limit_indices=(4,) start_indices=(3,)] c
+    f:i32[] = squeeze[dimensions=(0,)] e
+    g:i32[3] = add d f
+    h:i32[3,1] = reshape[new_sizes=(3, 1)] g
+    i:f32[3,4] = gather[
+      dimension_numbers=GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,), operand_batching_dims=(), start_indices_batching_dims=())
+      mode=GatherScatterMode.PROMISE_IN_BOUNDS
+      slice_sizes=(4,)] b h
+    j:i32[3] = slice[limit_indices=(3,) start_indices=(0,)] c
+    k:i32[1] = slice[limit_indices=(5,) start_indices=(4,)] c
+    l:i32[] = squeeze[dimensions=(0,)] k
+    m:i32[3] = add j l
+    n:i32[3,1] = reshape[new_sizes=(3, 1)] m
+    o:f32[3,4] = gather[
+      dimension_numbers=GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,), operand_batching_dims=(), start_indices_batching_dims=())
+      mode=GatherScatterMode.PROMISE_IN_BOUNDS
+      slice_sizes=(4,)] b n
+    p:f32[3,4] = sub a o
+    q:f32[3,4] = mul 0.5:f32[] i
+  in (p, q) }""",  # noqa: E501
+    )

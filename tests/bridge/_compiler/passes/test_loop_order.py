@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 import torch
+from expecttest import assert_expected_inline
+from jaxprs import printed
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, run_pair, same, set_grads
 
 import torch_api
@@ -371,3 +373,38 @@ def test_a_nan_of_a_gpu_stays_one():
     p.data[5] = float("nan")
     optimizer.step()
     assert torch.isnan(p).nonzero().tolist() == [[5]]
+
+
+@pytest.mark.quick
+def test_loops_of_two_types_follow_each_other_behind_a_barrier():
+    def update(p, m, g):
+        return p - 0.5 * m.astype(jnp.float32), (0.5 * m.astype(jnp.float32) + g).astype(jnp.bfloat16)
+
+    single, half = jax.ShapeDtypeStruct((4,), np.float32), jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    assert_expected_inline(
+        printed(jax.make_jaxpr(update)(single, half, single)),
+        """\
+{ lambda ; a:f32[4] b:bf16[4] c:f32[4]. let
+    d:f32[4] = convert_element_type[new_dtype=float32] b
+    e:f32[4] = mul 0.5:f32[] d
+    f:f32[4] = sub a e
+    g:f32[4] = convert_element_type[new_dtype=float32] b
+    h:f32[4] = mul 0.5:f32[] g
+    i:f32[4] = add h c
+    j:bf16[4] = convert_element_type[new_dtype=bfloat16] i
+  in (f, j) }""",
+    )
+    assert_expected_inline(
+        printed(jax.make_jaxpr(loop_order.one_type_each(update, 2))(single, half, single)),
+        """\
+{ lambda ; a:f32[4] b:bf16[4] c:f32[4]. let
+    d:f32[4] = convert_element_type[new_dtype=float32] b
+    e:f32[4] = mul 0.5:f32[] d
+    f:f32[4] = sub a e
+    g:bf16[4] h:f32[4] i:f32[4] = optimization_barrier b c f
+    j:f32[4] = convert_element_type[new_dtype=float32] g
+    k:f32[4] = mul 0.5:f32[] j
+    l:f32[4] = add k h
+    m:bf16[4] = convert_element_type[new_dtype=bfloat16] l
+  in (i, m) }""",
+    )

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 import torch
+from expecttest import assert_expected_inline
+from jaxprs import printed
 from oracles import FUSES, clones, movement_error, random_grads, set_grads
 
 import torch_api
@@ -241,3 +243,34 @@ def test_an_update_that_is_not_finite_is_left_out():
     set_grads(params, random_grads(params))
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+def test_each_operation_has_numbers_of_its_own_and_multiplies_by_reciprocals(monkeypatch):
+    monkeypatch.setattr(operand_limit, "_OPERANDS", 3)
+    array, number = jax.ShapeDtypeStruct((4,), np.float32), jax.ShapeDtypeStruct((), np.float32)
+    closed = jax.make_jaxpr(lambda p, n, m: p / n + p * m)(array, number, number)
+    assert_expected_inline(
+        printed(closed),
+        """\
+{ lambda ; a:f32[4] b:f32[] c:f32[]. let
+    d:f32[4] = div a b
+    e:f32[4] = mul a c
+    f:f32[4] = add d e
+  in (f,) }""",
+    )
+    assert_expected_inline(
+        printed(operand_limit.fewer(closed, 4)),
+        """\
+{ lambda ; a:f32[4] b:f32[] c:f32[]. let
+    d:f32[] = div 1.0:f32[] b
+    e:f32[] = copy d
+    f:f32[4] = broadcast_in_dim e
+    g:f32[4] = mul a f
+    h:f32[] = copy c
+    i:f32[4] = broadcast_in_dim h
+    j:f32[4] = mul a i
+    k:f32[4] = add g j
+  in (k,) }""",
+    )
+    monkeypatch.undo()
+    assert operand_limit.fewer(closed, 4) is closed

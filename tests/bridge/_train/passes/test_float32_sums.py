@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxprs import operations
+from jaxprs import operations, printed
 from torch import nn
 
 import torch_api
@@ -100,3 +101,27 @@ def test_a_train_step_moves_what_is_broadcast_as_torch_does(dtype, monkeypatch):
         monkeypatch.setattr(train_program, "summed_in_float32", lambda jaxpr: jaxpr)
         broken = movement(ours, Gated().to(dtype), x)
         assert not all(torch.allclose(a, b, rtol=0.02) for a, b in zip(broken, theirs, strict=True))
+
+
+def test_a_sum_is_taken_in_float32_and_rounded_once():
+    closed = jax.make_jaxpr(lambda x: lax.reduce_sum(x, (0,)))(jax.ShapeDtypeStruct((4, 2), jnp.bfloat16))
+    assert_expected_inline(
+        printed(closed),
+        """\
+{ lambda ; a:bf16[4,2]. let
+    b:bf16[2] = reduce_sum[axes=(0,)] a
+  in (b,) }""",
+    )
+    assert_expected_inline(
+        printed(float32_sums.summed_in_float32(closed.jaxpr)),
+        """\
+{ lambda ; a:bf16[4,2]. let
+    b:bf16[2] = jit[
+      name=<lambda>
+      jaxpr={ lambda ; a:bf16[4,2]. let
+          c:f32[4,2] = convert_element_type[new_dtype=float32] a
+          d:f32[2] = reduce_sum[axes=(0,)] c
+          b:bf16[2] = convert_element_type[new_dtype=bfloat16] d
+        in (b,) }] a
+  in (b,) }""",
+    )

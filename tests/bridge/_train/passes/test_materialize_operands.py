@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxprs import operations
+from jaxprs import operations, printed
 from torch import nn
 
 import torch_api
@@ -192,3 +193,39 @@ def test_no_layer_of_a_train_step_computes_others_again(kind, monkeypatch):
 
 def test_neither_does_one_whose_layers_are_normalised_first():
     assert most_arguments(10, "norm first") == most_arguments(4, "norm first")
+
+
+@pytest.mark.quick
+def test_what_a_product_and_another_read_is_stored_behind_a_barrier():
+    def function(x, w):
+        y = jnp.sin(x)
+        return y @ w, y.sum()
+
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((32, 64), np.float32), jax.ShapeDtypeStruct((64, 2), np.float32))
+    assert_expected_inline(
+        printed(closed),
+        """\
+{ lambda ; a:f32[32,64] b:f32[64,2]. let
+    c:f32[32,64] = sin a
+    d:f32[32,2] = dot_general[
+      dimension_numbers=(([1], [0]), ([], []))
+      preferred_element_type=float32] c b
+    e:f32[] = reduce_sum[axes=(0, 1)] c
+  in (d, e) }""",
+    )
+    assert_expected_inline(
+        printed(materialize_operands.stored_for_products(closed.jaxpr)),
+        """\
+{ lambda ; a:f32[32,64] b:f32[64,2]. let
+    c:f32[32,64] = sin a
+    d:f32[32,64] = jit[
+      name=stored
+      jaxpr={ lambda ; c:f32[32,64]. let
+          d:f32[32,64] = optimization_barrier c
+        in (d,) }] c
+    e:f32[32,2] = dot_general[
+      dimension_numbers=(([1], [0]), ([], []))
+      preferred_element_type=float32] d b
+    f:f32[] = reduce_sum[axes=(0, 1)] d
+  in (e, f) }""",
+    )

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxprs import operations
+from jaxprs import operations, printed
 from torch import nn
 
 import torch_api
@@ -212,3 +213,64 @@ def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monk
     assert copies_of_donated() == 0
     assert {fused for fused, _ in asked} == {False}
     assert {way.evaluations for _, way in asked} == {1}
+
+
+@pytest.mark.quick
+def test_of_a_product_over_first_dimensions_the_smaller_side_is_transposed():
+    over_first = (((0,), (0,)), ((), ()))
+    closed = jax.make_jaxpr(lambda x, g: lax.dot_general(x, g, over_first))(
+        jax.ShapeDtypeStruct((8, 4), np.float32), jax.ShapeDtypeStruct((8, 2), np.float32)
+    )
+    assert_expected_inline(
+        printed(closed),
+        """\
+{ lambda ; a:f32[8,4] b:f32[8,2]. let
+    c:f32[4,2] = dot_general[dimension_numbers=(([0], [0]), ([], []))] a b
+  in (c,) }""",
+    )
+    assert_expected_inline(
+        printed(matmul_layout.arranged(closed.jaxpr)),
+        """\
+{ lambda ; a:f32[8,4] b:f32[8,2]. let
+    c:f32[4,2] = jit[
+      name=<lambda>
+      jaxpr={ lambda ; a:f32[8,4] b:f32[8,2]. let
+          d:f32[2,8] = transpose[permutation=(1, 0)] b
+          e:f32[2,8] = optimization_barrier d
+          f:f32[2,4] = dot_general[
+            dimension_numbers=(([1], [0]), ([], []))
+            preferred_element_type=float32] e a
+          g:f32[2,4] = optimization_barrier f
+          c:f32[4,2] = transpose[permutation=(1, 0)] g
+        in (c,) }] a b
+  in (c,) }""",
+    )
+
+
+@pytest.mark.quick
+def test_the_parts_of_a_transposed_concatenation_are_transposed():
+    closed = jax.make_jaxpr(lambda x, y: lax.transpose(lax.concatenate([x, y], 1), (1, 0)))(
+        jax.ShapeDtypeStruct((2, 3), np.float32), jax.ShapeDtypeStruct((2, 1), np.float32)
+    )
+    assert_expected_inline(
+        printed(closed),
+        """\
+{ lambda ; a:f32[2,3] b:f32[2,1]. let
+    c:f32[2,4] = concatenate[dimension=1] a b
+    d:f32[4,2] = transpose[permutation=(1, 0)] c
+  in (d,) }""",
+    )
+    assert_expected_inline(
+        printed(matmul_layout.arranged(closed.jaxpr)),
+        """\
+{ lambda ; a:f32[2,3] b:f32[2,1]. let
+    _:f32[2,4] = concatenate[dimension=1] a b
+    c:f32[4,2] = jit[
+      name=<lambda>
+      jaxpr={ lambda ; a:f32[2,3] b:f32[2,1]. let
+          d:f32[3,2] = transpose[permutation=(1, 0)] a
+          e:f32[1,2] = transpose[permutation=(1, 0)] b
+          c:f32[4,2] = concatenate[dimension=0] d e
+        in (c,) }] a b
+  in (c,) }""",
+    )
