@@ -17,7 +17,7 @@ from bridge._compiler.plan import abstract
 from bridge._compiler.update import stepped
 from bridge._runtime import cache
 
-pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("standard_promotion")]
 # Two of one shape, two of one size, convolutions, a number, one element, and fewer elements than count as numbers.
 SHAPES = [(300, 200), (300, 200), (60, 40, 5, 5), (24, 25, 10, 10), (60,), (), (1,), (4, 2)]
 
