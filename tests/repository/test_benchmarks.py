@@ -228,6 +228,7 @@ def test_tables_have_all_candidates(tables):
     assert "Not measured: " in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_tails_and_loops(tables):
     found, _ = tables
@@ -251,6 +252,7 @@ def test_pipelines(tmp_path):
     assert "character model" in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_torch_has_no_kernel_for(tables):
     found, printed = tables
@@ -264,6 +266,7 @@ def test_what_torch_has_no_kernel_for(tables):
     assert "| Muon |" in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_other_types(tables):
     found, _ = tables
