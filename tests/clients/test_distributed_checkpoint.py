@@ -16,6 +16,7 @@ import torch_api
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.8's own call
     pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable or uninitialized"),
 ]
 

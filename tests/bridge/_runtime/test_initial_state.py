@@ -43,7 +43,7 @@ def begins():
 
 def test_state_begins_as_init_gives_it_in_memory_of_its_own():
     params = [(f"p{i}", p) for i, p in enumerate(random_params(shapes=SHAPES))]
-    expected = begins().init({name: jnp.asarray(p.detach().numpy()) for name, p in params})
+    expected = begins().init({name: jnp.array(p.detach().numpy(), copy=True) for name, p in params})
     opt = torch_api.OptaxOptimizer(params, begins())
     for _, p in params:
         p.grad = torch.zeros_like(p)  # moves nothing

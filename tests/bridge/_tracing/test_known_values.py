@@ -84,6 +84,7 @@ def test_known_values_are_handed_out():
     np.testing.assert_array_equal(found, np.full((4, 4), 6.0))
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax 0.8 makes tracers of what a custom_jvp function takes")
 def test_what_is_broadcast_beside_a_traced_value_stays_known():
     def function(x):
         count, x = torch.broadcast_tensors(torch.tensor(3.0), x)
