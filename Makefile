@@ -22,8 +22,8 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "quick and not slow"
 
-# What takes too long for every change: each operator of torch's database with each kind of samples, most examples, numbers of single
-# mechanisms, the tables of the benchmark, and all of optax from code that LLVM has optimized. A quarter of an hour on 2 cores.
+# What takes too long for every change: each operator of torch's database with each kind of samples, most examples, the other half of long
+# lists of cases, the tables of the benchmark, and all of optax from code that LLVM has optimized.
 nightly: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m nightly
 	MASKBRIDGE_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n 2 --dist load tests/torch_api/test_zoo.py
