@@ -23,8 +23,8 @@ from bridge._tracing.materialize import together
 
 _Params: TypeAlias = dict[str, Any]  # of an equation
 _HALF = jnp.dtype("bfloat16")
-# XLA's CPU compiler of jax 0.8 has no product of bfloat16 with a result in float32.
-_MAY_BE_SINGLE = jax.__version_info__ >= (0, 9)
+# XLA's CPU compiler of jax 0.8 has no product of bfloat16 with a result in float32 for some shapes; that of jax 0.10 has.
+_MAY_BE_SINGLE = jax.__version_info__ >= (0, 10)
 
 
 def arranged(jaxpr: Jaxpr) -> Jaxpr:
