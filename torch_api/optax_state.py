@@ -18,6 +18,7 @@ from bridge._compiler.state_layout import nested as dict_path
 from bridge._compiler.state_layout import owners, tails
 from bridge._interop.dlpack import to_jax, to_torch
 from bridge._interop.dtypes import numpy_dtype
+from bridge._ir.numerics import is_key
 from bridge._ir.types import PyTree
 from bridge._names import near, path_name
 from bridge._process import default_promotion, x64
@@ -287,8 +288,8 @@ class _Template:
 
         def init(tree: PyTree) -> PyTree:
             state = self._init(tree)
-            keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(state)]
-            return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), state)
+            keys[:] = [jax.random.key_impl(x) if is_key(x) else None for x in jax.tree.leaves(state)]
+            return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else jnp.asarray(x), state)
 
         shapes = [jax.ShapeDtypeStruct(tuple(param.tensor.shape), dtype) for param, dtype in zip(params, types, strict=True)]
         with x64(self._wide), default_promotion():
@@ -314,11 +315,6 @@ class _Template:
         target = getattr(torch, str(aval.dtype))
         tensor = tensor.to(target) if _keeps(tensor, target) else tensor
         return to_jax(tensor, copy=True if copy or tensor.ndim == 0 else None)
-
-
-def _is_key(x: object) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _keeps(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -349,7 +345,7 @@ def _tensors(what: str, places: Sequence[_Place], flat: Sequence[tuple[KeyPath, 
     for place, (_, x) in zip(places, flat, strict=True):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | torch.Tensor | float | int):
             raise ValueError(f"{what}: {place.shown!r} is {x!r}; expected an array. Give the state of `tx.init` or `tx.update`.")
-        arrays[place.shown] = jax.random.key_data(x) if _is_key(x) else x  # pyright: ignore
+        arrays[place.shown] = jax.random.key_data(x) if is_key(x) else x  # pyright: ignore
     jax.block_until_ready([x for x in arrays.values() if not isinstance(x, Tracer) and isinstance(x, jax.Array) and not x.is_deleted()])
     with x64():
         arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for name, x in arrays.items()}

@@ -26,6 +26,7 @@ from bridge._names import tree_paths
 from bridge._process import not_traced
 from bridge._runtime import execute
 from bridge._runtime.transaction import Transaction
+from bridge._transforms.selectors import Selector
 from bridge._warnings import stack_level
 
 from . import options, report
@@ -39,7 +40,7 @@ from ._params.swap import Exchange
 from ._rules import betas, validators
 from ._rules.from_optax import as_rule, gives_lr, last_factor, multiplies
 from ._rules.optimizer_spec import Rule
-from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, Selector, StateDict
+from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, StateDict
 from ._step import grad_scaler, hooks
 from ._step.bound_executable import Launch, restore
 from ._step.closure import Closure

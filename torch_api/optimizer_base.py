@@ -13,6 +13,7 @@ import torch
 from bridge import _names
 from bridge._runtime.transaction import Transaction
 from bridge._transforms import selectors
+from bridge._transforms.selectors import Selector
 from bridge._warnings import stack_level
 
 from . import options
@@ -22,7 +23,7 @@ from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.optimizer_spec import Rule
-from ._rules.types import MutableParamGroup, ParamGroup, Selector
+from ._rules.types import MutableParamGroup, ParamGroup
 from ._step.state_watch import Keeper
 
 _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}

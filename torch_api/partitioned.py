@@ -14,6 +14,7 @@ import torch
 from bridge import _names
 from bridge._names import near, near_and_all
 from bridge._transforms import selectors as masks
+from bridge._transforms.selectors import Selector
 
 from ._params import param_groups
 from ._params.record import Leaf
@@ -21,7 +22,7 @@ from ._params.selectors import Selectors
 from ._rules import betas
 from ._rules.decay_masks import refuse_decay_mask
 from ._rules.from_optax import as_rule, gives_lr
-from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup, Selector
+from ._rules.types import Hyperparams, MutableParamGroup, ParamGroup
 from ._rules.validators import Check
 from .optimizer import OptaxOptimizer
 
@@ -97,7 +98,7 @@ class PartitionedOptimizer(OptaxOptimizer):
     _label_rules: Mapping[str, str] = MappingProxyType({})  # by name, of the parameters that a selector has labelled last
 
     def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
-        gave = self._gave_lr[group["label"]] if isinstance(self._gave_lr, Mapping) and group["label"] in self._gave_lr else False
+        gave = isinstance(self._gave_lr, Mapping) and self._gave_lr.get(group["label"], False)
         return self._defaults_of[group["label"]]["lr"], gave
 
     def _show_label_rules(self) -> None:

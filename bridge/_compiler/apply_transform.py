@@ -184,7 +184,8 @@ def _settled(
         new = jnp.where(factor == 0, old, new)
     if MASTER in beside:
         kept[MASTER] = moved
-    if AVERAGE in beside and decay is not None:
+    if AVERAGE in beside:
+        assert decay is not None  # a row has the one with the other
         average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
         with x64():
             share = (1 - decay).astype(finfo(average.dtype).dtype)

@@ -301,7 +301,7 @@ def unit_update(
     def of(x: jax.Array, row: int | None) -> Value:
         return x if row is None else Slot(x, row)
 
-    values = [x if row is None else Slot(cast(jax.Array, x), row) for x, row in ((given.values[i], row) for i, row in places)]
+    values = [of(cast(jax.Array, given.values[i]), row) for i, row in places]
     last = {id(x.buffer): x.buffer[:, -1] for x in values if isinstance(x, Slot)}
     multipliers = [Slot(last[id(x.buffer)], x.index) if isinstance(x, Slot) else x[-1] for x in values]
     leaves: list[Old] = []

@@ -209,8 +209,8 @@ def reachable_inputs(jaxpr: Jaxpr, outputs: Iterable[int], through_constants: bo
             called = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
             body = getattr(called, "jaxpr", called)
             inner: Iterable[int] = range(len(eqn.invars))
-            alike = isinstance(body, Jaxpr) and (len(body.invars), len(body.outvars)) == (len(eqn.invars), len(eqn.outvars))
-            if isinstance(body, Jaxpr) and alike and eqn.primitive.name not in _ALL_TO_ALL:
+            sizes = len(eqn.invars), len(eqn.outvars)
+            if isinstance(body, Jaxpr) and (len(body.invars), len(body.outvars)) == sizes and eqn.primitive.name not in _ALL_TO_ALL:
                 if (id(body), hits) not in known:
                     known[id(body), hits] = reach(body, hits)
                 inner = known[id(body), hits]

@@ -128,8 +128,7 @@ def run(
                     leave_held(memories, old)
                 copied = launch.kept, launch.kept_order, new_kept, launch.mirrored, launch.mirrors
                 arrays = [*new_params, *new_state]
-                landing = tokens, memories, arrays, (launch.scalars, new_scalars), copied
-                flight.landing.append(tuple.__new__(Landing, landing))  # as its constructor, which would be a frame more
+                flight.landing.append(Landing(tokens, memories, arrays, (launch.scalars, new_scalars), copied))
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
                 if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:

@@ -131,8 +131,11 @@ class Reader:
             kind.copies = []
 
 
-_add: Callable[[list[jax.Array]], jax.Array] = lambda found: sum(found[1:], found[0])  # noqa: E731
-_total: Callable[[list[jax.Array]], jax.Array] = jax.jit(_add)
+def _sum(found: list[jax.Array]) -> jax.Array:
+    return sum(found[1:], found[0])
+
+
+_total: Callable[[list[jax.Array]], jax.Array] = jax.jit(_sum)
 
 
 class _Kind:

@@ -85,8 +85,9 @@ def sgd(
     def leaf(g: jax.Array, p: jax.Array, momentum_buffer: jax.Array | None = None, seen: jax.Array | None = None) -> Update:
         cast = caster(g)
         g = decayed(-g if maximize else g, p, weight_decay)
-        if momentum_buffer is None or momentum is None:
+        if momentum is None:
             return -cast(lr) * g, {}
+        assert momentum_buffer is not None
         share = cast(1.0) if seen is None or dampening is None else cast(1 - wide(dampening) * wide(seen))
         buffer = momentum_buffer * cast(momentum) + g * share
         g = g + cast(momentum) * buffer if nesterov else buffer
@@ -131,7 +132,8 @@ def rmsprop(
         v = square_avg * cast(alpha) + g * g * cast(1 - alpha)
         mean = None if grad_avg is None else lerp(grad_avg, g, 1 - alpha)
         direction = g / (jnp.sqrt(v if mean is None else v - mean * mean) + cast(eps))
-        if momentum_buffer is not None and momentum is not None:
+        if momentum is not None:
+            assert momentum_buffer is not None
             direction = momentum_buffer * cast(momentum) + direction
         return -cast(lr) * direction, {"step": step + 1, "square_avg": v, "momentum_buffer": direction, "grad_avg": mean}
 

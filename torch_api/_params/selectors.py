@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from bridge._transforms import selectors
+from bridge._transforms.selectors import Selector
 from torch_api._rules.decay_masks import refuse_decay_mask
-from torch_api._rules.types import Selector
 
 _Result = TypeVar("_Result")
 
@@ -101,7 +101,7 @@ def _with_copies(spec: Selector, memo: Mapping[int, object]) -> Selector:
         return MethodType(spec.__func__, _with_copies(spec.__self__, memo))
     if type(spec) is dict:
         return {key: _with_copies(value, memo) for key, value in spec.items()}
-    if isinstance(spec, list | tuple | set) and type(spec) in (list, tuple, set):
+    if type(spec) in (list, tuple, set):
         return type(spec)(_with_copies(value, memo) for value in spec)
     return spec
 

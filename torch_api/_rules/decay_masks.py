@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from .types import Selector
+from bridge._transforms.selectors import Selector
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _DECAY_FUNCTIONS: set[object] = set()

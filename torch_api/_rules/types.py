@@ -15,5 +15,3 @@ ParamState: TypeAlias = Mapping[str, Any]
 MutableParamState: TypeAlias = dict[str, Any]
 # `optimizer.state_dict()`, or all that a pickle has of an optimizer.
 StateDict: TypeAlias = dict[str, Any]
-# Any form of the README's "Selectors"; what has none of these forms is refused when it is resolved.
-Selector: TypeAlias = object

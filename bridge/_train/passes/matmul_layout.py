@@ -24,7 +24,7 @@ from bridge._tracing.materialize import together
 _Params: TypeAlias = dict[str, Any]  # of an equation
 _HALF = jnp.dtype("bfloat16")
 # XLA's CPU compiler of jax 0.8 has no product of bfloat16 with a result in float32 for some shapes; that of jax 0.10 has.
-_MAY_BE_SINGLE = jax.__version_info__ >= (0, 10)
+_HAS_FLOAT32_RESULT = jax.__version_info__ >= (0, 10)
 
 
 def arranged(jaxpr: Jaxpr) -> Jaxpr:
@@ -47,7 +47,7 @@ def _own(jaxpr: Jaxpr) -> Jaxpr:
 def _arranged(eqn: Eqn, joined: dict[Atom, Eqn], transposed: dict[Atom, Eqn]) -> Eqn:
     name = eqn.primitive.name
     if name == "dot_general" and is_plain(eqn):
-        rounds = _MAY_BE_SINGLE and all(aval_of(v).dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
+        rounds = _HAS_FLOAT32_RESULT and all(aval_of(v).dtype == _HALF for v in (*eqn.invars, *eqn.outvars))
         eqn = _as_before(eqn, transposed) if rounds else eqn
         params = eqn.params | {"preferred_element_type": aval_of(eqn.outvars[0]).dtype}
         if _across(eqn):
@@ -87,7 +87,7 @@ def _as_before(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
 def _product(left: jax.Array, right: jax.Array, dims: lax.DotDimensionNumbers, params: _Params) -> jax.Array:
     """The product in the type that is asked for, of bfloat16 by sums in float32."""
     dtype = params["preferred_element_type"]
-    rounds = _MAY_BE_SINGLE and left.dtype == right.dtype == dtype == _HALF
+    rounds = _HAS_FLOAT32_RESULT and left.dtype == right.dtype == dtype == _HALF
     return lax.dot_general(
         left, right, dims, precision=params["precision"], preferred_element_type=jnp.float32 if rounds else dtype
     ).astype(dtype)

@@ -22,7 +22,7 @@ from bridge._train import train_program
 from bridge._train.passes import matmul_layout
 from bridge._xla import multi_output_fusion
 
-MAY_BE_SINGLE = pytest.mark.skipif(not matmul_layout._MAY_BE_SINGLE, reason="products of bfloat16 are left as they are")
+needs_float32_result = pytest.mark.skipif(not matmul_layout._HAS_FLOAT32_RESULT, reason="products of bfloat16 are left as they are")
 
 # Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two
 # dimensions in another order, in a batch.
@@ -67,7 +67,7 @@ def test_a_product_over_the_first_dimensions_turns_its_smaller_side(case):
 HALVES = [((40, 300), (300, 9), ((1,), (0,)), ((), ())), ((3, 40, 300), (3, 50, 300), ((2,), (2,)), ((0,), (0,))), *ACROSS]
 
 
-@MAY_BE_SINGLE
+@needs_float32_result
 @pytest.mark.parametrize("case", HALVES, ids=str)
 def test_a_product_of_bfloat16_is_summed_in_float32_and_rounds_once(case):
     left, right, over, batch = case
@@ -97,7 +97,7 @@ TRANSPOSED = [
 ]
 
 
-@MAY_BE_SINGLE
+@needs_float32_result
 @pytest.mark.parametrize("case", TRANSPOSED, ids=range(len(TRANSPOSED)))
 def test_a_product_of_bfloat16_reads_its_sides_as_they_were_before_they_were_transposed(case):
     f, *shapes, as_given = case
@@ -179,7 +179,7 @@ class Net(nn.Module):
         return x
 
 
-@MAY_BE_SINGLE
+@needs_float32_result
 @pytest.mark.parametrize("broken", [False, True])
 def test_no_product_of_a_train_step_in_bfloat16_is_asked_for_in_it(broken, monkeypatch):
     if broken:
