@@ -7,7 +7,7 @@ make them by `zeros_like`, so that torch.distributed.checkpoint saves and reshar
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 
@@ -47,12 +47,11 @@ class Layout:
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this process holds of a DTensor; one that lies otherwise is brought here first, by a collective of all processes."""
-        if TYPE_CHECKING:
-            assert isinstance(tensor, DTensor)
+        sharded = cast("DTensor", tensor)  # whose class is not imported here
         with torch.no_grad():
-            if tuple(tensor.placements) != self.placements:
-                tensor = tensor.redistribute(placements=self.placements)
-            local = tensor.to_local()
+            if tuple(sharded.placements) != self.placements:
+                sharded = sharded.redistribute(placements=self.placements)
+            local = sharded.to_local()
             wait = getattr(local, "wait", None)
             return local if wait is None else wait()  # an AsyncCollectiveTensor
 
@@ -86,6 +85,5 @@ def laid(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def described(param: torch.Tensor, name: str) -> str:
     """A sharded parameter for an error text."""
-    if TYPE_CHECKING:
-        assert isinstance(param, DTensor)
-    return f"parameter {name!r} of shape {tuple(param.shape)} is sharded over processes as {tuple(param.placements)}"
+    placements = cast("DTensor", param).placements
+    return f"parameter {name!r} of shape {tuple(param.shape)} is sharded over processes as {tuple(placements)}"
