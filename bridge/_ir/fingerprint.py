@@ -1,6 +1,6 @@
-"""Texts that are equal for equal jaxprs, also for jaxprs that differ in the size of a leaf only."""
+"""Texts that identify jaxprs: equal jaxprs have equal texts. `ShapeFreeText` leaves the size of a leaf out."""
 
-# Modules of ours share names that begin with an underscore.
+# Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Var, aval_of
 
 
 class Shapeless:
-    """What a program computes for one leaf, without the leaf's shape.
+    """The text of what a jaxpr computes for one leaf, without the leaf's shape.
 
     Args:
-      closed: a program as of `inlined`.
-      size: how many elements the leaf has, more than 1.
-      inputs: by variable what an input is called, and whether it is as large as the leaf, element for element.
+      closed: a jaxpr without calls, as `inline_calls` returns it.
+      size: the number of elements of the leaf, more than 1.
+      inputs: for each input variable its name, and whether it has one element for each element of the leaf.
     """
 
     def __init__(self, closed: ClosedJaxpr, size: int, inputs: Mapping[Var, tuple[str, bool]]) -> None:
@@ -35,7 +35,7 @@ class Shapeless:
         self._names = {var: (constant_text(value) + kind_text(var.aval), False) for var, value in constants} | dict(inputs)
 
     def text(self, results: Sequence[tuple[str, Atom]]) -> str | None:
-        """The results by name, after one line for each operation; None where an operation knows more than the leaf's elements."""
+    """Return one line for each equation, then one for each result. Return None where an equation depends on the leaf's shape."""
         names = dict(self._names)
         lines: list[str] = []
 
@@ -58,7 +58,7 @@ class Shapeless:
         return "\n".join([*lines, *(f"{name} = {read(var)[0]}" for name, var in results)])
 
     def _line(self, eqn: Eqn, operands: Sequence[tuple[str, bool]]) -> tuple[str | None, bool]:
-        """An operation without the leaf's shape, and whether its results are as large as the leaf; None where that cannot be."""
+    """Return the line of an equation, None where the line depends on the leaf's shape, and whether the results are of leaf size."""
         size, of_leaf = self._size, any(large for _, large in operands)
         dtypes = [str(aval_of(v).dtype) for v in eqn.outvars]
         plain = f"{eqn.primitive.name} {[name for name, _ in operands]} -> {dtypes}"
@@ -75,7 +75,7 @@ class Shapeless:
 
 
 def params_text(params: Mapping[str, object], like: tuple[int, ...] | None = None) -> str:
-    """The parameters of an operation; the shape `like` as L."""
+    """Return the parameters of an equation as text. The shape `leaf_shape` is written as L."""
     return ", ".join(f"{name}={_param(value, like)}" for name, value in sorted(params.items()))
 
 
@@ -104,7 +104,7 @@ def _param(value: object, like: tuple[int, ...] | None = None) -> str:
 
 
 def kind_text(aval: object, like: tuple[int, ...] | None = None) -> str:
-    """The type of an array; the shape `like` as L."""
+    """Return the dtype, shape and weak type of an abstract value as text. The shape `leaf_shape` is written as L."""
     shape = getattr(aval, "shape", None)
     return (
         f"{getattr(aval, 'dtype', aval)}{'L' if shape == like and shape != () else shape}{'w' if getattr(aval, 'weak_type', False) else ''}"
@@ -112,6 +112,6 @@ def kind_text(aval: object, like: tuple[int, ...] | None = None) -> str:
 
 
 def constant_text(value: Array) -> str:
-    """All bytes of an array."""
+    """Return all bytes of an array as text."""
     data = jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
     return f"const{np.asarray(data).tobytes()!r}"

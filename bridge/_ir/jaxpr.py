@@ -1,6 +1,6 @@
-"""Traced programs as data: trace, inline, slice, evaluate and rewrite a jaxpr."""
+"""Trace, inline, slice, evaluate and rewrite jaxprs."""
 
-# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# jax declares many of its functions in part only, and modules of this project share names that begin with an underscore.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnusedFunction=false
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOPS = frozenset({"scan"})
 
 
 def throughout(jaxpr: Jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]) -> Jaxpr:
-    """`rewrite` of a program, behind that of those within it; each once, however often it is called."""
+    """Apply `rewrite` to the jaxprs within a jaxpr, then to the jaxpr itself. A jaxpr that several equations call is rewritten once."""
     known: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
     def visited(program: Jaxpr) -> Jaxpr:
@@ -38,13 +38,13 @@ def throughout(jaxpr: Jaxpr, rewrite: Callable[[Jaxpr], Jaxpr]) -> Jaxpr:
 
 
 def replaced(jaxpr: Jaxpr, eqns: list[Eqn]) -> Jaxpr:
-    """The program of these operations; itself where they are its own."""
+    """Return the jaxpr with these equations, or the same object where the equations are its own."""
     same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
 def _inside(eqn: Eqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> Eqn:
-    """The operation with each program within it rewritten; itself where that changes none."""
+    """Rewrite each jaxpr that an equation calls or loops over. Return the same equation where none changes."""
     for key, body in bodies(eqn, _CALLS | _LOOPS):
         new = rewrite(body)
         if new is not body:
@@ -54,24 +54,24 @@ def _inside(eqn: Eqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> Eqn:
 
 
 def bodies(eqn: Eqn, names: frozenset[str] = _CALLS) -> list[tuple[str, Jaxpr]]:
-    """The programs within an operation, by parameter, whose arguments are the operation's."""
+    """Return the jaxprs that an equation calls, each with the name of its parameter. Their inputs are the equation's."""
     keys = [key for key in _BODIES if key in eqn.params] if eqn.primitive.name in names else []
     return [(key, getattr(eqn.params[key], "jaxpr", eqn.params[key])) for key in keys]
 
 
 def is_plain(eqn: Eqn) -> bool:
-    """Whether another operation may stand for this one: it reads no literal and says nothing of how its result is shared out."""
+    """Return whether another equation may replace this one: it reads no literal and prescribes no sharding of its result."""
     return eqn.params.get("out_sharding") is None and not any(isinstance(v, Literal) for v in eqn.invars)
 
 
 def instead(eqn: Eqn, invars: Sequence[Atom], function: Callable[..., jax.Array]) -> Eqn:
-    """A call of another function in the place of an operation."""
+    """Return an equation that calls `function` on `invars` and defines the outputs of `eqn`."""
     like = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in invars]
     (call,) = jax.make_jaxpr(jax.jit(function))(*like).jaxpr.eqns
     return call.replace(invars=list(invars), outvars=eqn.outvars, source_info=eqn.source_info)
 
 
-_PLAIN = ELEMENTWISE | RESHAPING | REDUCTIONS  # one result, and no parameter that is a program
+_PLAIN = ELEMENTWISE | RESHAPING | REDUCTIONS  # one result, and no jaxpr among the parameters
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -80,7 +80,7 @@ def _each(eqn: Eqn) -> bool:
 
 
 def inlined(jaxpr: Jaxpr, consts: Sequence[Array], wanted: Callable[[Eqn], bool] = _each) -> ClosedJaxpr:
-    """A traced program with the bodies of the functions that it calls in place of the calls, closed; of those calls that are `wanted`."""
+    """Inline the calls for which `should_inline` holds, and close the jaxpr over its constants."""
     arguments = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in jaxpr.invars]
 
     def run(*inputs: jax.Array) -> list[Array]:
@@ -90,13 +90,13 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Array], wanted: Callable[[Eqn], bool]
 
 
 def traced(function: Callable[..., PyTree], *arguments: PyTree) -> tuple[ClosedJaxpr, PyTree]:
-    """As jax.make_jaxpr(function, return_shape=True)(*arguments), but for what `is_late`."""
+    """Trace as `jax.make_jaxpr(function, return_shape=True)(*arguments)`, with every equation inlined for which `must_inline` holds."""
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return inlined(closed.jaxpr, closed.consts, is_late) if properties_of(closed).has_late_call else closed, result
 
 
 def chosen(index: Array, results: Sequence[Sequence[Array]]) -> list[Array]:
-    """Of the results of branches `beside` each other those of one."""
+    """Select the results of branch `index` from the results of all branches. The index is clamped, as in `jax.lax.switch`."""
     if len(results) == 1:
         return list(results[0])
     which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
@@ -109,14 +109,20 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Array], inputs: Sequence[Array], wanted:
 
 
 def at_start(jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> dict[Var, Value]:
-    """The values of a program before its first operation."""
+    """Return the values of the constants and inputs by variable, from which the evaluation of a jaxpr begins."""
     return dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
 
 def in_turn(
     eqns: Iterable[Eqn], values: dict[Var, Value], found: Callable[[Eqn, list[Value | np.ndarray]], Iterable[Value]]
 ) -> Callable[[Atom], Value | np.ndarray]:
-    """Operations one after the other, what is `found` for each from its operands among the values from then on; what reads those."""
+    """Evaluate equations in order with an interpreter, and return a function that reads the value of a variable or literal.
+
+    Args:
+      eqns: the equations.
+      env: the values of variables; results are added.
+      evaluate: from an equation and the values of its operands to the values of its outputs.
+    """
 
     def read(v: Atom) -> Value | np.ndarray:
         return literal(v) if isinstance(v, Literal) else values[v]
@@ -127,7 +133,7 @@ def in_turn(
 
 
 def apply(jaxpr: Jaxpr, eqn: Eqn, operands: Sequence[Array], wanted: Callable[[Eqn], bool] = _each) -> list[Array]:
-    """The results of one operation of a program, whatever the shapes there are; of a call that is `wanted`, those of its body."""
+    """Return the results of one equation. Operands may have other shapes than in the jaxpr. Inline a call for which `should_inline` holds."""
     branches = branches_to_select(eqn) if wanted(eqn) else None
     if branches is not None:
         return chosen(operands[0], [_run(each.jaxpr, each.consts, operands[1:], wanted) for each in branches])
@@ -143,29 +149,29 @@ def apply(jaxpr: Jaxpr, eqn: Eqn, operands: Sequence[Array], wanted: Callable[[E
 
 
 def bound(eqn: Eqn, *operands: Array) -> list[Array]:
-    """The results of an operation that has no program among its parameters."""
+    """Bind the primitive of an equation that has no jaxpr among its parameters, and return the results as a list."""
     found = cast(PyTree, eqn.primitive.bind(*operands, **eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
 def literal(var: Literal) -> np.ndarray:
-    """The value of a literal in its type."""
+    """Return the value of a literal in its dtype."""
     return np.asarray(var.val, aval_of(var).dtype)
 
 
 def slice_of(eqns: Sequence[Eqn], wanted: Iterable[Atom], given: Iterable[Var] = ()) -> list[Eqn]:
-    """The operations, in order, that the `wanted` variables need where those of `given` are there."""
+    """Return the equations, in order, that compute the variables `outputs` from the variables `available` and the inputs."""
     return slices(eqns)(wanted, set(given))
 
 
 class Slices(Protocol):
-    """A function as of `slices`."""
+    """The type of the functions that `make_slicer` returns."""
 
     def __call__(self, wanted: Iterable[Atom], given: Container[Var] = frozenset()) -> list[Eqn]: ...
 
 
 def slices(eqns: Sequence[Eqn]) -> Slices:
-    """`slice_of` these operations, made ready to be asked for many times, with `given` a set."""
+    """Return a function like `backward_slice` for these equations. Their index is built once; `available` is a set."""
     made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
 
     def behind(wanted: Iterable[Atom], given: Container[Var] = frozenset()) -> list[Eqn]:
@@ -182,7 +188,10 @@ def slices(eqns: Sequence[Eqn]) -> Slices:
 
 
 def source(var: Atom, made: Mapping[Var, Eqn], by_element: Callable[[Eqn], bool], is_array: Callable[[Var], bool]) -> Atom:
-    """What an array is computed from alone, by itself or with numbers: the array that is worth storing."""
+    """Return the array that `var` is computed from by equations that read one array each, and scalars.
+
+    To store this array is enough: `var` can be computed again from it.
+    """
     while isinstance(var, Var) and var in made and by_element(made[var]):
         arrays = {v for v in made[var].invars if not isinstance(v, Literal) and is_array(v)}
         if len(arrays) != 1:
@@ -192,7 +201,7 @@ def source(var: Atom, made: Mapping[Var, Eqn], by_element: Callable[[Eqn], bool]
 
 
 def numbers_of(jaxpr: Jaxpr) -> Callable[[Atom], np.generic | None]:
-    """For a variable the one number that all its elements are, in its type; None where there is no such number."""
+    """Return a function from a variable to the scalar that all its elements equal, in the variable's dtype, or to None."""
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
     def number(var: Atom) -> np.generic | None:
@@ -209,7 +218,10 @@ _NAME = "maskbridge_part"
 
 
 def part(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The function, traced once; each call of it stays one in the program. What differs from call to call are its arguments."""
+    """Jit a function under a name that the outliner knows. The function is traced once, and each call stays one equation.
+
+    All that differs from call to call must be an argument.
+    """
 
     def maskbridge_part(*arguments: PyTree) -> PyTree:
         return function(*arguments)

@@ -1,4 +1,4 @@
-"""Arrays of real numbers, and multiplications that XLA must not leave out."""
+"""Arithmetic on arrays of any floating or complex dtype, for passes and update equations."""
 
 # jax declares many of its functions in part only.
 # pyright: reportUnknownMemberType=false
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def finfo(dtype: DTypeLike) -> np.finfo:
-    """`jnp.finfo`, which jax leaves undeclared."""
+    """Return `jnp.finfo(dtype)` with a declared type: jax declares none."""
     return cast(np.finfo, jnp.finfo(dtype))
 
 
 def real(x: jax.Array) -> jax.Array:
-    """Half types as float32, complex as its (..., 2) real view."""
+    """Return half types as float32, complex arrays as their (..., 2) real view, and other arrays unchanged."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([x.real, x.imag], axis=-1)
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and finfo(x.dtype).bits < 32 else x
@@ -34,11 +34,11 @@ def times(x: jax.Array, factor: jax.Array | None) -> jax.Array: ...
 @overload
 def times(x: Array, factor: jax.Array | None) -> Array: ...
 def times(x: Array, factor: jax.Array | None) -> Array:
-    """The product for floating arrays, in their own type."""
+    """Multiply a floating or complex array by a scalar, in the array's dtype. Return other arrays unchanged."""
     return x if factor is None or not jnp.issubdtype(x.dtype, jnp.inexact) else x * factor.astype(finfo(x.dtype).dtype)
 
 
 def is_key(x: object) -> bool:
-    """Whether an array, or its abstract value, has random keys as elements."""
+    """Return whether an array or its abstract value has PRNG keys as elements."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -22,29 +22,31 @@ from .types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_of, open_ja
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-SMALL = 2**16  # elements of the smallest of the three sides of a product
+SMALL = 2**16  # elements of the smallest side or result of a matrix product that counts as large
 _SIMPLE = ELEMENTWISE | RESHAPING  # without a jaxpr among the parameters
 _LOOPS = frozenset({"scan", "while"})
 _REDUCTIONS = "reduce", "scatter", "select_and"
-_BARRIERS = frozenset({"optimization_barrier", "checkpoint", "remat2"})  # jax.checkpoint writes one before what is computed again
+_BARRIERS = frozenset({"optimization_barrier", "checkpoint", "remat2"})  # jax.checkpoint lowers to a barrier
 _GROUP_COUNTS = "feature_group_count", "batch_group_count"
 
 
 class Properties(NamedTuple):
     """Properties of a jaxpr and of the jaxprs within its equations: calls, loops, branches, the functions of reductions.
 
-    has_callback: there is a callback of jax, or a print of its own.
+    Elements count as often as an equation runs: a jaxpr that two equations call counts twice.
+
+    has_callback: there is a callback to Python, such as `jax.debug.print`.
     draws_by_batch: random numbers come from a generator that gives other numbers under `jax.vmap`: any but jax's default one.
     has_grouped_convolution: there is a convolution of more than one group.
-    has_large_product: a matrix product has more than `SMALL` elements in each of its sides and its result; batches count one by one.
-    has_barrier: there is an optimization barrier, jax's own of `jax.checkpoint` among them.
+    has_large_product: a matrix product has more than `SMALL_PRODUCT` elements in each operand and in its result, for each batch index.
+    has_barrier: there is an optimization barrier, also one that `jax.checkpoint` adds.
     has_barrier_in_loop, has_barrier_in_reduction: there is one in a loop, or in the function of a reduction or a scatter.
-    has_late_call: an equation `is_late`; not looked for in loops and branches.
-    is_elementwise: no effects, and each equation computes each element alone, reshapes or broadcasts.
-    op_count: elements that all equations compute, in a function as often as it is called; infinite where there is a loop.
-    materialized_elements: elements that may be stored between the loops of a compiled program: those of all arrays that equations other
-      than elementwise ones read or give, in a function as often as it is called; infinite where there is a loop or a branch.
-    used_inputs: for each input whether an output needs it.
+    has_call_to_inline: `must_inline` holds for an equation. Loops and branches are not searched.
+    is_elementwise: there are no effects, and each equation is elementwise, a reshape or a broadcast.
+    op_count: the number of elements that all equations compute; infinite where there is a loop.
+    materialized_elements: the number of elements that XLA may store between its loops: all operands and results of equations that are
+      not fusible. Infinite where there is a loop or a branch.
+    used_inputs: for each input whether an output depends on it.
     """
 
     has_callback: bool = False
@@ -61,13 +63,13 @@ class Properties(NamedTuple):
     used_inputs: tuple[bool, ...] = ()
 
 
-# Properties that a jaxpr has where a jaxpr within it has them.
+# Properties of a jaxpr that hold where they hold for a jaxpr within it.
 _INHERITED = Properties._fields[: Properties._fields.index("has_late_call")]
 _known: WeakKeyDictionary[Jaxpr, Properties] = WeakKeyDictionary()
 
 
 def properties_of(jaxpr: Jaxpr | ClosedJaxpr) -> Properties:
-    """Return the properties of a jaxpr, which may be closed."""
+    """Return the properties of a jaxpr, closed or open."""
     opened = open_jaxpr(jaxpr)
     known = _known.get(opened)
     if known is None:
@@ -76,8 +78,8 @@ def properties_of(jaxpr: Jaxpr | ClosedJaxpr) -> Properties:
 
 
 def _walk(jaxpr: Jaxpr) -> Properties:
-    """Compute all properties by one walk over the equations, the last first."""
-    held: set[str] = set()  # the names of the properties that are true
+    """Compute all properties in one walk over the equations, from last to first."""
+    held: set[str] = set()  # the names of properties that hold
     used, stored = set(_variables(jaxpr.outvars)), set[Var]()
     op_count, materialized, is_elementwise = 0.0, 0.0, not jaxpr.effects
     for eqn in reversed(jaxpr.eqns):
@@ -110,7 +112,7 @@ def _walk(jaxpr: Jaxpr) -> Properties:
 
 
 def _held(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
-    """The names of the properties that a jaxpr has because of one equation and of the jaxprs within that."""
+    """Yield the names of the properties that hold because of one equation or of the jaxprs within it."""
     name = eqn.primitive.name
     for each in within:
         yield from (inherited for inherited in _INHERITED if getattr(each, inherited))
@@ -134,7 +136,7 @@ def _held(eqn: Eqn, within: Sequence[Properties]) -> Iterator[str]:
 
 
 def jaxprs_in_params(eqn: Eqn) -> list[Jaxpr]:
-    """Return the jaxprs among the parameters of an equation, open."""
+    """Return the jaxprs among the parameters of an equation, as open jaxprs."""
     values: list[object] = []
     for value in eqn.params.values():
         values += cast(Sequence[object], value) if isinstance(value, tuple | list) else [value]
@@ -142,10 +144,10 @@ def jaxprs_in_params(eqn: Eqn) -> list[Jaxpr]:
 
 
 def branches_to_select(eqn: Eqn) -> Sequence[ClosedJaxpr] | None:
-    """Return the branches of a conditional that may all be evaluated, one result chosen: they take each element by itself.
+    """Return the branches of a `cond` that may all be evaluated, so that a select takes the place of the `cond`; else None.
 
-    XLA runs a branch as a program of its own, which stores what it is given and what it gives. Of an index that is a constant that branch
-    alone. None of another equation.
+    This holds where all branches are elementwise: XLA runs a branch as a computation of its own, which stores its operands and results.
+    Where the index is a constant, return only that branch.
     """
     if eqn.primitive.name != "cond":
         return None
@@ -157,8 +159,10 @@ def branches_to_select(eqn: Eqn) -> Sequence[ClosedJaxpr] | None:
 
 
 def is_late(eqn: Eqn) -> bool:
-    """Whether other equations are to stand in the place of one: of a conditional with `branches_to_select`, and of a call that holds one or
-    that jax keeps until it lowers the program, as jax 0.11 keeps optax's bias correction, one call for all leaves.
+    """Return whether an equation must be inlined before passes see the jaxpr.
+
+    This holds for a `cond` with `branches_to_select`, for a call that contains one, and for a call that jax inlines only when it lowers
+    the jaxpr. jax 0.11 traces optax's bias correction as such a call, one for all leaves.
     """
     if getattr(eqn.params.get("inline"), "name", "") == "JAX_LATE" or branches_to_select(eqn) is not None:
         return True
@@ -168,7 +172,7 @@ def is_late(eqn: Eqn) -> bool:
 
 @functools.cache
 def _draws_by_batch(dtype: DTypeLike | None) -> bool:
-    """Whether it is the dtype of random keys of a generator that is not jax's default one."""
+    """Return whether a dtype is that of PRNG keys of a generator other than jax's default one."""
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and str(dtype) != "key<fry>"
 
 
@@ -186,16 +190,16 @@ def _size(v: Atom) -> int:
     return getattr(v.aval, "size", 0)  # a token has none
 
 
-# Equations of which an output may depend on every input: on the values of an earlier turn, on the derivative's own rule.
+# Primitives any output of which may depend on any input: through an earlier iteration, or through a custom derivative rule.
 _ALL_TO_ALL = frozenset({"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def reachable_inputs(jaxpr: Jaxpr, outputs: Iterable[int], through_constants: bool = False) -> set[int]:
-    """Return the positions of the inputs that these outputs are computed from.
+    """Return the positions of the inputs that the given outputs depend on.
 
-    Only along what can be differentiated, unless `through_constants`: not through integers, nor `stop_gradient`.
+    Follow only floating and complex variables and no `stop_gradient`, unless `through_nondifferentiable` is set.
     """
-    known: dict[tuple[int, tuple[int, ...]], set[int]] = {}  # of a function that is called, by the outputs that are asked for
+    known: dict[tuple[int, tuple[int, ...]], set[int]] = {}  # by called jaxpr and its outputs
 
     def inexact(v: Var) -> bool:
         return through_constants or jnp.issubdtype(aval_of(v).dtype, jnp.inexact)

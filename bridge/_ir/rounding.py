@@ -1,4 +1,4 @@
-"""Rounding to half precision: to the nearest number, and stochastically."""
+"""Round float32 to half precision: to the nearest number, or stochastically."""
 
 # jax declares many of its functions in part only.
 # pyright: reportUnknownMemberType=false
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x, float32, rounded to the nearest number of a half type, and still float32.
+    """Round float32 to the nearest number of a half type, and return it as float32.
 
-    Not by a cast there and back, which XLA may drop (its xla_allow_excess_precision): no rounding would be left. Of float16
-    `reduce_precision` alone would lose the subnormal numbers, the multiples of the smallest.
+    A cast to the half type and back does not do: XLA may drop the pair (its flag xla_allow_excess_precision). `reduce_precision` alone
+    flushes float16's subnormal numbers, so these are rounded to multiples of the smallest one.
     """
     info = finfo(dtype)
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
@@ -34,34 +34,33 @@ def nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def bfloat16_bits(x: Array, computed: bool = True) -> jax.Array:
-    """The bits, uint16, of the bfloat16 nearest to each float32, of two that are as near the even one.
+    """Return the bits of the bfloat16 nearest to each float32, as uint16. Ties round to even.
 
-    XLA's own conversion chooses between a rounded number and a NaN: LLVM takes vectors of 8 numbers, not 32.
+    XLA's own conversion selects between a rounded number and a NaN, and LLVM then makes its vectors shorter.
 
     Args:
       x: float32.
-      computed: by arithmetic, which gives no NaN that has low bits alone. One that is given would be cut to an infinity, and to keep it
-        takes a tenth of AdamW's time.
+      from_arithmetic: x is a result of arithmetic, whose NaNs have high bits set. False serves NaNs that have low bits only, which would
+        be cut to infinity otherwise, and costs time.
     """
     bits = jax.lax.bitcast_convert_type(jax.lax.reduce_precision(x, 8, 7), np.uint32)
     return _upper(bits) if computed else _upper(bits) | jnp.minimum(bits.astype(np.uint16), np.uint16(1))
 
 
 def of_bits(bits: jax.Array) -> jax.Array:
-    """The bfloat16 of bits in uint16."""
+    """Return the bfloat16 numbers that have these bits, given as uint16."""
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def _upper(x: jax.Array) -> jax.Array:
-    """The upper 16 bits of float32 or uint32."""
+    """Return the upper 16 bits of float32 or uint32."""
     return (jax.lax.bitcast_convert_type(x, np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def draws(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """A random uint32 for each element, from its position and a key of two int32 words.
+    """Return a random uint32 for each element, hashed from its position and a key of two int32 words.
 
-    A hash, because it is computed within the loop of the update: jax.random's generators take 17 ns an element on a CPU core,
-    in passes of their own, which is fifteen times the rest of Adam.
+    XLA fuses a hash into the loop of the update. jax.random's generators run in loops of their own and take longer than Adam itself.
 
     Source: the mixing function lowbias32 of https://nullprogram.com/blog/2018/07/31/.
     """
@@ -77,10 +76,15 @@ def draws(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """x, float32, as one of the two nearest numbers of a half type, each as likely as x is near to it: right on average.
+    """Round float32 stochastically to one of the two nearest numbers of a half type, without bias on average.
 
-    `key` is as for `draws`. A number of that type stays what it is, and one beyond the largest rounds as ever. Subnormal
-    numbers count as any other.
+    The nearer number is more likely, in proportion to the distances. A number of the half type is not changed. A number beyond the
+    largest rounds to nearest. Subnormal numbers round like all others.
+
+    Args:
+      x: float32.
+      dtype: the half type of the result.
+      key: two int32 words, as for `random_bits`.
 
     Source: Croci et al., Stochastic rounding: implementation, error analysis and applications, R. Soc. Open Sci. 9 (2022)
     211631, https://doi.org/10.1098/rsos.211631 (mode 1).
@@ -90,11 +94,14 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
 
 
 def _stochastic(x: jax.Array, dtype: DTypeLike, drawn: jax.Array) -> jax.Array:
-    """Unlike adding random bits below the last and cutting off, this serves float16, whose exponents are fewer."""
+    """Round by comparing the gap to the second nearest number with the error of the nearest.
+
+    Unlike adding random bits below the last one and truncating, this works for float16, whose exponent range is smaller than float32's.
+    """
     near, one = nearest(x, dtype), jnp.asarray(1, jnp.uint16)
     bits = jax.lax.bitcast_convert_type(near.astype(dtype), jnp.uint16)
     error = x - near
-    # The numbers of one sign follow each other as their bits do; next to either zero is the first one on the side of x.
+    # Neighbors of one sign have consecutive bit patterns. The neighbor of either zero is the first number on the side of x.
     beside_zero = jnp.where(x < 0, jnp.asarray(0x8001, jnp.uint16), one)
     stepped = jnp.where(near == 0, beside_zero, jnp.where((error > 0) == (x > 0), bits + one, bits - one))
     neighbour = jax.lax.bitcast_convert_type(stepped, jnp.dtype(dtype))
@@ -105,12 +112,12 @@ def _stochastic(x: jax.Array, dtype: DTypeLike, drawn: jax.Array) -> jax.Array:
 
 
 def _stochastic_bfloat16(x: jax.Array, drawn: jax.Array) -> jax.Array:
-    """The same numbers by integers: the 16 bits that are cut off are the error, in 2^-16 of a gap.
+    """Round as `_stochastic_by_gap` does, by integers: the lower 16 bits are the error in units of 2^-16 of the gap.
 
-    With few constants, each of which is an operand of the loop: XLA's CPU compiler writes several results from one loop of fewer than 20.
+    Each constant is an operand of XLA's loop, and XLA's CPU compiler writes several results from one loop only if it has few operands.
     """
-    below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: towards zero
+    below, rest = _upper(x), jax.lax.bitcast_convert_type(x, np.uint32).astype(np.uint16)  # below: rounded toward zero
     is_below = bfloat16_bits(x) == below
     error = jnp.where(is_below, rest, -rest)
-    step = (_upper(drawn) < error) & (jnp.abs(x) < finfo(jnp.bfloat16).max.astype(np.float32))  # a NaN does not step
+    step = (_upper(drawn) < error) & (jnp.abs(x) < finfo(jnp.bfloat16).max.astype(np.float32))  # False for NaN
     return of_bits(below + (is_below == step).astype(np.uint16))

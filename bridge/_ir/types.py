@@ -1,4 +1,4 @@
-"""The classes of jaxprs and pytrees, for annotations."""
+"""Names for the classes of jaxprs and pytrees, for annotations."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jax.extend.core import JaxprEqn as Eqn
 __all__ = ["Array", "Atom", "ClosedJaxpr", "Eqn", "Jaxpr", "KeyPath", "Literal", "PyTree", "ShapedArray", "Var", "aval_of", "open_jaxpr"]
 
 Atom: TypeAlias = Var | Literal
-# The value of a variable while a jaxpr is evaluated: traced, or a constant.
+# The value of a variable while a jaxpr is evaluated: a tracer or a constant.
 Array: TypeAlias = jax.Array | np.ndarray
-# Any nesting of containers that jax knows, with leaves of any class.
+# Nested containers that jax has registered, with leaves of any class.
 PyTree: TypeAlias = Any
-# The place of a leaf in a pytree: keys as `jax.tree_util.DictKey`.
+# The position of a leaf in a pytree: keys like `jax.tree_util.DictKey`.
 KeyPath: TypeAlias = tuple[Hashable, ...]
 
 
 def aval_of(atom: Atom) -> ShapedArray:
-    """The shape and dtype of a variable or literal; jax declares the base class, which has neither."""
+    """Return the shape and dtype of a variable or literal. jax declares a base class without either."""
     return cast(ShapedArray, atom.aval)
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """The jaxpr of a closed one; an open one is given back."""
+    """Return the jaxpr of a closed jaxpr, and an open one unchanged."""
     return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
