@@ -1,11 +1,11 @@
 import gc
 import os
 
-# Before jax starts: tests run on the CPU unless they are told otherwise, and every implicit promotion is an error.
+# Set before jax starts: tests run on the CPU unless MASKBRIDGE_TEST_GPU is set, and every implicit promotion is an error.
 os.environ.setdefault("JAX_PLATFORMS", "" if os.environ.get("MASKBRIDGE_TEST_GPU") else "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
-# Before torch starts, for the processes that tests start too: workers and scripts share few cores, and torch's threads would spin
-# at every barrier until the others come to theirs. They are as many as ever, but sleep.
+# Set before torch starts, and inherited by processes that tests start. Workers and scripts share few cores; without this, torch's
+# threads would spin at every barrier until the others arrive. With it they sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
@@ -14,38 +14,38 @@ import torch
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # of xdist, which would begin with the files of most tests
+    config.option.loadscopereorder = False  # xdist would otherwise start with the files that have most tests
 
 
 def pytest_collection_modifyitems(config, items):
-    if "nightly" not in config.option.markexpr:  # `-m "not slow"` too; `make nightly` asks for them
+    if "nightly" not in config.option.markexpr:  # also with `-m "not slow"`; `make nightly` selects them
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # a worker that came to a long file last would work alone
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # long files first, so that no worker is left alone with one
 
 
 def pytest_collection_finish():
-    """What the imports have left stays: to look through it again and again takes a twelfth of their time."""
+    """Freeze the objects that imports have made, so that the garbage collector does not scan them again in every test."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _seed():
-    # Without a GPU of the CPU alone: for the seed of each device that is not there torch would keep the whole stack as text.
+    # torch.manual_seed seeds every device; for each missing GPU torch would store the whole stack as text.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture
 def standard_promotion():
-    """As optax's users run: optax itself is not clean under strict promotion."""
+    """Use standard promotion, as users of optax do: optax itself fails under strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture
 def unoptimized_training(monkeypatch):
-    """LLVM optimizes nothing of whole training steps, which takes seconds for each: test_pipelines.py and examples run the real ones."""
+    """Compile train steps without LLVM's optimizations, which take seconds each; test_pipelines.py and examples compile with them."""
     import unoptimized
 
     from bridge._train import train_program
@@ -57,10 +57,10 @@ def unoptimized_training(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def _unoptimized_updates(request):
-    """Compile updates without LLVM's optimizations in files marked `unoptimized`, and share none of their programs with other files.
+    """Compile updates without LLVM's optimizations in files marked `unoptimized`; other files share none of these programs.
 
-    This halves the time of files that test what an update is given and leaves behind, and not last bits, threads or bytes. Other files
-    compare numbers of optimized code; `make nightly` does so for all of optax.
+    This halves the time of files that test behavior and not last bits, threads or byte counts. Other files compare numbers of optimized
+    code; `make nightly` does so for all of optax.
     """
     if request.node.get_closest_marker("unoptimized") is None or os.environ.get("MASKBRIDGE_TEST_OPTIMIZED"):
         yield
@@ -79,7 +79,7 @@ def _unoptimized_updates(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many configurations and errors of torch's optimizer database passed, also when xdist's workers ran them."""
+    """Print how many inputs of torch's optimizer database passed, also if xdist's workers ran them."""
     counts, worst = {}, {}
     for outcome in ("passed", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):

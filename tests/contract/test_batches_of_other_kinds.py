@@ -1,4 +1,4 @@
-"""Batches that are mappings but no dicts, and packed sequences."""
+"""Batches that are mappings but not dicts, and packed sequences."""
 
 import collections
 import types
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
 class Encoding(collections.UserDict):
-    """As a tokenizer's: values are attributes too."""
+    """A mapping like a tokenizer's output: its items can also be read as attributes."""
 
     def __init__(self, data, note="none"):
         super().__init__(data)
@@ -38,7 +38,7 @@ class Named(dict):
 
 
 class Read(collections.abc.Mapping):
-    """A mapping that nobody can write into."""
+    """A read-only mapping."""
 
     def __init__(self, data):
         self._data = data
@@ -54,7 +54,7 @@ class Read(collections.abc.Mapping):
 
 
 class Itself(dict):
-    """Its items are its attributes, in one storage."""
+    """A dict that is its own `__dict__`: items and attributes share one storage."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -62,7 +62,7 @@ class Itself(dict):
 
 
 class Twice(dict):
-    """Its items are attributes too, in a second storage."""
+    """A dict that stores each item also as an attribute."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -75,7 +75,7 @@ class Slotted(dict):
 
 
 class Inside(dict):
-    """Its copy shares the storage of its items."""
+    """A mapping whose copy shares the storage of its items."""
 
     def __init__(self, data):
         self.inner = dict(data)
@@ -125,7 +125,7 @@ class NotedDict(dict):
 
 
 DATA = {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "labels": torch.tensor([0, 1]), "extra": [torch.ones(2), 3]}
-KINDS = [collections.UserDict, Read]  # others: below
+KINDS = [collections.UserDict, Read]  # some tests add other kinds
 
 
 def classifier():
@@ -192,7 +192,7 @@ def a_step(loss):
 
 
 @pytest.mark.parametrize("kind", [Itself, Twice, Slotted, collections.UserDict])
-def test_attributes_that_are_items_are_those_of_each_batch(kind):
+def test_item_attributes_have_the_values_of_each_batch(kind):
     attributes = kind is not collections.UserDict
     step, model = a_step(lambda model, batch: model(batch.inner.x if attributes else batch["inner"]["x"]).mean())
     for scale in (1.0, 2.0, 3.0):
@@ -202,7 +202,7 @@ def test_attributes_that_are_items_are_those_of_each_batch(kind):
 
 
 @pytest.mark.parametrize("kind", [Itself, Twice])
-def test_attributes_that_are_items_in_a_module_function(kind):
+def test_module_function_reads_item_attributes(kind):
     class Model(nn.Linear):
         def forward(self, batch):
             return super().forward(batch.x).mean()
@@ -214,7 +214,7 @@ def test_attributes_that_are_items_in_a_module_function(kind):
 
 
 @pytest.mark.parametrize("kind", [Inside, Shares])
-def test_a_mapping_whose_copy_shares_its_storage_is_not_written_into(kind):
+def test_mapping_whose_copy_shares_storage_is_left_unchanged(kind):
     class Model(nn.Linear):
         def forward(self, batch):
             return super().forward(batch["x"]).mean()
@@ -233,7 +233,7 @@ def test_a_mapping_whose_copy_shares_its_storage_is_not_written_into(kind):
 
 
 @pytest.mark.parametrize("kind", [Noted, NotedDict])
-def test_attributes_of_a_mapping_are_values_of_each_call(kind):
+def test_attributes_of_a_mapping_have_the_values_of_each_call(kind):
     step, _ = a_step(lambda model, batch: model(batch["x"]).mean() * 0 + batch.note[0])
     x = torch.ones(3, 2)
     assert [float(step(kind({"x": x}, note))) for note in ([1.0], [5.0], [1.0], (2, "a"))] == [1, 5, 1, 2]
@@ -242,13 +242,13 @@ def test_attributes_of_a_mapping_are_values_of_each_call(kind):
 
 @pytest.mark.parametrize("kind", [Noted, NotedDict])
 @pytest.mark.parametrize("note", [torch.ones(()), [{"a": np.ones(2)}], jnp.ones(2)], ids=["tensor", "nested", "jax"])
-def test_a_tensor_in_an_attribute_of_a_mapping_is_an_error(kind, note):
+def test_tensor_in_an_attribute_of_a_mapping_raises(kind, note):
     step, _ = a_step(sums)
     with pytest.raises(TypeError, match=r"attribute 'note' holds a tensor.*Put it among the items"):
         step({"inner": kind({"x": torch.ones(3, 2)}, note)})
 
 
-def test_an_attribute_without_a_value_is_an_error_where_it_is_read():
+def test_reading_an_attribute_without_a_value_raises():
     x, note = torch.ones(3, 2), [object()]
     step, _ = a_step(sums)
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_an_attribute_without_a_value_is_an_error_where_it_is_read():
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.lbfgs(0.1)], ids=["no arguments", "further arguments"])
-def test_a_batch_as_keywords_is_an_error(tx):
+def test_batch_unpacked_into_keywords_raises(tx):
     model = classifier()
     step = torch_api.JaxTrainStep(model, loss, torch_api.OptaxOptimizer(model.named_parameters(), tx))
     before = [p.detach().clone() for p in model.parameters()]
@@ -270,7 +270,7 @@ def test_a_batch_as_keywords_is_an_error(tx):
 
 
 class Recurrent(nn.Module):
-    """A network over a packed sequence, given as one or packed in forward."""
+    """A recurrent network. Its input is a packed sequence, or `forward` packs it."""
 
     def __init__(self, kind, lengths=None, **options):
         super().__init__()
@@ -289,7 +289,7 @@ CELLS += [("RNN", {"nonlinearity": "relu", "bias": False})]
 
 
 @pytest.mark.parametrize(("kind", "options"), CELLS)
-def test_constant_lengths_in_forward(kind, options):
+def test_forward_packs_with_constant_lengths(kind, options):
     torch.manual_seed(0)
     lengths = [1, 4, 3] if options.get("batch_first") else torch.tensor([1, 4, 3])
     net = Recurrent(kind, lengths, **options)
@@ -318,7 +318,7 @@ def test_a_packed_sequence_is_a_batch():
     assert step.cache_info().compilations == 2
 
 
-def test_a_packed_sequence_through_to_jax_and_a_module_function():
+def test_to_jax_and_module_function_take_a_packed_sequence():
     net = Recurrent("GRU")
     packed = rnn.pack_padded_sequence(torch.randn(4, 3, 3), [2, 4, 1], enforce_sorted=False)
     arrays = bridge.to_jax(packed, copy=None)
@@ -330,7 +330,7 @@ def test_a_packed_sequence_through_to_jax_and_a_module_function():
     assert all(torch.equal(one, other) for one, other in zip(back, packed, strict=True))
 
 
-def test_lengths_that_are_wrong_or_traced_are_errors():
+def test_wrong_or_traced_lengths_raise():
     for lengths in ([4, 3], [3, 4, 1], [5, 1, 1], [4, 1, 0]):
         with pytest.raises(RuntimeError, match=r"expected one length of 1 or more for each sequence"):
             bridge.module_function(Packs(lengths))({}, jnp.ones((4, 3, 2)))

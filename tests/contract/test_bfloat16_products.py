@@ -1,4 +1,4 @@
-"""A bfloat16 layer takes batches of any number of dimensions in a train step, and moves as in the eager loop."""
+"""A bfloat16 layer in a train step takes batches with any number of dimensions and moves as in the eager loop."""
 
 import copy
 

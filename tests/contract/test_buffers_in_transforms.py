@@ -1,4 +1,4 @@
-"""A module that writes buffers (batch norm) inside functions that jax transforms by itself."""
+"""Modules that write buffers (batch norm) inside functions that jax transforms, such as `jax.checkpoint`, `jax.jit` and `jax.lax.scan`."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def net():
 
 
 class Counting(torch.nn.Module):
-    """Buffers that are written in place, through a view, and bound anew; a call of jax.checkpoint of the module's own."""
+    """A module that writes buffers in place, writes them through a view, rebinds them, and calls jax.checkpoint in its forward."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Counting(torch.nn.Module):
         return jax.checkpoint(self.work)(x) if isinstance(getattr(x, "jax", lambda: None)(), jax.Array) else self.work(x)
 
 
-# Each gets a function of arrays, and gives what is called in its place.
+# Each entry maps a function of arrays to its transformed form.
 CARRIED = {
     "checkpoint": lambda call: jax.checkpoint(call),
     "jit": lambda call: lambda x: jax.jit(lambda twice, x: call(x) * twice / 2, static_argnums=0)(2, x),
@@ -46,7 +46,7 @@ CARRIED = {
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_checkpointed_and_jitted_calls_write_buffers_as_plain_ones_do():
+def test_checkpointed_and_jitted_calls_write_buffers_like_plain_calls():
     x, model, twin = torch.randn(4, 3), Counting(), Counting()
 
     def loss(model, x):
@@ -86,7 +86,7 @@ JITTED = {
 }
 
 
-def test_a_jitted_function_is_given_arrays_and_gives_arrays():
+def test_jitted_function_takes_and_returns_arrays():
     model, found = torch.nn.BatchNorm1d(2), {}
 
     def loss(model, x):
@@ -99,7 +99,7 @@ def test_a_jitted_function_is_given_arrays_and_gives_arrays():
     assert TABLE.tolist() == [3.0, 1.0, 2.0]
 
 
-def with_a_rule(call, x):
+def with_custom_vjp(call, x):
     @jax.custom_vjp
     def twice(x):
         return 2 * call(x)
@@ -116,14 +116,14 @@ REFUSED = {
     "fori_loop": lambda call, x: jax.lax.fori_loop(0, 2, lambda _, x: call(x), x),
     "while_loop": lambda call, x: jax.lax.while_loop(lambda x: x.sum() < 0, call, x),
     "vmap": lambda call, x: jax.vmap(call)(x[None]),
-    "a custom derivative": with_a_rule,
+    "a custom derivative": with_custom_vjp,
     "checkpoint within scan": lambda call, x: jax.lax.scan(lambda x, _: (jax.checkpoint(call)(x), None), x, None, length=2)[0],
     "scan within checkpoint": lambda call, x: jax.checkpoint(lambda x: jax.lax.scan(lambda x, _: (call(x), None), x, None, 2)[0])(x),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_write_that_would_be_lost_is_an_error_that_names_the_buffer(name):
+def test_lost_buffer_write_raises_and_names_the_buffer(name):
     model = net()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     loss = lambda model, x: jnp.mean(REFUSED[name](lambda x: jnp.asarray(model(x)), jnp.asarray(x)))  # noqa: E731
@@ -135,7 +135,7 @@ def test_a_write_that_would_be_lost_is_an_error_that_names_the_buffer(name):
         assert torch.equal(value, before[key])
 
 
-def test_a_checkpoint_that_was_taken_from_jax_before_says_what_to_do():
+def test_checkpoint_imported_by_name_raises_with_advice():
     from jax import checkpoint
 
     model = net()
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_was_taken_from_jax_before_says_what_to_do():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_what_writes_nothing_may_be_called_anywhere_and_a_gradient_in_the_loss_too():
+def test_module_in_eval_mode_may_be_called_in_a_scan():
     model, x = net(), torch.randn(4, 3)
 
     def inner(model, x):
@@ -179,7 +179,7 @@ def test_module_functions_carry_buffers_through_checkpoints_of_the_module():
     np.testing.assert_allclose(new["body"]["1"]["running_var"], model.body[1].running_var.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_new_values_that_nobody_asks_for_may_be_lost():
+def test_buffer_writes_may_be_lost_where_the_caller_asks_for_no_buffers():
     class Looped(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -196,7 +196,7 @@ def test_new_values_that_nobody_asks_for_may_be_lost():
         fn(params, jnp.asarray(x.numpy()), buffers=buffers, train=True)
 
 
-def test_buffers_as_the_carry_of_a_scan_keep_their_dtypes():
+def test_buffers_carried_by_a_scan_keep_their_dtypes():
     model, twin, xs = net(), net(), torch.randn(3, 4, 3)
     fn, params, buffers = bridge.module_function(model), bridge.module_tree(model), bridge.module_buffers(model)
     new, outs = jax.lax.scan(lambda buffers, x: fn(params, x, buffers=buffers, train=True)[::-1], buffers, jnp.asarray(xs.numpy()))

@@ -1,4 +1,4 @@
-"""Callbacks of jax in a loss see jax's own flag for 64 bits when they run, wherever in the loss they stand."""
+"""JAX callbacks in a loss run under the 64-bit flag that the user has set, wherever in the loss they are called."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def look(x):
 
 def sine(x):
     look(x)
-    return np.sin(np.asarray(x, np.float64))  # which jax makes float32 of where its flag is off
+    return np.sin(np.asarray(x, np.float64))  # jax casts it to float32 where its 64-bit flag is off
 
 
 def cosine(x):
@@ -59,7 +59,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_callback_sees_the_flag_of_jax_and_its_results_are_taken(kind, dtype):
+def test_callback_sees_the_users_64_bit_flag_and_its_results_are_used(kind, dtype):
     ours, theirs = KINDS[kind]
     model, reference = (torch.nn.Linear(3, 1).to(dtype) for _ in range(2))
     reference.load_state_dict(model.state_dict())

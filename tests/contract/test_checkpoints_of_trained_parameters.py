@@ -1,4 +1,4 @@
-"""A checkpoint of torch that holds only the trained parameters loads where the optimizer has the frozen ones too."""
+"""A torch checkpoint of the trained parameters alone loads into an optimizer that also has the frozen parameters."""
 
 import copy
 
@@ -22,7 +22,7 @@ def step(model, optimizer):
 
 
 def saved_by_torch(model, with_names, lr=0.05):
-    """The state_dict of torch's optimizer of the head after two steps."""
+    """Train the head for two steps with torch's AdamW; return that optimizer and its model."""
     twin = copy.deepcopy(model)
     params = twin["head"].named_parameters(prefix="head") if with_names else twin["head"].parameters()
     optimizer = torch.optim.AdamW(params, lr=lr)
@@ -65,13 +65,13 @@ WAYS = [by_requires_grad, by_mask, by_flag, by_flag_last, without_names, under_a
 
 @pytest.mark.parametrize("with_names", [True, False], ids=["names", "positions"])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_loads_and_goes_on_as_torch(way, with_names):
+def test_checkpoint_of_the_head_loads_and_training_continues_as_in_torch(way, with_names):
     model = two_layers()
     reference, twin = saved_by_torch(model, with_names)
     body = [p.detach().clone() for p in model["body"].parameters()]
     params, options = way(model)
     optimizer = torch_api.MaskedAdamW(params, lr=0.5, **options)
-    for saved in (reference, optimizer):  # its own, which has all, loads again
+    for saved in (reference, optimizer):  # the second checkpoint is its own and holds all parameters
         optimizer.load_state_dict(saved.state_dict())
         step(model, optimizer)
         step(twin, reference)
@@ -81,10 +81,10 @@ def test_it_loads_and_goes_on_as_torch(way, with_names):
     lrs = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert {lrs[id(p)] for p in model["head"].parameters()} == {0.05}
     if "flag" in way.__name__:
-        assert {lrs[id(p)] for p in model["body"].parameters()} == {0.7}, "of a group that was not saved"
+        assert {lrs[id(p)] for p in model["body"].parameters()} == {0.7}, "the checkpoint has no group with this lr"
 
 
-def test_a_trained_parameter_that_is_missing_is_still_refused():
+def test_checkpoint_without_a_trained_parameter_is_refused():
     model = two_layers()
     reference, _ = saved_by_torch(model, True)
     for params, options, text in (
@@ -100,11 +100,11 @@ def test_a_trained_parameter_that_is_missing_is_still_refused():
         assert not optimizer.state_dict()["state"] or "mask" in options
 
 
-def test_the_missing_ones_may_be_trained_later():
+def test_parameters_missing_in_the_checkpoint_can_be_thawed_later():
     model = two_layers()
     reference, _ = saved_by_torch(model, True)
     optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=0.5, mask="head.*")
-    optimizer.set_trainable("head.bias", True)  # from here on groups say which of their parameters are trained
+    optimizer.set_trainable("head.bias", True)  # the groups now list which of their parameters are trained
     optimizer.load_state_dict(reference.state_dict())
     optimizer.set_trainable("body.*", True)
     before = model["body"].weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Transformations that close over a tree of all parameters: where one takes no part, the error names it, and nothing changes."""
+"""Transformations that close over a tree of all parameters: if a parameter is inactive, an error names it and nothing changes."""
 
 import jax
 import numpy as np
@@ -17,12 +17,12 @@ def model_and_anchor():
 
 
 def pulled(anchor):
-    """Add a pull towards the anchor to the gradient."""
+    """Return a transformation that adds a pull towards the anchor to the gradient."""
     return optax.chain(optax.stateless(lambda g, p: jax.tree.map(lambda g, p, a: g + 0.1 * (p - a), g, p, anchor)), optax.sgd(0.1))
 
 
 def from_init(anchor):
-    """The same with the distance from the anchor in the state, so that `init` fails."""
+    """Return the same transformation with the distance from the anchor in its state, so that `init` fails."""
 
     def update(updates, away, params):
         return jax.tree.map(lambda g, d: -0.1 * (g + 0.1 * d), updates, away), away
@@ -54,7 +54,7 @@ def assert_pulled(model, before, live):
 
 @pytest.mark.parametrize("make", [pulled, from_init])
 @pytest.mark.parametrize("why", ["mask", "requires_grad", "gradient"])
-def test_the_error_names_what_takes_no_part_and_says_why(make, why):
+def test_error_names_the_inactive_parameter_and_the_reason(make, why):
     model, anchor = model_and_anchor()
     model["body"].requires_grad_(why != "requires_grad")
     give(model, ("head",) if why == "gradient" else ("body", "head"))
@@ -66,7 +66,7 @@ def test_the_error_names_what_takes_no_part_and_says_why(make, why):
     np.testing.assert_equal(values(model), before)
 
 
-def test_with_all_gradients_and_after_the_error_the_step_is_right():
+def test_step_with_all_gradients_succeeds_after_the_error():
     model, anchor = model_and_anchor()
     optimizer = torch_api.OptaxOptimizer(model.named_parameters(), pulled(anchor))
     give(model, "head")
@@ -78,7 +78,7 @@ def test_with_all_gradients_and_after_the_error_the_step_is_right():
     assert_pulled(model, before, ("body", "head"))
 
 
-def test_one_that_leaves_none_out_as_the_error_says_is_taken():
+def test_transformation_that_accepts_none_leaves_is_not_refused():
     model, anchor = model_and_anchor()
     optimizer, before = torch_api.OptaxOptimizer(model.named_parameters(), tolerant(anchor)), values(model)
     give(model, "head")
@@ -86,7 +86,7 @@ def test_one_that_leaves_none_out_as_the_error_says_is_taken():
     assert_pulled(model, before, ("head",))
 
 
-def test_under_a_train_step():
+def test_train_step_raises_the_same_error():
     model, anchor = model_and_anchor()
     optimizer = torch_api.OptaxOptimizer(model.named_parameters(), pulled(anchor), mask="head.*")
     step = torch_api.JaxTrainStep(model, lambda model, x: model["head"](model["body"](x)).sum(), optimizer)
@@ -96,7 +96,7 @@ def test_under_a_train_step():
     np.testing.assert_equal(values(model), before)
 
 
-def test_before_one_label_of_several():
+def test_parameters_of_another_label_are_named_in_the_error():
     model, anchor = model_and_anchor()
     rules, labels = {"pulled": pulled(anchor), "plain": optax.sgd(0.1)}, {"head": "pulled", "body": "plain"}
     give(model, ("body", "head"))
@@ -104,7 +104,7 @@ def test_before_one_label_of_several():
         torch_api.PartitionedOptimizer(model.named_parameters(), rules, labels=labels).step()
 
 
-def test_an_error_for_another_reason_stays_what_it_is():
+def test_unrelated_error_of_the_transformation_is_not_replaced():
     def update(updates, params):
         raise LookupError("no such thing")
 

@@ -1,4 +1,4 @@
-"""jax's persistent compilation cache beside the optimizers: no code of Python in the folder, and the same numbers at a second start."""
+"""jax's persistent compilation cache works with the optimizers: it holds no pickled code, and a second start gives the same numbers."""
 
 import hashlib
 import os
@@ -52,7 +52,7 @@ class Command:
 
 
 def train(folder, warnings="error"):
-    """What a new process prints that keeps its programs in the folder: the parameters of each optimizer after three steps."""
+    """Train in a new process that caches its programs in `folder`; return the lines it prints, the parameters of each optimizer."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
     env |= {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
@@ -68,18 +68,18 @@ def train(folder, warnings="error"):
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A folder that a first start has filled, and what that start printed."""
+    """Return a cache folder that one process has filled, and the lines which that process printed."""
     folder = tmp_path_factory.mktemp("cache")
     return folder, train(folder)
 
 
 def entries(folder):
-    """The content of each entry, by its file; jax writes beside it when it was used."""
+    """Return the content of each cache file; jax's files with access times are left out."""
     return {file: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file() and not file.name.endswith("-atime")}
 
 
 def parts(content):
-    """The content of an entry and what it decompresses to, from its beginning or behind a digest."""
+    """Yield the content of an entry and its decompressed form, with and without a leading digest."""
     for start in (0, 16, 20, 32, 64):
         yield content[start:]
         try:
@@ -89,7 +89,7 @@ def parts(content):
 
 
 def is_pickle(part):
-    """Whether a pickle begins here; nothing of it is run."""
+    """Return whether the bytes start with a pickle; the pickle is not run."""
     if part[:1] != pickle.PROTO or part[1] not in range(2, pickle.HIGHEST_PROTOCOL + 1):
         return False
     try:
@@ -103,24 +103,24 @@ def test_no_entry_holds_a_pickle(filled):
     assert found
     assert not [file.name for file, content in found.items() if any(map(is_pickle, parts(content)))]
     code = zlib.compress(pickle.dumps([Command("true")]))
-    assert any(map(is_pickle, parts(hashlib.sha256(code).digest() + code)))  # the broken sibling
+    assert any(map(is_pickle, parts(hashlib.sha256(code).digest() + code)))  # the check itself can fail
 
 
-def test_a_second_start_has_the_same_numbers_and_compiles_nothing(filled):
+def test_second_start_gives_the_same_numbers_and_compiles_nothing(filled):
     folder, first = filled
     before = entries(folder).keys()
     assert train(folder) == first
     assert entries(folder).keys() == before
 
 
-def test_an_entry_that_somebody_replaced_runs_nothing(filled, tmp_path):
+def test_replaced_entry_runs_no_code(filled, tmp_path):
     folder, first = filled
     mark, before = tmp_path / "mark", entries(folder)
     code = zlib.compress(pickle.dumps([Command(f"touch {mark}")]))
     try:
         for file in before:
             file.write_bytes(hashlib.sha256(code).digest() + code)
-        assert train(folder, warnings="ignore") == first  # jax warns of each entry that it cannot read
+        assert train(folder, warnings="ignore") == first  # jax warns about each entry that it cannot read
         assert not mark.exists()
     finally:
         for file, content in before.items():

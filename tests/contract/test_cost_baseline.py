@@ -1,4 +1,4 @@
-"""Cost of a step of standard optimizers and settings, compared with cost_baseline.json.
+"""Cost of one step for standard optimizers and settings, compared with cost_baseline.json.
 
 `make baseline` writes the section of the installed jaxlib.
 """
@@ -23,9 +23,9 @@ BASELINE = Path(__file__).parent / "cost_baseline.json"
 JAXLIB = importlib.metadata.version("jaxlib")
 WRITES = bool(os.environ.get("MASKBRIDGE_WRITE_BASELINE"))
 
-# 2^20 and some elements: matrices, and vectors beside them.
+# Matrices and vectors with a little more than 2^20 elements.
 LARGE = [(1024, 896), (896,), (256, 512), (256,)]
-# A few thousand elements, on one core.
+# A few thousand elements, which XLA updates on one core.
 SMALL = [(48, 64), (48,), (16, 48), (16,)]
 TINY = [(64, 64)] * 150 + [(64,)] * 150
 MANY = [(96, 96)] * 1000
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.long, pytest.mark.usefixtures("stan
 
 
 def parameters(shapes, dtype=torch.float32):
-    """Named parameters with gradients."""
+    """Return named parameters with gradients."""
     params = {
         f"layer{i}.{'weight' if len(shape) > 1 else 'bias'}": nn.Parameter(torch.randn(shape).to(dtype)) for i, shape in enumerate(shapes)
     }
@@ -52,7 +52,7 @@ def count(params):
 
 
 def stepping(make, shapes=LARGE, dtype=torch.float32):
-    """The cost of a step of `make(named parameters)`."""
+    """Return a function that measures a step of `make(named parameters)`."""
 
     def measured():
         params = parameters(shapes, dtype)
@@ -64,12 +64,12 @@ def stepping(make, shapes=LARGE, dtype=torch.float32):
 
 
 def of(name, shapes=LARGE, dtype=torch.float32, **arguments):
-    """A class of torch_api."""
+    """Return a function that measures a class of torch_api."""
     return stepping(lambda params: getattr(torch_api, name)(params, **arguments), shapes, dtype)
 
 
 def optaxs(tx, shapes=LARGE, **hyperparams):
-    """A transformation or a factory of optax."""
+    """Return a function that measures a transformation or a factory of optax."""
     return stepping(lambda params: torch_api.OptaxOptimizer(params, tx, **hyperparams), shapes)
 
 
@@ -86,7 +86,7 @@ def partitioned(params):
 
 
 def scaled(**arguments):
-    """Through GradScaler, which leaves unscaling to the optimizer."""
+    """Return a function that measures a step through GradScaler, which leaves unscaling to the optimizer."""
 
     def measured():
         params = parameters(LARGE)
@@ -104,7 +104,7 @@ def scaled(**arguments):
 
 
 def masked_rows():
-    """Every other row of a matrix is trained."""
+    """Return a function that measures a matrix of which every other row is trained."""
     params = parameters([(1024, 256), (256,)])
     rows = torch.arange(1024)[:, None].expand(1024, 256) % 2 == 0
     optimizer = torch_api.MaskedAdamW(params.items(), mask={"layer0.weight": rows, "layer1.bias": True})
@@ -118,7 +118,7 @@ def half_frozen():
 
 
 def some_gradients(in_ten):
-    """So many in ten parameters have a gradient; bytes are per element of these."""
+    """Return a function that measures a step in which `in_ten` of ten parameters have gradients; bytes are per element with gradient."""
 
     def measured():
         params = parameters(LAYERS)
@@ -152,7 +152,7 @@ def train_step(accumulate=1, **arguments):
 
 BF16 = torch.bfloat16
 CONFIGURATIONS = {
-    # torch's classes
+    # classes of torch.optim
     "AdamW": of("MaskedAdamW"),
     "AdamW, small": of("MaskedAdamW", SMALL),
     "Adam, amsgrad": of("MaskedAdam", amsgrad=True),
@@ -166,7 +166,7 @@ CONFIGURATIONS = {
     "RAdam": of("MaskedRAdam"),
     "Adamax": of("MaskedAdamax"),
     "Muon": stepping(lambda params: torch_api.MaskedMuon([(name, p) for name, p in params if p.ndim == 2]), SMALL),
-    # optax's
+    # transformations of optax
     "Lion": of("MaskedLion", lr=1e-4),
     "LAMB": of("MaskedLamb", lr=1e-3),
     "LARS": of("MaskedLars", lr=1e-3),
@@ -184,7 +184,7 @@ CONFIGURATIONS = {
     "MultiOptimizer": stepping(
         lambda params: torch_api.MultiOptimizer(params, ("*.weight", bridge.Momentum(lr=0.1)), ("*.bias", bridge.Adam(lr=0.1)))
     ),
-    # types
+    # dtypes
     "AdamW, bfloat16": of("MaskedAdamW", LARGE, BF16),
     "AdamW, bfloat16, master weights": of("MaskedAdamW", LARGE, BF16, master_weights=True),
     "AdamW, bfloat16, stochastic rounding": of("MaskedAdamW", LARGE, BF16, stochastic_rounding=True),
@@ -223,7 +223,7 @@ def sections():
 
 
 def write(section):
-    """Replace the section of the installed jaxlib."""
+    """Write `section` as the section of the installed jaxlib."""
     known = sections() | {JAXLIB: section}
     versions = (
         f"{json.dumps(version)}: {{\n"
@@ -235,7 +235,7 @@ def write(section):
 
 
 def baseline():
-    """The costs by configuration for the installed jaxlib."""
+    """Return the costs by configuration for the installed jaxlib."""
     reason = not_comparable()
     if reason is not None:
         pytest.skip(reason)
@@ -245,7 +245,7 @@ def baseline():
 
 
 def changes(name, before, now):
-    """A line for each field that has changed."""
+    """Return a line for each changed field."""
     return [
         f"{name}: {field.replace('_', ' ')} {before.get(field, 'unknown')} before, {value} now"
         for field, value in now._asdict().items()
@@ -255,7 +255,7 @@ def changes(name, before, now):
 
 def check(name, before, now):
     found = changes(name, before, now)
-    assert not found, "\n".join([*found, f"if this is meant: `make baseline` writes {BASELINE.name}"])
+    assert not found, "\n".join([*found, f"if the change is intended, `make baseline` writes {BASELINE.name}"])
 
 
 def measured(name):
@@ -264,7 +264,7 @@ def measured(name):
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_the_cost_of_a_step_is_that_of_the_baseline(name):
+def test_cost_of_a_step_equals_the_baseline(name):
     known = baseline()
     found, added = measured(name)
     assert added == 0, f"{name}: the second step traces or compiles"
@@ -273,14 +273,14 @@ def test_the_cost_of_a_step_is_that_of_the_baseline(name):
     check(name, baseline().get(name, {}), found)
 
 
-def test_the_baseline_has_each_configuration_and_no_other():
+def test_baseline_lists_exactly_the_configurations():
     known = baseline()
     if WRITES:
         write({name: known[name] for name in CONFIGURATIONS})
     assert list(baseline()) == list(CONFIGURATIONS)
 
 
-def test_a_change_is_printed_with_its_configuration_field_and_both_values():
+def test_failure_prints_configuration_field_and_both_values():
     before = baseline()["SGD"]
     altered = before | {"bytes_per_element": before["bytes_per_element"] - 4, "executables": 7}
     with pytest.raises(AssertionError) as raised:
@@ -289,7 +289,7 @@ def test_a_change_is_printed_with_its_configuration_field_and_both_values():
     assert lines[:2] == ["SGD: bytes per element 8 before, 12 now", "SGD: executables 7 before, 1 now"]
 
 
-def test_a_step_that_compiles_again_is_seen():
+def test_recompiling_step_is_counted():
     params = parameters(SMALL)
     optimizer = torch_api.MaskedAdamW(params.items())
 

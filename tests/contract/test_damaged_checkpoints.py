@@ -1,4 +1,4 @@
-"""A damaged state_dict is refused when it is loaded: the text names parameter and field, and the optimizer is as before."""
+"""Loading a damaged state_dict raises; the error names the parameter and the field, and the optimizer is unchanged."""
 
 import copy
 
@@ -62,13 +62,13 @@ def trained(name, **options):
 
 
 def entries(state_dict):
-    """(index, parameter's name, field, value) of each field."""
+    """Return (index, parameter name, field, value) for each field of the state."""
     names = {i: name for group in state_dict["param_groups"] for i, name in zip(group["params"], group["param_names"], strict=True)}
     return [(i, names[i], key, value) for i, fields in state_dict["state"].items() for key, value in fields.items()]
 
 
 def damages(value, name="Adam"):
-    """Values that cannot stand for this one."""
+    """Yield values that are invalid in place of `value`."""
     yield torch.zeros((*value.shape, 2), dtype=value.dtype)
     yield value.to_sparse() if value.ndim and value.is_floating_point() else torch.zeros(1).to_sparse()
     if name != "Adam":
@@ -85,7 +85,7 @@ def damages(value, name="Adam"):
 
 
 def refused(optimizer, params, state_dict, *texts):
-    """Loading raises an error with these texts and changes nothing."""
+    """Check that loading raises an error with these texts and changes nothing."""
     before, state = [p.detach().clone() for _, p in params], copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match="load_state_dict") as error:
         optimizer.load_state_dict(state_dict)
@@ -99,7 +99,7 @@ def refused(optimizer, params, state_dict, *texts):
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_each_field_that_is_damaged_is_refused(name):
+def test_damage_in_any_field_is_refused(name):
     params, optimizer = trained(name)
     saved = optimizer.state_dict()
     assert entries(saved)
@@ -109,7 +109,7 @@ def test_each_field_that_is_damaged_is_refused(name):
             damaged["state"][index][field] = damage
             refused(optimizer, params, damaged, repr(parameter), repr(field))
         if field in ("ema_param", "master_param", "rounding_key"):
-            continue  # may be missing: they are options of the optimizer that was saved
+            continue  # these may be missing, because the optimizer that was saved may not have had the option
         for change in (dict.pop, lambda fields, key: fields.update({key: None}))[: 1 + (name == "Adam")]:
             damaged = copy.deepcopy(saved)
             change(damaged["state"][index], field)
@@ -120,7 +120,7 @@ def test_each_field_that_is_damaged_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["Adam", "Lion", "clip, adam", "optax.adamw", "beside", "partitioned"])
-def test_state_of_a_frozen_parameter_is_looked_at_too(name):
+def test_damaged_state_of_a_frozen_parameter_is_refused(name):
     params, optimizer = trained(name)
     optimizer.set_trainable("b", False)
     saved = optimizer.state_dict()
@@ -135,19 +135,19 @@ def test_state_of_a_frozen_parameter_is_looked_at_too(name):
     optimizer.step()
 
 
-def test_moments_that_are_missing_beside_a_count_are_refused():
+def test_step_count_without_moments_is_refused():
     params, optimizer = trained("Adam")
     for fields in ({"step": torch.tensor(1.0)}, {"step": 1.0}, {"step": torch.tensor(1.0), "exp_avg": None, "exp_avg_sq": None}):
         damaged = copy.deepcopy(optimizer.state_dict())
         damaged["state"][1] = fields
         refused(optimizer, params, damaged, "'b'", "'exp_avg'")
     nothing = copy.deepcopy(optimizer.state_dict())
-    nothing["state"][1] = {"step": torch.tensor(0.0)}  # stands for the state of a frozen parameter
+    nothing["state"][1] = {"step": torch.tensor(0.0)}  # the state of a frozen parameter
     optimizer.load_state_dict(nothing)
     assert params[1][1] not in optimizer.state
 
 
-def test_no_momentum_buffer_stands_for_none_as_in_torch():
+def test_momentum_buffer_of_none_loads_as_missing_state():
     params, optimizer = trained("SGD")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0] = {"momentum_buffer": None}
@@ -155,7 +155,7 @@ def test_no_momentum_buffer_stands_for_none_as_in_torch():
     assert params[0][1] not in optimizer.state
 
 
-def test_an_entry_that_is_no_dict_and_a_damaged_frame_are_refused():
+def test_entries_and_groups_of_a_wrong_type_are_refused():
     params, optimizer = trained("Adam")
     saved = optimizer.state_dict()
 
@@ -184,8 +184,8 @@ def test_an_entry_that_is_no_dict_and_a_damaged_frame_are_refused():
     optimizer.load_state_dict(saved)
 
 
-def test_a_count_of_one_element_is_taken_and_a_float64_moment_is_cast():
-    """As older versions of torch saved them."""
+def test_one_element_count_and_float64_moment_are_accepted():
+    """Older versions of torch saved such counts and moments."""
     params, optimizer = trained("Adam")
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["step"] = torch.tensor([3.0])
@@ -196,7 +196,7 @@ def test_a_count_of_one_element_is_taken_and_a_float64_moment_is_cast():
     assert [float(optimizer.state[p]["step"]) for _, p in params] == [4.0, 4.0]
 
 
-def test_an_optimizer_of_the_same_kind_that_was_never_stepped_refuses_too():
+def test_optimizer_that_was_never_stepped_refuses_damaged_state():
     for name in ("Adam", "clip, adam"):
         _, optimizer = trained(name)
         saved = optimizer.state_dict()

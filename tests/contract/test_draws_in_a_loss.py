@@ -1,4 +1,4 @@
-"""A loss that draws by NumPy or Python is traced once, so the number is a constant: one warning says so."""
+"""A loss that draws with NumPy or Python's random module is traced once, so its number is a constant; one warning says so."""
 
 import random
 import threading
@@ -48,7 +48,7 @@ def step_of(draw, model=None):
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_a_draw_warns_once(kind):
+def test_draw_in_a_loss_warns_once(kind):
     draw, source = DRAWS[kind]
     step = step_of(draw)
     with pytest.warns(UserWarning, match=f"{source}.*torch.rand") as caught:
@@ -58,7 +58,7 @@ def test_a_draw_warns_once(kind):
     assert step(torch.ones(2, 3)) == step(torch.ones(2, 3))
 
 
-def test_a_draw_of_an_object_whose_method_is_the_loss_warns():
+def test_draw_in_a_loss_method_warns():
     class Trainer:
         generator = None
 
@@ -72,7 +72,7 @@ def test_a_draw_of_an_object_whose_method_is_the_loss_warns():
         step(torch.ones(2, 3))
 
 
-def test_a_draw_of_the_model_warns():
+def test_draw_in_the_model_warns():
     class Drops(nn.Linear):
         def __init__(self):
             super().__init__(3, 1)
@@ -98,7 +98,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("kind", SILENT)
-def test_other_losses_do_not_warn(kind):
+def test_losses_without_draws_do_not_warn(kind):
     step = step_of(SILENT[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -117,7 +117,7 @@ def test_draws_outside_of_the_loss_do_not_warn():
 
 @pytest.fixture
 def other_thread():
-    """Another thread, which draws all the time."""
+    """Run another thread that draws continuously."""
     stop, began = threading.Event(), threading.Event()
 
     def draw():
@@ -136,7 +136,7 @@ def other_thread():
 
 
 @pytest.mark.usefixtures("other_thread")
-def test_draws_of_another_thread_do_not_warn():
+def test_draws_in_another_thread_do_not_warn():
     step = step_of(lambda: time.sleep(0.01) or 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,7 +145,7 @@ def test_draws_of_another_thread_do_not_warn():
 
 @pytest.mark.usefixtures("other_thread")
 @pytest.mark.parametrize("kind", ["permutation", "random.choice", "a generator of the module's file", "legacy"])
-def test_a_draw_of_the_loss_beside_those_of_another_thread_warns(kind):
+def test_draw_in_the_loss_warns_while_another_thread_draws(kind):
     draw, source = DRAWS[kind]
     with pytest.warns(UserWarning, match=f"{source}.*torch.rand") as caught:
         step_of(draw)(torch.ones(2, 3))

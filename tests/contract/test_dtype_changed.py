@@ -1,4 +1,4 @@
-"""`model.to(dtype)` in the middle of training: the parameters go on in the new dtype, their state as it was."""
+"""`model.to(dtype)` between steps: parameters are updated in the new dtype, and their state is kept."""
 
 import copy
 
@@ -30,7 +30,7 @@ def step(model, opt, scale=0.1):
 
 
 def movement(make, before, after, parts=slice(None), reload=False):
-    """How two steps after the change move each parameter's first element."""
+    """Return the movement of each parameter's first element in two steps after the change of dtype."""
     model = build(before)
     opt = make(list(model.named_parameters()))
     step(model, opt)
@@ -45,7 +45,7 @@ def movement(make, before, after, parts=slice(None), reload=False):
 
 
 @pytest.mark.parametrize(("name", "before", "after"), [("SGD", *pair) for pair in PAIRS] + [("RMSprop", *pair) for pair in PAIRS[:2]])
-def test_as_torch(name, before, after):
+def test_parameters_move_as_in_torch_after_a_change_of_dtype(name, before, after):
     options = {"momentum": 0.9} if name == "SGD" else {}
     ours, theirs = getattr(torch_api, f"Masked{name}"), getattr(torch.optim, name)
     expected = movement(lambda params: theirs(params, lr=0.1, **options), before, after)
@@ -61,18 +61,18 @@ MAKE = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("name", "parts"), [("adamw, clipped", slice(0, 2)), ("chain", slice(None))])
-def test_others_go_on_as_if_the_dtype_had_not_changed(name, parts):
+def test_change_of_dtype_does_not_alter_the_movement(name, parts):
     expected = movement(MAKE[name], torch.float32, torch.float32)
     got = movement(MAKE[name], torch.float32, torch.bfloat16, parts)
     torch.testing.assert_close(got, expected, rtol=0.05, atol=0.004)
 
 
-def test_a_gradient_of_the_old_dtype_is_an_error_that_names_both():
+def test_gradient_of_the_old_dtype_raises_and_names_both_dtypes():
     model = build(torch.float32)
     opt = torch_api.MaskedRMSprop(list(model.named_parameters()), lr=0.1)
     step(model, opt)
     before = [p.clone() for p in model.parameters()]
-    model[1].weight.grad_dtype = None  # torch then takes any gradient
+    model[1].weight.grad_dtype = None  # torch then accepts a gradient of any dtype
     model[1].weight.data = model[1].weight.data.double()
     with pytest.raises(ValueError, match=r"(?s)1\.weight.*float32.*float64"):
         opt.step()
@@ -82,7 +82,7 @@ def test_a_gradient_of_the_old_dtype_is_an_error_that_names_both():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_in_a_train_step():
+def test_train_step_moves_alike_after_a_change_of_dtype():
     def train(change):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))

@@ -1,4 +1,4 @@
-"""Eager torch code in other threads gives its own results while one thread traces torch code, and so does a handler that traces."""
+"""While one thread traces torch code, eager torch code in other threads and in signal handlers gives its own results."""
 
 import copy
 import random
@@ -17,11 +17,11 @@ import torch_api
 
 pytestmark = pytest.mark.unoptimized
 
-SECONDS = 0.4  # for which each kind of eager code runs beside traces
+SECONDS = 0.4  # how long each kind of eager code runs while another thread traces
 
 
 class Scaled(nn.Linear):
-    """A layer whose attributes come from a property and from `__getattr__`."""
+    """A layer with an attribute from a property and one from `__getattr__`."""
 
     @property
     def scale(self):
@@ -71,21 +71,21 @@ def gradient(x):
 
 
 def statistics(x, module):
-    """Outputs and statistics of batch norm of a copy in training mode."""
+    """Return the output and the statistics of a copied batch norm in training mode."""
     module = copy.deepcopy(module).train()
     return torch.cat([module(x).detach(), module.norm.running_mean[:, None], module.norm.num_batches_tracked.float().view(1, 1)])
 
 
 def by_generators(x):
-    """What a worker of a data loader does."""
+    """Draw and shuffle as a data loader's worker does."""
     rng = np.random.RandomState(0)
     drawn = rng.permutation(4), np.random.default_rng(1).random((4, 4), np.float32), random.Random(2).random()
     np.random.rand(), random.random()
     return torch.stack([torch.from_numpy(drawn[1])[drawn[0]] * drawn[2], x]).flip(0)
 
 
-def made_anew(x):
-    """A module that is made, changed, copied and called."""
+def by_new_modules(x):
+    """Make, change, copy and call a module."""
     module = nn.Sequential(nn.Linear(4, 3, bias=False), nn.GELU(), nn.LayerNorm(3))
     nn.init.constant_(module[0].weight, 0.5)
     module.extra = nn.Parameter(torch.ones(1))
@@ -103,7 +103,7 @@ def _threads_take_turns_often():
 
 
 def beside_traces(eager, trace):
-    """Run eager code in two threads while this one traces; the number of calls, and those that were wrong."""
+    """Run eager code in two threads while this thread traces; return the number of calls and the wrong ones."""
     want, wrong, counts, stop = eager(), [], [], threading.Event()
 
     def run():
@@ -140,7 +140,7 @@ EAGER = {
     "gradients of the module": lambda net, other, x: lambda: torch.autograd.grad(net(x).sum(), net.first.weight)[0],
     "statistics": lambda net, other, x: lambda: statistics(x, other),
     "generators": lambda net, other, x: lambda: by_generators(x),
-    "a new module": lambda net, other, x: lambda: made_anew(x).detach(),
+    "a new module": lambda net, other, x: lambda: by_new_modules(x).detach(),
 }
 
 

@@ -1,4 +1,4 @@
-"""Transformations and uses that once gave wrong results, crashed, or kept what was deleted."""
+"""Rare transformations and rare uses of optimizers: numbers, errors and lifetimes are right."""
 
 import copy
 import gc
@@ -39,7 +39,7 @@ def reload(optimizer):
 
 
 @pytest.mark.parametrize("again", [reload, lambda optimizer: None], ids=["reloaded", "going on"])
-def test_a_count_that_all_share_never_goes_back(again):
+def test_shared_step_count_never_decreases(again):
     params = drawn({"a": (2,), "b": (3,)})
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
     go(optimizer, params, 3)
@@ -51,7 +51,7 @@ def test_a_count_that_all_share_never_goes_back(again):
     assert optimizer.state[params["b"]]["count"].item() == optimizer.state[params["a"]]["count"].item() == 9
 
 
-def test_callbacks_that_differ_only_in_what_they_close_over_are_told_apart():
+def test_callbacks_with_different_closures_are_distinct():
     def one(path, x):
         rate = 0.1 if "a" in str(path) else 0.5
         return jax.pure_callback(lambda y: np.float32(-rate) * np.asarray(y), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -62,7 +62,7 @@ def test_callbacks_that_differ_only_in_what_they_close_over_are_told_apart():
 
 
 @pytest.mark.parametrize("options", [{"decay_mask": "w"}, {"decay_mask": "w", "weight_decay": 1}])
-def test_a_decay_that_must_be_known_cannot_be_masked_in_silence(options):
+def test_masking_a_static_weight_decay_raises(options):
     def factory(learning_rate=0.1, weight_decay=0.1):
         decayed = optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity()
         return optax.chain(decayed, optax.sgd(learning_rate))
@@ -99,7 +99,7 @@ def test_a_subclass_steps_once_when_hyper_params_are_given():
 
 
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), np.float32(0.1), jnp.float32(0.1)], ids=["torch", "numpy", "jax"])
-def test_an_lr_in_a_tensor_is_the_lr_of_the_group(lr):
+def test_lr_may_be_a_scalar_array_or_tensor(lr):
     params = drawn({"w": (2,)})
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.sgd, lr=lr)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
@@ -117,7 +117,7 @@ def test_shared_state_may_be_edited_through_any_parameter():
     assert torch.equal(params["a"], before)
 
 
-def test_a_constant_for_each_element_of_a_vector():
+def test_constant_with_one_value_per_element_is_applied():
     anchor = {"b": jnp.arange(6.0)}
     pull = optax.stateless(lambda g, p: jax.tree.map(lambda x, w, a: x + 0.1 * (w - a), g, p, anchor))
     params = drawn({"b": (6,)})
@@ -126,7 +126,7 @@ def test_a_constant_for_each_element_of_a_vector():
     np.testing.assert_allclose(params["b"].detach().clone().numpy(), expected, rtol=1e-6)
 
 
-def test_a_beginning_that_looks_at_other_leaves():
+def test_init_may_read_other_leaves():
     def init(params):
         return {"m": jax.tree.map(jnp.zeros_like, params), "n": jnp.float32(jax.tree.leaves(params)[1].size)}
 
@@ -143,7 +143,7 @@ def test_a_beginning_that_looks_at_other_leaves():
 
 
 @pytest.mark.parametrize("names", ["abc", "ab"])
-def test_parameters_called_as_the_labels_of_a_partition(names):
+def test_parameters_may_be_named_like_labels_of_a_partition(names):
     labels = {name: "ab"[i % 2] for i, name in enumerate(names)}
     inner = {"a": optax.adam(0.1), "b": optax.adam(0.2)}
     params = drawn(dict.fromkeys(names, (3,)))
@@ -160,7 +160,7 @@ class Counted(NamedTuple):
     inner: Any
 
 
-def test_a_field_of_each_leaf_and_one_of_all_may_have_one_name():
+def test_per_leaf_and_shared_state_fields_may_have_the_same_name():
     adam = optax.scale_by_adam()
 
     def update(g, state, params=None):
@@ -179,7 +179,7 @@ def test_a_field_of_each_leaf_and_one_of_all_may_have_one_name():
 
 
 @pytest.mark.parametrize("freeze", [{"mask": "w"}, {}], ids=["by mask", "by requires_grad"])
-def test_a_frozen_leaf_is_not_put_before_the_transformation(freeze):
+def test_transformation_does_not_see_a_frozen_leaf(freeze):
     params = drawn({"w": (4, 4), "b": (4,)})
     params["b"].requires_grad_(bool(freeze))
     tx = simple(
@@ -191,7 +191,7 @@ def test_a_frozen_leaf_is_not_put_before_the_transformation(freeze):
     assert (params["w"][0, 0].item(), params["b"][0].item()) == (pytest.approx(0.9), 1.0)
 
 
-def test_a_parameter_that_requires_grad_later_is_arranged_then():
+def test_parameter_that_requires_grad_later_is_trained():
     params = drawn({"w": (4, 4), "b": (4,)})
     params["b"].requires_grad_(False)
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.adam(0.1))
@@ -203,7 +203,7 @@ def test_a_parameter_that_requires_grad_later_is_arranged_then():
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: optax.apply_if_finite(tx, 2), lambda tx: tx], ids=["in a cond", "alone"])
-def test_moments_that_are_asked_for_in_half_are_computed_in_half(wrap):
+def test_bfloat16_moments_are_computed_as_in_optax(wrap):
     tx = wrap(optax.adam(0.1, mu_dtype=jnp.bfloat16))
     params = drawn({"w": (6, 5)})
     optimizer = torch_api.OptaxOptimizer(params.items(), tx)
@@ -232,7 +232,7 @@ def first(name, p):
         lambda ps: torch_api.OptaxOptimizer(ps, optax.adamw, lr=0.1),
     ],
 )
-def test_optimizers_made_of_named_functions_can_be_pickled(make):
+def test_optimizers_can_be_pickled(make):
     params = drawn({"a": (3,), "b": (2,)})
     optimizer = make(params.items())
     go(optimizer, params)
@@ -243,7 +243,7 @@ def test_optimizers_made_of_named_functions_can_be_pickled(make):
     assert all(torch.equal(params[name], own[name]) for name in params)
 
 
-def test_a_checkpoint_with_other_options_loads_as_in_torch():
+def test_checkpoint_with_other_options_replaces_them_as_in_torch():
     params, fresh = drawn({"a": (3,)}), drawn({"a": (3,)})
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.sgd, lr=0.1, momentum=0.9)
     go(optimizer, params, 2)
@@ -265,7 +265,7 @@ def test_a_checkpoint_with_other_labels_is_refused():
         make("uv").load_state_dict(make("xy").state_dict())
 
 
-def test_an_option_may_be_switched_off_and_on_in_its_group():
+def test_optional_hyperparameter_can_be_switched_off_and_on():
     params = drawn({"a": (3,)})
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.sgd, lr=0.1, momentum=0.9)
     go(optimizer, params)
@@ -283,7 +283,7 @@ def test_integer_updates_are_applied():
     assert params["a"].tolist() == [0.5, 0.5, 0.5]
 
 
-def test_an_integer_lr_of_a_definition_is_traced():
+def test_integer_lr_of_a_definition_is_traced():
     params = drawn({"a": (3,)})
     optimizer = torch_api.MultiOptimizer(params.items(), ("a", bridge.Momentum(learning_rate=1)))
     go(optimizer, params)
@@ -294,7 +294,7 @@ def test_an_integer_lr_of_a_definition_is_traced():
     assert bridge.compilations() == compiled
 
 
-def test_closures_compile_nothing_and_are_not_kept():
+def test_closures_are_not_compiled_and_not_kept_alive():
     tx = optax.chain(optax.adam(0.1))
     compiled = None
     for _ in range(3):
@@ -317,7 +317,7 @@ def test_closures_compile_nothing_and_are_not_kept():
     assert [ref() for ref in kept] == [None, None]
 
 
-def test_groups_of_a_factory_have_a_transformation_each():
+def test_factory_makes_one_transformation_per_group():
     def factory(lr=0.1):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(lr))
 
@@ -331,7 +331,7 @@ def test_groups_of_a_factory_have_a_transformation_each():
     assert params["a"][0].item() == pytest.approx(1 - 0.1 / 4**0.5)
 
 
-def test_what_an_update_raises_is_raised_at_construction():
+def test_error_in_the_update_is_raised_at_construction():
     def update(g, state, params=None):
         raise RuntimeError("this update is not written yet")
 
@@ -343,7 +343,7 @@ def test_what_an_update_raises_is_raised_at_construction():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str)
-def test_state_without_elements_has_the_type_of_its_parameter(dtype):
+def test_empty_state_has_the_dtype_of_its_parameter(dtype):
     p = torch.nn.Parameter(torch.ones(0, 3, dtype=dtype))
     p.grad = torch.ones_like(p)
     optimizer = torch_api.MaskedAdam([p])
@@ -352,7 +352,7 @@ def test_state_without_elements_has_the_type_of_its_parameter(dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9, "master_weights": True}], ids=["plain", "kept beside"])
-def test_a_model_may_change_its_type_between_steps(options):
+def test_model_may_change_its_dtype_between_steps(options):
     model = torch.nn.Linear(4, 4)
     optimizer = torch_api.MaskedAdamW(model.named_parameters(), lr=0.1, **options)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.float32):
@@ -369,7 +369,7 @@ def test_a_model_may_change_its_type_between_steps(options):
 
 @pytest.mark.parametrize("at", ["gradient", "parameter"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_element_spreads_in_adafactor_as_far_as_in_torch(at, bad):
+def test_nonfinite_element_spreads_in_adafactor_as_in_torch(at, bad):
     both = [torch.nn.Parameter(torch.linspace(1, 2, 12).view(3, 4)) for _ in range(2)]
     optimizers = torch.optim.Adafactor([both[0]], lr=0.1), torch_api.MaskedAdafactor([both[1]], lr=0.1)
     for p, optimizer in zip(both, optimizers, strict=True):
@@ -381,7 +381,7 @@ def test_one_bad_element_spreads_in_adafactor_as_far_as_in_torch(at, bad):
 
 
 def refuses_seven():
-    """A transformation whose `init` does not take a leaf of seven elements."""
+    """Return a transformation whose `init` raises for a leaf of seven elements."""
 
     def init(params):
         if any(x.size == 7 for x in jax.tree.leaves(params)):
@@ -392,7 +392,7 @@ def refuses_seven():
 
 
 def unchanged_by(optimizer, call, params):
-    """`call` raises, and what the optimizer holds and does is as before."""
+    """Check that `call` raises and that groups, decisions and later steps of the optimizer are unaffected."""
     before = [{**group} for group in optimizer.param_groups], [(leaf.name, leaf.decided) for leaf in optimizer.leaves]
     with pytest.raises(ValueError, match=r"refuses seven|several elements are one in memory"):
         call()
@@ -404,7 +404,7 @@ def unchanged_by(optimizer, call, params):
     assert not any(map(torch.equal, values, params))
 
 
-def test_a_group_that_is_refused_when_it_is_placed_leaves_the_optimizer_as_it_was():
+def test_refused_group_leaves_the_optimizer_unchanged():
     p = torch.nn.Parameter(torch.ones(3))
     expanded, seven = torch.nn.Parameter(torch.ones(1).expand(4)), torch.nn.Parameter(torch.ones(7))
     adam = torch_api.MaskedAdamW([("a", p)])
@@ -413,7 +413,7 @@ def test_a_group_that_is_refused_when_it_is_placed_leaves_the_optimizer_as_it_wa
     unchanged_by(ready, lambda: ready.add_param_group({"params": [("b", seven)]}), [p])
 
 
-def test_a_group_of_two_labels_is_added_whole_or_not_at_all():
+def test_group_with_two_labels_is_added_whole_or_not_at_all():
     p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
     both = torch_api.PartitionedOptimizer(
         [("x.a", p), ("y.a", q)], {"x": optax.sgd(0.1), "y": refuses_seven()}, lambda name, _: name.partition(".")[0]
@@ -422,7 +422,7 @@ def test_a_group_of_two_labels_is_added_whole_or_not_at_all():
     unchanged_by(both, lambda: both.add_param_group({"params": new}), [p, q])
 
 
-def test_a_parameter_that_cannot_be_thawed_stays_frozen():
+def test_parameter_that_cannot_be_thawed_stays_frozen():
     p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(7))
     optimizer = torch_api.OptaxOptimizer([("a", p), ("b", q)], refuses_seven(), mask="a")
     unchanged_by(optimizer, lambda: optimizer.set_trainable("b", True), [p])

@@ -1,4 +1,4 @@
-"""`param_groups` edited by hand, as fine-tuning callbacks do, and then anything but `step()`: as torch.optim."""
+"""Optimizers follow hand edits of `param_groups`, as torch.optim does, in `state_dict`, `load_state_dict`, copies and pickles."""
 
 import copy
 import pickle
@@ -48,7 +48,7 @@ def remove_parameter(model, opt):
 
 
 def load(model, opt, edit):
-    """Load a checkpoint of an optimizer that was edited in the same way and stepped."""
+    """Load the checkpoint of an optimizer that had the same edit and was stepped."""
     other, saved = make(type(opt))
     edit(other, saved)
     step(other, saved)
@@ -81,13 +81,13 @@ def trained(cls, edit, then, options=None):
 
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_followed_by_all_that_torch_lets_follow(edit, then):
+def test_calls_after_an_edit_give_the_numbers_of_torch(edit, then):
     torch.testing.assert_close(trained(torch_api.MaskedAdamW, edit, THEN[then]), trained(torch.optim.AdamW, edit, THEN[then]))
 
 
 @pytest.mark.parametrize("then", ["load", "deepcopy"])
 @pytest.mark.parametrize("edit", [new_list, replace_parameter])
-def test_a_transformation_of_optax_as_before_and_after(edit, then):
+def test_optax_transformation_continues_as_in_torch_after_an_edit(edit, then):
     class Ours(torch_api.OptaxOptimizer):
         def __init__(self, params, lr):
             super().__init__(params, optax.sgd, lr=lr, momentum=0.9)
@@ -102,7 +102,7 @@ def test_a_transformation_of_optax_as_before_and_after(edit, then):
     torch.testing.assert_close(trained(Ours, edit, do), trained(Theirs, edit, do))
 
 
-def test_what_set_trainable_said_of_others_does_not_hold_for_parameters_added_by_hand():
+def test_set_trainable_does_not_apply_to_parameters_added_later():
     model, opt = make(torch_api.MaskedSGD)
     opt.set_trainable([model[2].bias], False)
     new_list(model, opt)
@@ -117,7 +117,7 @@ def test_what_set_trainable_said_of_others_does_not_hold_for_parameters_added_by
     assert [group["trainable_params"] for group in opt.param_groups] == [[True, False], [True, True]]
 
 
-def test_names_that_an_edit_left_behind_are_not_saved():
+def test_names_outdated_by_an_edit_are_not_saved():
     torch.manual_seed(0)
     model = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)])
     opts = [cls(list(model[2].named_parameters()), lr=0.1) for cls in (torch_api.MaskedAdamW, torch.optim.AdamW)]
@@ -133,7 +133,7 @@ def test_names_that_an_edit_left_behind_are_not_saved():
     assert float(opts[0].state[model[1].bias]["step"]) == 2.0
 
 
-def test_a_checkpoint_from_before_the_edit_is_refused_and_nothing_is_changed():
+def test_checkpoint_from_before_an_edit_is_refused():
     model, opt = make(torch_api.MaskedAdamW)
     step(model, opt)
     saved = copy.deepcopy(opt.state_dict())
@@ -146,7 +146,7 @@ def test_a_checkpoint_from_before_the_edit_is_refused_and_nothing_is_changed():
     assert [float(opt.state[p]["step"]) for p in opt.param_groups[0]["params"]] == [2.0, 2.0, 1.0, 1.0]
 
 
-def test_a_partitioned_optimizer_goes_on_after_an_edit():
+def test_partitioned_optimizer_continues_after_an_edit():
     model, _ = make(torch.optim.SGD)
     twin = copy.deepcopy(model)
     opt = torch_api.PartitionedOptimizer([{"params": list(model[2].parameters())}], {"a": (optax.sgd, {"lr": 0.1})}, lambda name, p: "a")

@@ -1,4 +1,4 @@
-"""Element masks before transformations whose state begins at the parameter: `init` sees the selected elements only, as `update` does."""
+"""Element masks with transformations whose state starts as a copy of the parameter: `init` and `update` see only selected elements."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SHAPES = {"a": (6, 4), "b": (5,), "c": (3,)}
 
 
 def distance():
-    """Scale each leaf by its distance from where it began, over the norm of its gradient; also keeps the norm at the beginning."""
+    """Scale each leaf by its distance from its start over the norm of its gradient; the state holds the start and its norm."""
 
     def init(params):
         return {"start": params, "norm": jax.tree.map(lambda p: jnp.sqrt(jnp.sum(p * p)), params)}
@@ -57,7 +57,7 @@ def trained(tx, start, grads, masks, transposed=False):
 
 
 @pytest.mark.parametrize(("name", "transposed"), [*((name, False) for name in TRANSFORMATIONS), ("dog", True), ("distance of each", True)])
-def test_state_that_begins_at_the_parameter_sees_the_selected_elements_alone(name, transposed):
+def test_initial_state_depends_only_on_selected_elements(name, transposed):
     start, grads, masks = draw()
     _, own = trained(TRANSFORMATIONS[name](), start, grads, masks, transposed)
     chosen = {n: masks.get(n, np.ones(shape, bool)) for n, shape in SHAPES.items()}
@@ -73,8 +73,8 @@ def test_state_that_begins_at_the_parameter_sees_the_selected_elements_alone(nam
 
 
 @pytest.mark.parametrize("before", [optax.identity(), optax.clip_by_global_norm(1.0)], ids=["alone", "clipped"])
-def test_outside_a_mask_state_begins_at_the_parameter_all_the_same(before):
-    """So a mask may be lifted: the distance of the elements that are then trained begins with 0."""
+def test_masked_elements_of_the_state_start_at_the_parameter(before):
+    """If the mask is lifted later, the distance of the newly trained elements starts at 0."""
     start, grads, masks = draw()
     optimizer, own = trained(optax.chain(before, distance()), start, grads[:1], masks)
     np.testing.assert_array_equal(optimizer.state[own["a"]]["start"], start["a"])

@@ -1,4 +1,4 @@
-"""Parameters that exchange their `data`, of which some have no gradient: as torch.optim, whose state stays with the parameter."""
+"""Parameters that swap their `data`, some without a gradient: as in torch.optim, the state stays with the parameter."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def train(cls, count, shape, exchange, without):
 
 @pytest.mark.parametrize("exchange", [swap_all, rotate, swap_with_frozen])
 @pytest.mark.parametrize(("count", "shape"), [(3, (4, 3)), (6, (4, 3)), (3, (300, 200))])
-def test_updates_follow_the_parameters(exchange, count, shape):
+def test_updates_follow_swapped_parameters(exchange, count, shape):
     for without in ((-1,), (0,), (0, 1), (0, 1, -1)):
         (ours, opt), (theirs, expected) = (train(cls, count, shape, exchange, without) for cls in (torch_api.MaskedSGD, torch.optim.SGD))
         for p, q in zip(ours, theirs, strict=True):
@@ -47,7 +47,7 @@ def test_updates_follow_the_parameters(exchange, count, shape):
             torch.testing.assert_close(opt.state[p].get("momentum_buffer"), expected.state[q].get("momentum_buffer"))
 
 
-def test_parameters_of_two_optimizers():
+def test_parameters_of_two_optimizers_may_swap_data():
     def train(cls):
         params = [torch.nn.Parameter(torch.full((4, 3), float(i))) for i in range(12)]
         opts = [cls(params[:6], lr=0.1), cls(params[6:], lr=0.2)]
@@ -65,7 +65,7 @@ def test_parameters_of_two_optimizers():
         torch.testing.assert_close(p, q)
 
 
-def test_one_that_was_offloaded_while_it_has_no_gradient():
+def test_offloaded_parameter_without_gradient_returns_unchanged():
     params = [torch.nn.Parameter(torch.full((4, 3), float(i))) for i in range(4)]
     opt = torch_api.MaskedSGD(params, lr=0.1)
     for p in params:

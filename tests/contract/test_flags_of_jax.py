@@ -1,4 +1,4 @@
-"""Flags that a project sets for its own jax code: the library works under them, or raises as jax does."""
+"""jax flags that a user sets for their own jax code: maskbridge works under them, or raises as jax does."""
 
 import os
 import subprocess
@@ -49,8 +49,8 @@ assert jax.jit(fn)(bridge.module_tree(model), bridge.to_jax(torch.ones(4, 3))).s
 assert bridge.doctor(start=True).exit_code == 0
 
 jax.config.update("jax_transfer_guard", "allow")
-if jax.__version_info__ >= (0, 9):  # jax 0.8 takes arguments of one device for no program in a mesh
-    jax.set_mesh(jax.make_mesh((2,), ("x",)))  # the mesh of a project's own programs
+if jax.__version_info__ >= (0, 9):  # under a mesh, jax 0.8 refuses arguments that lie on one device
+    jax.set_mesh(jax.make_mesh((2,), ("x",)))  # a mesh that a user sets for their own programs
 triple = bridge.jax_function(lambda x: (x * 3).sum())
 x.grad = None
 triple(x).backward()
@@ -65,7 +65,7 @@ torch.testing.assert_close(step(torch.ones(4, 3)), expected)
 """
 
 
-def test_a_process_without_jaxs_cpu_a_guard_of_transfers_before_the_first_use_and_a_mesh():
+def test_cuda_only_platforms_transfer_guard_and_mesh_are_supported():
     env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "JAX_NUMPY_DTYPE_PROMOTION")}
     env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"}
     done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, env=env, check=False)
@@ -80,7 +80,7 @@ def norms():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_modules_are_traced_where_ranks_are_not_promoted():
+def test_modules_are_traced_without_rank_promotion():
     model, twin, x = norms(), norms(), torch.randn(2, 3)
     loss = twin(x).square().mean()
     loss.backward()
@@ -90,7 +90,7 @@ def test_modules_are_traced_where_ranks_are_not_promoted():
     with jax.numpy_rank_promotion("raise"):
         assert float(step(x)) == pytest.approx(loss.item(), rel=1e-4)
         jax.eval_shape(jax.grad(lambda params: jnp.mean(function(params, jnp.asarray(x.numpy()), train=True) ** 2)), params)
-        with pytest.raises(ValueError, match="rank_promotion"):  # code of the user's own is held to it
+        with pytest.raises(ValueError, match="rank_promotion"):  # the flag still applies to the user's code
             torch_api.JaxTrainStep(model, lambda model, x: jnp.sum(jnp.asarray(model(x)) + jnp.ones(4)), optimizer)(x)
     for name, p in twin.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).detach(), (p - 0.1 * p.grad).detach(), rtol=1e-3, atol=1e-5)
@@ -99,8 +99,8 @@ def test_modules_are_traced_where_ranks_are_not_promoted():
 CLASSES = sorted(name for name in vars(torch_api) if name.startswith("Masked"))
 
 
-def test_every_class_works_where_nothing_is_promoted():
-    """tests/conftest.py has jax refuse to promote dtypes."""
+def test_every_class_works_without_promotion():
+    """tests/conftest.py makes jax refuse to promote dtypes."""
     assert jax.config.jax_numpy_dtype_promotion == "strict"
     assert len(CLASSES) > 15
     with jax.numpy_rank_promotion("raise"):
@@ -115,7 +115,7 @@ def test_every_class_works_where_nothing_is_promoted():
             optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_functions_that_make_nan_raise_as_in_jax():
+def test_jax_function_with_nan_raises_under_debug_nans():
     log = bridge.jax_function(jnp.log)
     assert log(torch.tensor([-1.0])).isnan().all()
     root = bridge.jax_function(lambda x: jnp.sqrt(x) * 0)
@@ -134,8 +134,8 @@ def test_functions_that_make_nan_raise_as_in_jax():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_a_training_step_that_makes_nan_raises_and_changes_nothing():
-    """In a call that adds up gradients, and in one that updates."""
+def test_train_step_with_nan_raises_and_changes_nothing():
+    """The NaN occurs in a call that only accumulates gradients, and in one that updates."""
 
     def build():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A tensor whose storage was freed or made smaller (`untyped_storage().resize_()`, as FSDP and offloading do) is refused, never read."""
+"""Tensors whose storage was freed or shrunk (`untyped_storage().resize_()`, as FSDP and offloading do) are refused and never read."""
 
 import functools
 
@@ -26,7 +26,7 @@ def halved(tensor):
 
 
 def second_half_cut_off(tensor):
-    """A view of the second half of a storage that is then as large as the tensor."""
+    """Return a view of the second half of a storage that is then shrunk to half its size."""
     flat = torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)
     view = flat[tensor.numel() :].view(tensor.shape)
     flat.untyped_storage().resize_(tensor.nbytes)
@@ -57,7 +57,7 @@ def give_gradients(parameters):
 
 
 def refused(call, optimizer, parameters, match):
-    """The call raises, and changes neither parameters nor state."""
+    """Check that the call raises and changes neither parameters nor state."""
     before = [p.detach().clone() for _, p in parameters]
     states = {(name, key): x.clone() for name, p in parameters for key, x in optimizer.state[p].items()}
     with pytest.raises(ValueError, match=match):
@@ -68,7 +68,7 @@ def refused(call, optimizer, parameters, match):
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gradient(way, shapes):
+def test_freed_gradient_is_refused(way, shapes):
     parameters = named(shapes)
     optimizer = torch_api.MaskedAdamW(parameters, lr=0.1, max_grad_norm=1.0 if shapes == [(1024, 1024)] else None)
     give_gradients(parameters)
@@ -87,8 +87,8 @@ def test_a_gradient(way, shapes):
 
 
 @pytest.mark.parametrize("change", [lambda p: None, lambda p: p.to(memory_format=torch.channels_last), lambda p: p.bfloat16()])
-def test_a_gradient_of_other_kinds_that_was_read_before(change):
-    """What a step has read can be freed afterwards: a step leaves the storage of a gradient resizable."""
+def test_gradient_freed_after_a_step_is_refused(change):
+    """A step leaves the storage of a gradient resizable, so it may be freed after a step has read it."""
     p = torch.nn.Parameter(torch.ones(8, 3, 5, 5))
     p.data = p.data if change(p) is None else change(p.data)
     optimizer = torch_api.MaskedSGD([("weight", p)], lr=0.1)
@@ -98,7 +98,7 @@ def test_a_gradient_of_other_kinds_that_was_read_before(change):
     refused(optimizer.step, optimizer, [("weight", p)], "gradient of 'weight'")
 
 
-def test_gradients_that_are_slices_of_one_buffer_need_no_copy_to_be_whole():
+def test_gradients_may_be_slices_of_one_buffer():
     parameters = named([(3, 4), (5,), (200, 6)])
     optimizer = torch_api.MaskedSGD(parameters, lr=0.5)
     flat = torch.ones(sum(p.numel() for _, p in parameters))
@@ -111,7 +111,7 @@ def test_gradients_that_are_slices_of_one_buffer_need_no_copy_to_be_whole():
     refused(optimizer.step, optimizer, parameters, "gradient of 'layer.'")
 
 
-def test_a_parameter_that_is_updated_by_a_copy():
+def test_freed_parameter_of_torch_memory_is_refused():
     flat = torch.ones(24)
     parameters = [("first", torch.nn.Parameter(flat[:8])), ("second", torch.nn.Parameter(flat[8:]))]
     optimizer = torch_api.MaskedSGD(parameters, lr=0.5)
@@ -127,7 +127,7 @@ def test_a_parameter_that_is_updated_by_a_copy():
     assert flat.tolist() == [2.5] * 24
 
 
-def test_a_parameter_may_come_without_memory_and_be_given_it_before_the_step():
+def test_parameter_may_get_its_memory_after_construction():
     p = torch.nn.Parameter(torch.zeros(4))
     freed(p)
     optimizer = torch_api.MaskedSGD([("weight", p)], lr=0.5)
@@ -139,7 +139,7 @@ def test_a_parameter_may_come_without_memory_and_be_given_it_before_the_step():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_extra_arguments_the_scale_of_the_loss_and_masks(way):
+def test_freed_extra_arguments_loss_scales_and_masks_are_refused(way):
     parameters = named([(4, 3)])
 
     def update(updates, state, params=None, *, value):
@@ -159,7 +159,7 @@ def test_extra_arguments_the_scale_of_the_loss_and_masks(way):
         torch_api.MaskedSGD(parameters, lr=0.1, mask={"layer0": way(torch.ones(4, 3, dtype=torch.bool))})
 
 
-def test_a_mask_that_was_taken_may_be_freed():
+def test_mask_tensor_may_be_freed_after_construction():
     mask = torch.tensor([True, False, True])
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = torch_api.MaskedSGD([("weight", p)], lr=1.0, mask={"weight": mask})
@@ -169,7 +169,7 @@ def test_a_mask_that_was_taken_may_be_freed():
     assert p.tolist() == [0, 1, 0]
 
 
-def test_batches_parameters_and_buffers_of_a_train_step():
+def test_train_step_refuses_freed_batches_and_parameters():
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
     model[0].get_parameter("bias").requires_grad_(False)
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
@@ -177,7 +177,7 @@ def test_batches_parameters_and_buffers_of_a_train_step():
     batch = torch.ones(3, 4)
     step(batch)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    freed(batch)  # the step before has left it resizable
+    freed(batch)  # possible, because the previous step leaves its storage resizable
     refused(functools.partial(step, batch), optimizer, trained, "item 0 of the batch.*storage was resized")
     for way in WAYS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -194,7 +194,7 @@ def test_batches_parameters_and_buffers_of_a_train_step():
 
 @pytest.mark.parametrize("x64", [None, False])
 @pytest.mark.parametrize("way", WAYS)
-def test_arguments_of_a_jax_function(way, x64):
+def test_jax_function_refuses_freed_arguments(way, x64):
     f = bridge.jax_function(lambda x, y: jnp.sin(x) * y["scale"], x64=x64)
     for dtype in (torch.float32, torch.float64):
         x, y = torch.ones(4, dtype=dtype), torch.full((4,), 2.0, dtype=dtype)
@@ -205,7 +205,7 @@ def test_arguments_of_a_jax_function(way, x64):
                 f(*kept)
 
 
-def test_what_the_backward_of_a_jax_function_reads():
+def test_backward_of_a_jax_function_refuses_freed_residuals():
     f = bridge.jax_function(lambda x, y: x * y)
     x, y = torch.ones(64, requires_grad=True), torch.ones(64)
     out = f(x, y)
@@ -216,18 +216,18 @@ def test_what_the_backward_of_a_jax_function_reads():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("copy", [False, None, True])
-def test_to_jax(way, copy):
+def test_to_jax_refuses_freed_tensors(way, copy):
     with pytest.raises(ValueError, match=r"tensor 'a'.*storage was resized"):
         bridge.to_jax({"a": way(torch.ones(64))}, copy=copy)
 
 
-def test_the_oracle_sees_a_whole_tensor_as_whole():
+def test_intact_tensor_is_accepted():
     whole = torch.ones(64)
     assert jax.numpy.array_equal(bridge.to_jax(whole), jnp.ones(64))
 
 
-def test_a_first_step_in_inference_mode_is_followed_by_others():
-    p = torch.nn.Parameter(torch.zeros((1 << 14) + 1))  # of an odd length, so its gradient is copied to a longer row
+def test_first_step_in_inference_mode_can_be_followed_by_others():
+    p = torch.nn.Parameter(torch.zeros((1 << 14) + 1))  # its length is odd, so its gradient is copied to a longer row
     optimizer = torch_api.MaskedSGD([p], lr=1.0)
     p.grad = torch.ones_like(p)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""One warning for steps whose gradients all belong to frozen parameters; no label is needed for what is frozen."""
+"""One warning is given if all gradients of a step belong to frozen parameters; frozen parameters need no label."""
 
 import warnings
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unoptimized
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam fails under strict promotion
         yield
 
 
@@ -28,7 +28,7 @@ def backward(net):
     net["head"](net["body"](torch.ones(1, 3))).square().sum().backward()
 
 
-def seen_in(function):
+def warnings_in(function):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         function()
@@ -77,11 +77,11 @@ def unpicked(net):
 
 
 @pytest.mark.parametrize("make", [switched_adapter, masked, frozen_group, frozen_later, unpicked])
-def test_a_step_with_gradients_of_frozen_parameters_only_warns_once(make):
+def test_step_with_gradients_of_frozen_parameters_only_warns_once(make):
     net = model()
     optimizer = make(net)
     before = [p.detach().clone() for p in net.parameters()]
-    (text,) = seen_in(thrice(optimizer))
+    (text,) = warnings_in(thrice(optimizer))
     assert f"{type(optimizer).__name__}.step updated nothing" in text
     assert "frozen" in text
     assert all(map(torch.equal, before, net.parameters()))
@@ -90,15 +90,15 @@ def test_a_step_with_gradients_of_frozen_parameters_only_warns_once(make):
 def test_other_steps_do_not_warn():
     net = model()
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), lr=0.1, mask="head.*")
-    assert seen_in(thrice(optimizer)) == []  # no gradient at all
+    assert warnings_in(thrice(optimizer)) == []  # no parameter has a gradient
     backward(net)
-    assert seen_in(thrice(optimizer)) == []
+    assert warnings_in(thrice(optimizer)) == []
     for p in net.parameters():
         p.grad = None
-    assert seen_in(thrice(optimizer)) == []
+    assert warnings_in(thrice(optimizer)) == []
 
 
-def test_a_warning_that_is_an_error_changes_nothing():
+def test_warning_raised_as_an_error_changes_nothing():
     net = model()
     optimizer = switched_adapter(net)
     with pytest.raises(UserWarning, match="updated nothing"):
@@ -121,7 +121,7 @@ FREEZE = {
 @pytest.mark.parametrize(
     "labels", [{"head": "a"}, ("head.*", "a"), lambda name: "a" if "head" in name else None], ids=["dict", "pairs", "function"]
 )
-def test_what_is_frozen_needs_no_label(by, labels):
+def test_frozen_parameter_needs_no_label(by, labels):
     net = model()
     options = FREEZE[by](net)
     labels = [labels] if isinstance(labels, tuple) else labels
@@ -138,7 +138,7 @@ def test_what_is_frozen_needs_no_label(by, labels):
     again.load_state_dict(optimizer.state_dict())
 
 
-def test_what_is_trained_needs_one():
+def test_trained_parameter_needs_a_label():
     net = model()
     with pytest.raises(ValueError, match=r"no rule gives 'body.weight' a label"):
         torch_api.PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.5)}, labels={"head": "a"})
@@ -147,7 +147,7 @@ def test_what_is_trained_needs_one():
         torch_api.PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.5)}, labels={"head": "a"})
 
 
-def test_to_train_what_has_no_label_is_an_error_that_changes_nothing():
+def test_thawing_a_parameter_without_label_raises_and_changes_nothing():
     net = model()
     optimizer = torch_api.PartitionedOptimizer(net.named_parameters(), {"a": optax.sgd(0.5)}, labels={"head": "a"}, mask="head.*")
     rows = optimizer.report().rows
@@ -168,7 +168,7 @@ def test_to_train_what_has_no_label_is_an_error_that_changes_nothing():
     assert not any(map(torch.equal, before[2:], net["head"].parameters()))
 
 
-def test_a_frozen_group_without_label_is_added_later():
+def test_frozen_group_without_label_can_be_added_later():
     net = model()
     optimizer = torch_api.PartitionedOptimizer(net["head"].named_parameters("head"), {"a": optax.sgd(0.5)}, labels={"head": "a"}, mask="*")
     with pytest.raises(ValueError, match=r"no rule gives 'body.weight' a label"):

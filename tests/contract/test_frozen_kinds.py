@@ -1,4 +1,4 @@
-"""Frozen parameters may be of any dtype, layout and device; only what is trained needs a floating dtype and memory."""
+"""Frozen parameters may have any dtype, layout and device; only trained parameters need a floating dtype and memory."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 
 class Wrapper(torch.Tensor):
-    """A tensor subclass without memory of its own, as quantization libraries have them."""
+    """A tensor subclass without memory of its own, as in quantization libraries."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -70,7 +70,7 @@ def model(kind=None):
     torch.manual_seed(0)
     net = torch.nn.Module()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of sparse rows
+        warnings.simplefilter("ignore")  # torch warns about sparse rows
         net.base = None if kind is None else torch.nn.Parameter(KINDS[kind](), requires_grad=False)
     net.head = torch.nn.Linear(2, 2)
     return net
@@ -88,7 +88,7 @@ def bits(net):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True], ids=["requires_grad=False", "and the mask"])
-def test_the_rest_is_trained_as_by_torch(kind, masked):
+def test_parameters_beside_the_frozen_one_move_as_in_torch(kind, masked):
     net, theirs = model(kind), model()
     base = net.base
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), lr=0.1, **({"mask": "head.*"} if masked else {}))
@@ -112,7 +112,7 @@ def test_the_rest_is_trained_as_by_torch(kind, masked):
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "AdamW"])
-def test_every_optimizer_takes_them(name):
+def test_every_optimizer_accepts_frozen_parameters_of_any_kind(name):
     net = model()
     net.base = torch.nn.ParameterList(
         torch.nn.Parameter(KINDS[kind](), requires_grad=False) for kind in ("uint8", "bool", "meta", "sparse", "conjugated")
@@ -126,7 +126,7 @@ def test_every_optimizer_takes_them(name):
 
 
 @pytest.mark.parametrize("kind", ["uint8", "bool", "qint8", "meta", "sparse", "sparse rows", "conjugated", "negated"])
-def test_to_train_one_is_an_error_that_names_it_and_changes_nothing(kind):
+def test_thawing_an_untrainable_parameter_raises_and_changes_nothing(kind):
     net = model(kind)
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), lr=0.1, mask="head.*")
     step(net, optimizer)
@@ -142,7 +142,7 @@ def test_to_train_one_is_an_error_that_names_it_and_changes_nothing(kind):
             torch_api.MaskedAdamW(net.named_parameters(), lr=0.1)
 
 
-def test_one_that_comes_to_require_grad_is_an_error_at_its_first_gradient():
+def test_first_gradient_of_a_sparse_parameter_raises():
     net = model("sparse")
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), lr=0.1)
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_one_that_comes_to_require_grad_is_an_error_at_its_first_gradient():
     assert not any(map(np.array_equal, bits(net), before))
 
 
-def test_copies_and_a_group_added_later():
+def test_copies_and_added_groups_keep_frozen_integer_parameters():
     net = model("uint8")
     optimizer = torch_api.MaskedAdamW(net.head.named_parameters("head"), lr=0.1, mask="head.*")
     optimizer.add_param_group({"params": [("base", net.base)]})
@@ -171,7 +171,7 @@ def test_copies_and_a_group_added_later():
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int64", "bool", "conjugated", "negated"])
-def test_a_train_step_reads_them(kind):
+def test_train_step_reads_frozen_parameters_of_any_dtype(kind):
     net, theirs = model(kind), model(kind)
     loss = lambda model, x: (model.head(x).square().sum(-1) * torch.real(model.base[:2].flatten())).sum()  # noqa: E731
     x = torch.ones(2, 2)
@@ -186,7 +186,7 @@ def test_a_train_step_reads_them(kind):
 
 
 @pytest.mark.parametrize("kind", ["qint8", "sparse", "sparse rows", "a subclass", "meta"])
-def test_a_train_step_says_what_it_cannot_read(kind):
+def test_train_step_names_the_parameter_that_it_cannot_read(kind):
     net = model(kind)
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), lr=0.1)
     text = "'base' on meta" if kind == "meta" else "JaxTrainStep: 'base' is .*no JAX array can stand for it"
@@ -197,7 +197,7 @@ def test_a_train_step_says_what_it_cannot_read(kind):
     assert not any(map(np.array_equal, bits(net), before))
 
 
-def test_an_integer_beside_float64_leaves_extra_arguments_in_float64():
+def test_frozen_integer_parameter_leaves_extra_arguments_in_float64():
     def update(updates, state, params=None, *, value, **_):
         return jax.tree.map(lambda g: -g * value, updates), state
 

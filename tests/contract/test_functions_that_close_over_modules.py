@@ -1,4 +1,4 @@
-"""Functions in attributes of a module may refer to it: the traced module computes what torch computes, and the original keeps nothing."""
+"""Functions in attributes of a module may refer to the module: the trace computes torch's values and leaves the original unchanged."""
 
 import collections
 import functools
@@ -24,7 +24,7 @@ X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 2.0, -1.0]])
 
 
 class Base(nn.Module):
-    """A layer, a parameter and a buffer; `bind` makes the activation that closes over them."""
+    """A module with a layer, a parameter, a buffer, and an activation from `bind` that closes over them."""
 
     def __init__(self, bind):
         super().__init__()
@@ -38,7 +38,7 @@ class Base(nn.Module):
 
 
 class Helper:
-    """An object that holds the module or its tensors."""
+    """An object that refers to the module and to its tensors."""
 
     def __init__(self, module):
         self.module = module
@@ -116,7 +116,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_an_activation_that_closes_over_the_module(kind):
+def test_activation_may_close_over_the_module(kind):
     net = Base(lambda m: setattr(m, "activation", ACTIVATIONS[kind](m)))
     function, params = bridge.module_function(net), bridge.module_tree(net)
     attributes = dict(vars(net))
@@ -155,7 +155,7 @@ def in_another_attribute_of_the_parent(m):
 
 
 class Extractor(nn.Module):
-    """A feature extractor: a hook keeps a layer's output in the module, and forward returns what it kept."""
+    """A feature extractor: a hook stores a layer's output in the module, and forward returns the stored output."""
 
     def __init__(self, register):
         super().__init__()
@@ -172,7 +172,7 @@ HOOKS = [closes_over_features, closes_over_the_container, bound_method_of_the_co
 
 
 @pytest.mark.parametrize("register", HOOKS)
-def test_a_hook_that_keeps_an_output_in_the_module(register):
+def test_hook_may_store_an_output_in_the_module(register):
     net = Extractor(register)
     got = jax.jit(bridge.module_function(net))(bridge.module_tree(net), jnp.asarray(X.numpy()))
     np.testing.assert_allclose(got, 2 * net.linear(X).detach(), rtol=1e-6)
@@ -181,7 +181,7 @@ def test_a_hook_that_keeps_an_output_in_the_module(register):
     assert net._features == {}
 
 
-def test_values_do_not_stay_in_the_module_or_its_objects():
+def test_traced_values_do_not_stay_in_the_module_or_its_objects():
     class Keeps(nn.Module):
         def __init__(self):
             super().__init__()
@@ -210,7 +210,7 @@ def test_values_do_not_stay_in_the_module_or_its_objects():
         assert dict(net.lists) in ({}, {"y": []})
 
 
-def test_an_error_in_forward_leaves_nothing_either():
+def test_error_in_forward_leaves_no_traced_values():
     class Fails(nn.Module):
         def __init__(self):
             super().__init__()
@@ -229,7 +229,7 @@ def test_an_error_in_forward_leaves_nothing_either():
 FEATURES = {}
 
 
-def test_a_container_that_a_global_name_refers_to_is_an_error():
+def test_hook_that_writes_to_a_global_container_raises():
     net = Extractor(lambda m: m.linear.register_forward_hook(lambda module, inputs, output: FEATURES.__setitem__("1", output)))
     globals()["FEATURES"] = net._features
     net._features["1"] = torch.ones(2, 3)
@@ -238,7 +238,7 @@ def test_a_container_that_a_global_name_refers_to_is_an_error():
     assert torch.equal(net._features["1"], torch.ones(2, 3))
 
 
-def test_buffers_that_a_function_writes_come_back():
+def test_buffers_written_by_a_hook_are_returned():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -262,7 +262,7 @@ def test_buffers_that_a_function_writes_come_back():
     assert net.count == 0
 
 
-def test_a_train_step_updates_what_a_function_closes_over():
+def test_train_step_updates_parameters_in_a_closure():
     nets = [Base(lambda m: setattr(m, "activation", of(m))) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     step = torch_api.JaxTrainStep(
@@ -280,7 +280,7 @@ def test_a_train_step_updates_what_a_function_closes_over():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_loss_that_calls_the_original_model_is_told_which_to_call():
+def test_loss_that_calls_the_original_model_raises_with_advice():
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
     layer, before = net[0], net[0].weight.detach().clone()
     for loss, which in ((lambda model, x: net(x).sum(), r"\(Sequential\)"), (lambda model, x: layer(x).sum(), r"'0' \(Linear\)")):
@@ -291,7 +291,7 @@ def test_a_loss_that_calls_the_original_model_is_told_which_to_call():
         assert torch.equal(net[0].weight, before)
 
 
-def test_a_loss_may_read_tensors_of_the_original_model():
+def test_loss_may_read_tensors_of_the_original_model():
     net = Base(lambda m: setattr(m, "activation", torch.relu))
 
     def loss(model, x):
@@ -305,7 +305,7 @@ def test_a_loss_may_read_tensors_of_the_original_model():
     torch.testing.assert_close(net.gain.detach(), gain)
 
 
-def test_a_forward_that_was_wrapped_on_the_instance():
+def test_forward_may_be_wrapped_on_the_instance():
     net = nn.Linear(3, 2)
     plain = net.forward
     net.forward = lambda x: plain(x) * 2
@@ -313,7 +313,7 @@ def test_a_forward_that_was_wrapped_on_the_instance():
     np.testing.assert_allclose(got, net(X).detach(), rtol=1e-6)
 
 
-def test_a_loss_may_call_parts_of_the_original_that_nothing_trains():
+def test_loss_may_call_untrained_parts_of_the_original_model():
     net = nn.ModuleDict({"body": nn.Linear(3, 2), "act": nn.Softplus(), "head": nn.Linear(2, 2).requires_grad_(False)})
     act, head = net["act"], net["head"]
 
@@ -331,7 +331,7 @@ def test_a_loss_may_call_parts_of_the_original_that_nothing_trains():
     np.testing.assert_allclose(step(X), expected.detach(), rtol=1e-5)
 
 
-def test_classes_are_as_before_when_a_trace_has_ended():
+def test_trace_restores_the_classes():
     net = Base(lambda m: setattr(m, "activation", of(m)))
     kinds = [type(net), nn.Linear, nn.Module]
     before = [dict(vars(kind)) for kind in kinds]
@@ -339,7 +339,7 @@ def test_classes_are_as_before_when_a_trace_has_ended():
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
-def test_a_class_that_refuses_changes_is_traced_as_it_is():
+def test_class_that_refuses_attributes_is_traced():
     class Refuses(type):
         def __setattr__(cls, name, value):
             raise AttributeError(f"{cls.__name__} is frozen")
@@ -362,7 +362,7 @@ class Slots:
         self.seen = []
 
 
-def test_values_do_not_stay_in_slots_or_in_the_class():
+def test_traced_values_do_not_stay_in_slots_or_class_attributes():
     class Keeps(nn.Module):
         cache, log, queue = {"a": 1}, [], collections.deque([2])
 
@@ -387,7 +387,7 @@ def test_values_do_not_stay_in_slots_or_in_the_class():
     assert Keeps.calls == 1
 
 
-def test_what_cannot_be_restored_hides_no_error_and_stops_nothing():
+def test_failed_restore_does_not_hide_the_users_error():
     class Stubborn(list):
         def clear(self):
             raise RuntimeError("not cleared")
@@ -408,7 +408,7 @@ def test_what_cannot_be_restored_hides_no_error_and_stops_nothing():
     assert net.last.x is None
 
 
-def test_a_queue_that_another_thread_fills_meanwhile():
+def test_another_thread_may_fill_a_queue_of_the_module_during_a_trace():
     class Holds(nn.Module):
         def __init__(self):
             super().__init__()
@@ -443,7 +443,7 @@ def test_a_queue_that_another_thread_fills_meanwhile():
         sys.setswitchinterval(interval)
 
 
-def test_a_module_with_slots():
+def test_module_may_have_slots():
     class Scales(nn.Module):
         __slots__ = ("layer", "scale", "unset")
 
@@ -486,7 +486,7 @@ def by_identity(layer):
 
 
 @pytest.mark.parametrize("make", [by_key, by_nested_containers, by_default, by_partial, by_identity])
-def test_a_hook_that_looks_its_module_up_in_a_container(make):
+def test_hook_may_look_up_its_module_in_a_container(make):
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     for layer in net:
         layer.register_forward_hook(make(net[0]))
@@ -494,7 +494,7 @@ def test_a_hook_that_looks_its_module_up_in_a_container(make):
     np.testing.assert_allclose(got, net(X).detach(), rtol=1e-5)
 
 
-def test_results_that_a_hook_keeps_by_module_reach_the_loss():
+def test_loss_may_read_outputs_that_a_hook_stores_by_module():
     net, kept = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), {}
     for layer in net:
         layer.register_forward_hook(lambda module, inputs, output: kept.__setitem__(module, output))
@@ -508,7 +508,7 @@ def test_results_that_a_hook_keeps_by_module_reach_the_loss():
     np.testing.assert_allclose(step(X), expected, rtol=1e-5)
 
 
-def test_a_value_that_only_the_copy_of_a_container_receives_is_an_error():
+def test_value_written_only_into_a_copied_container_raises():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     kept = {net[0]: None}
     net[0].register_forward_hook(lambda module, inputs, output: kept.__setitem__(module, output))

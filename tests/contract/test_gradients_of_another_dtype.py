@@ -1,4 +1,4 @@
-"""Gradients of another dtype than their parameters (`p.grad_dtype`): read as they are, arithmetic in float32, one rounding at the end."""
+"""Gradients with another dtype than their parameters (`p.grad_dtype`): arithmetic is float32, and the result is rounded once."""
 
 import warnings
 
@@ -29,7 +29,7 @@ def give_gradients(ps, nth, dtype=FLOAT32):
 
 
 def check(ours, optimizer, make_twin, steps=3):
-    """Each step as that of float32 parameters that begin where ours are, rounded."""
+    """Compare each step with a step of float32 parameters that start at the same rounded values."""
     twins = [torch.nn.Parameter(p.detach().float()) for p in ours]
     twin = make_twin(twins)
     for nth in range(steps):
@@ -55,7 +55,7 @@ def test_adamw_of_half_parameters_takes_float32_gradients(dtype, shapes):
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
-def test_as_torch_where_torch_takes_them(name):
+def test_parameters_move_as_in_torch(name):
     ours, theirs = parameters(PACKED, BFLOAT16, FLOAT32), parameters(PACKED, BFLOAT16, FLOAT32)
     optimizer, twin = getattr(torch_api, f"Masked{name}")(ours, lr=0.1), getattr(torch.optim, name)(theirs, lr=0.1)
     for nth in range(3):
@@ -66,7 +66,7 @@ def test_as_torch_where_torch_takes_them(name):
         torch.testing.assert_close(p, expected, rtol=0.02, atol=0.02)
 
 
-def test_clipping_reads_all_digits():
+def test_clipping_reads_gradients_in_full_precision():
     ps = parameters(MIXED, BFLOAT16, FLOAT32)
     twins = [torch.nn.Parameter(p.detach().float()) for p in ps]
     give_gradients(twins, 0)
@@ -79,7 +79,7 @@ def test_clipping_reads_all_digits():
         assert (p.detach() == q.detach().to(BFLOAT16)).float().mean() > 0.95
 
 
-def test_a_transformation_over_all_parameters_takes_them():
+def test_joint_transformation_takes_float32_gradients():
     ps, twins = parameters(PACKED, BFLOAT16, FLOAT32), parameters(PACKED, FLOAT32, FLOAT32)
     for p, q in zip(ps, twins, strict=True):
         q.data.copy_(p.detach())
@@ -90,7 +90,7 @@ def test_a_transformation_over_all_parameters_takes_them():
         torch.testing.assert_close(p.detach(), q.detach().to(BFLOAT16), rtol=2**-7, atol=1e-3)
 
 
-def test_other_pairs_that_are_computed_in_float32():
+def test_other_pairs_of_dtypes_are_computed_in_float32():
     for dtype, gradient_dtype in ((FLOAT32, BFLOAT16), (torch.float16, BFLOAT16)):
         ps = parameters(PACKED, dtype, gradient_dtype)
         twins = [torch.nn.Parameter(p.detach().float()) for p in ps]
@@ -104,7 +104,7 @@ def test_other_pairs_that_are_computed_in_float32():
 
 
 @pytest.mark.filterwarnings("ignore::torch_api.CompilationWarning")
-def test_the_dtype_may_change_between_steps():
+def test_gradient_dtype_may_change_between_steps():
     ps, twins = parameters(MIXED, BFLOAT16, None), parameters(MIXED, FLOAT32, None)
     for p, q in zip(ps, twins, strict=True):
         q.data.copy_(p.detach())
@@ -119,7 +119,7 @@ def test_the_dtype_may_change_between_steps():
         torch.testing.assert_close(p.detach().float(), q.detach(), rtol=0.02, atol=0.02)
 
 
-def test_the_dtype_may_change_in_a_step_that_is_refused():
+def test_gradient_dtype_may_change_in_a_refused_step():
     ps, twins = parameters(PACKED, BFLOAT16, None), parameters(PACKED, BFLOAT16, None)
     optimizer, twin = torch_api.MaskedSGD(ps, lr=0.1), torch.optim.SGD(twins, lr=0.1)
     for nth, dtype in enumerate([BFLOAT16, FLOAT32]):
@@ -138,7 +138,7 @@ def test_the_dtype_may_change_in_a_step_that_is_refused():
         torch.testing.assert_close(p, expected, rtol=2**-7, atol=1e-3)
 
 
-def test_a_gradient_in_a_dtype_of_other_arithmetic_is_refused():
+def test_float64_gradient_of_a_bfloat16_parameter_is_refused():
     (p,) = parameters(ALONE, BFLOAT16, None)
     optimizer, before = torch_api.MaskedSGD([("w", p)], lr=0.1), p.detach().clone()
     p.grad = torch.ones(p.shape, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_a_gradient_in_a_dtype_of_other_arithmetic_is_refused():
     torch.testing.assert_close(p.detach(), before, rtol=0, atol=0)
 
 
-def test_a_train_step_sums_up_in_the_dtype_of_the_gradient():
+def test_train_step_accumulates_in_the_dtype_of_the_gradient():
     x, movements = torch.linspace(-1, 1, 24).view(2, 12), []
     for dtype, accumulate in ((BFLOAT16, 3), (FLOAT32, 3), (FLOAT32, 4)):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Selectors of the constructor decide about a group that is added later as about the same parameters given at once."""
+"""A selector of the constructor treats parameters of a group that is added later like parameters given at construction."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ def model():
 
 def parts(net):
     named = list(net.named_parameters())
-    return named[:3], named[3:]  # the second begins with the bias of the second layer
+    return named[:3], named[3:]  # the second part starts with the bias of the second layer
 
 
 def only_weights(name, param):
@@ -60,13 +60,13 @@ MASKS = {
 }
 
 
-def seen(optimizer):
+def decisions(optimizer):
     columns = ("parameter", "status", "lr", "decay", "label")
     return [[row[column] for column in columns] for row in optimizer.report().rows]
 
 
 def at_once_and_later(build):
-    """The reports of two optimizers: one has both groups from the start, the other gets the second one later."""
+    """Build two optimizers: one gets both groups at construction, the other gets the second group later."""
     net = model()
     first, second = parts(net)
     at_once = build([{"params": first}, {"params": second}], net)
@@ -78,16 +78,16 @@ def at_once_and_later(build):
 
 
 @pytest.mark.parametrize("form", MASKS)
-def test_a_mask_in_every_form(form):
+def test_every_form_of_mask_decides_about_added_groups(form):
     at_once, later = at_once_and_later(lambda groups, net: torch_api.MaskedAdamW(groups, mask=MASKS[form](net)))
-    assert seen(later) == seen(at_once)
+    assert decisions(later) == decisions(at_once)
     assert [row["decided by"] for row in later.report().rows] == [row["decided by"] for row in at_once.report().rows]
 
 
 @pytest.mark.parametrize("form", [form for form in MASKS if form != "elements"])
-def test_a_decay_mask_in_every_form(form):
+def test_every_form_of_decay_mask_decides_about_added_groups(form):
     at_once, later = at_once_and_later(lambda groups, net: torch_api.MaskedAdamW(groups, weight_decay=0.1, decay_mask=MASKS[form](net)))
-    assert seen(later) == seen(at_once)
+    assert decisions(later) == decisions(at_once)
 
 
 SCALES = {
@@ -101,9 +101,9 @@ SCALES = {
 
 
 @pytest.mark.parametrize("form", SCALES)
-def test_an_lr_scale_in_every_form(form):
+def test_every_form_of_lr_scale_decides_about_added_groups(form):
     at_once, later = at_once_and_later(lambda groups, net: torch_api.MaskedSGD(groups, lr=1.0, lr_scale=SCALES[form](net)))
-    assert seen(later) == seen(at_once)
+    assert decisions(later) == decisions(at_once)
 
 
 LABELS = {
@@ -121,18 +121,18 @@ def partitioned(groups, labels, **options):
 
 
 @pytest.mark.parametrize("form", LABELS)
-def test_labels_in_every_form(form):
+def test_every_form_of_labels_decides_about_added_groups(form):
     at_once, later = at_once_and_later(lambda groups, net: partitioned(groups, LABELS[form](net), mask="*"))
-    assert sorted(map(str, seen(later))) == sorted(map(str, seen(at_once)))
+    assert sorted(map(str, decisions(later))) == sorted(map(str, decisions(at_once)))
 
 
-def test_the_selectors_of_a_multi_optimizer():
+def test_selectors_of_a_multi_optimizer_decide_about_added_groups():
     pairs = ("*weight", optax.sgd(0.1)), (lambda name: name == "body.0.bias", optax.adam(0.1))
     at_once, later = at_once_and_later(lambda groups, net: torch_api.MultiOptimizer(groups, *pairs))
-    assert sorted(map(str, seen(later))) == sorted(map(str, seen(at_once)))
+    assert sorted(map(str, decisions(later))) == sorted(map(str, decisions(at_once)))
 
 
-def test_parameters_and_iterators_are_remembered():
+def test_masks_of_parameters_and_iterators_are_remembered():
     net = model()
     first, second = parts(net)
     for mask in ([p for _, p in first[:2]], (p for _, p in first[:2]), iter(["*weight"])):
@@ -143,7 +143,7 @@ def test_parameters_and_iterators_are_remembered():
         assert {"trained", "frozen"} >= set(before) > {"frozen"}
 
 
-def test_a_selector_that_is_changed_afterwards_decides_as_before():
+def test_later_changes_of_a_selector_have_no_effect():
     net = model()
     first, second = parts(net)
     patterns, by_name = ["*weight"], {"": True, "body.1": False}
@@ -154,7 +154,7 @@ def test_a_selector_that_is_changed_afterwards_decides_as_before():
         assert optimizer.report().rows[-1]["status"] == "frozen"
 
 
-def test_the_flags_of_a_group_win():
+def test_flags_of_a_group_override_selectors():
     both = ["trained", "trained"]
     for flags, statuses in (({"mask": "*bias"}, ["trained", "frozen"]), ({"mask": True}, both), ({"trainable": True}, both)):
         for at_once in (True, False):
@@ -173,14 +173,14 @@ def test_the_flags_of_a_group_win():
     assert {row["label"] for row in labelled.report().rows[3:]} == {"y"}
 
 
-def test_a_pattern_that_matches_nothing_at_construction_stays_an_error():
+def test_pattern_without_match_at_construction_raises():
     first, _ = parts(model())
     for mask in ("head.*", ["*", "head.*"], {"head": True, "": False}, [("head.*", True)]):
         with pytest.raises(ValueError, match="head"):
             torch_api.MaskedAdamW(first, mask=mask)
 
 
-def test_a_tree_without_the_new_parameters_is_an_error_that_says_what_to_do():
+def test_mask_tree_without_the_new_parameters_raises_with_advice():
     first, second = parts(model())
     optimizer = torch_api.MaskedAdamW(first, mask={"body": {"0": {"weight": True, "bias": True}, "1": {"weight": False}}})
     with pytest.raises(ValueError, match=r"body\.1\.bias") as error:
@@ -192,7 +192,7 @@ def test_a_tree_without_the_new_parameters_is_an_error_that_says_what_to_do():
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))], ids=["deepcopy", "pickle"])
-def test_a_copy_decides_as_the_optimizer(twin):
+def test_copied_optimizer_decides_like_the_original(twin):
     for mask in ("*weight", only_weights, {"": False, "body.1.weight": True}):
         first, second = parts(model())
         optimizer = twin(torch_api.MaskedAdamW(first, mask=mask))
@@ -200,7 +200,7 @@ def test_a_copy_decides_as_the_optimizer(twin):
         assert optimizer.report().rows[-1]["status"] == "frozen"
 
 
-def test_what_a_pickle_cannot_carry_is_an_error_and_no_guess():
+def test_unpicklable_selector_raises_when_a_group_is_added():
     first, second = parts(net := model())
     for mask in (lambda name, p: name.endswith("weight"), net["body"]):
         optimizer = pickle.loads(pickle.dumps(torch_api.MaskedAdamW(first, mask=mask)))
@@ -211,8 +211,8 @@ def test_what_a_pickle_cannot_carry_is_an_error_and_no_guess():
         assert [row["status"] for row in optimizer.report().rows][3:] == ["frozen", "trained", "frozen"]
 
 
-def test_the_steps_and_the_checkpoint_of_a_group_added_later():
-    """With a glob, the bias of the group stays as it is, and an optimizer that loads the checkpoint goes on alike."""
+def test_added_group_steps_and_saves_like_an_initial_group():
+    """The mask is a glob, so a bias in the added group stays frozen; an optimizer that loads the checkpoint has the same statuses."""
     ends = []
     for at_once in (True, False):
         net = model()
@@ -233,14 +233,14 @@ def test_the_steps_and_the_checkpoint_of_a_group_added_later():
     assert [row["status"] for row in loaded.report().rows] == [row["status"] for row in optimizer.report().rows]
 
 
-def test_a_parameter_that_is_put_into_a_group_by_hand():
+def test_selectors_decide_about_parameters_added_by_hand():
     first, second = parts(model())
     optimizer = torch_api.MaskedAdamW(first, lr=0.1, mask="*weight", decay_mask={"": False, "body.1": True})
     for name, p in second:
         optimizer.param_groups[0]["params"].append(p)
         optimizer.param_groups[0]["param_names"].append(name)
     at_once = torch_api.MaskedAdamW(first + second, lr=0.1, mask="*weight", decay_mask={"": False, "body.1": True})
-    assert seen(optimizer) == seen(at_once)
+    assert decisions(optimizer) == decisions(at_once)
     for _, p in first + second:
         p.grad = torch.ones_like(p)
     before = {name: p.detach().clone() for name, p in second}
@@ -248,7 +248,7 @@ def test_a_parameter_that_is_put_into_a_group_by_hand():
     assert [name for name, p in second if not torch.equal(p, before[name])] == ["head.weight"]
 
 
-def test_a_mask_of_a_group_that_labels_divide():
+def test_group_mask_applies_across_labels():
     first, second = parts(model())
     for later in (False, True):
         own = {"params": second, "mask": "head.*"}
@@ -261,7 +261,7 @@ def test_a_mask_of_a_group_that_labels_divide():
         partitioned([{"params": first}, {"params": second, "mask": "haed.*"}], {"": "x", "body": "y"})
 
 
-def test_a_copy_of_a_partitioned_optimizer_takes_a_group_with_a_label():
+def test_copied_partitioned_optimizer_takes_a_labeled_group():
     first, later = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
     optimizer = torch_api.PartitionedOptimizer([("first", first)], {"a": optax.sgd(0.1)}, labels={"first": "a"})
     twin = copy.deepcopy(optimizer)
@@ -290,16 +290,16 @@ def nameless(net):
 
 @pytest.mark.parametrize("way", BY_HAND)
 @pytest.mark.parametrize("form", DECIDE)
-def test_a_selector_decides_about_parameters_put_by_hand_into_groups_without_names(form, way):
+def test_selectors_decide_about_unnamed_parameters_added_by_hand(form, way):
     def make(params, net):
         return torch_api.MaskedAdamW(params, weight_decay=0.1, mask=DECIDE[form](net), decay_mask=DECIDE[form](net))
 
     net = model()
     first, second = nameless(net)
-    expected = seen(make(first + second, net))
+    expected = decisions(make(first + second, net))
     optimizer = make(first, net)
     BY_HAND[way](optimizer, second)
-    assert seen(optimizer) == expected
+    assert decisions(optimizer) == expected
     for p in first + second:
         p.grad = torch.ones_like(p)
     before = [p.detach().clone() for p in first + second]
@@ -309,7 +309,7 @@ def test_a_selector_decides_about_parameters_put_by_hand_into_groups_without_nam
 
 
 @pytest.mark.parametrize("form", ["a glob", "globs", "a regular expression", "name and parameter", "a name", "pairs", "a dict by prefix"])
-def test_a_parameter_put_by_hand_beside_others_with_names_needs_one_where_a_selector_decides_by_name(form):
+def test_parameter_added_by_hand_needs_a_name_if_a_selector_reads_names(form):
     net = model()
     first, second = parts(net)
     optimizer = torch_api.MaskedAdamW(first, lr=0.1, mask=MASKS[form](net))
@@ -322,19 +322,19 @@ def test_a_parameter_put_by_hand_beside_others_with_names_needs_one_where_a_sele
             call()
     assert all(torch.equal(p, q) for (_, p), q in zip(first + second, before, strict=True))
     optimizer.param_groups[0]["param_names"] += [name for name, _ in second]
-    assert seen(optimizer) == seen(torch_api.MaskedAdamW(first + second, lr=0.1, mask=MASKS[form](net)))
+    assert decisions(optimizer) == decisions(torch_api.MaskedAdamW(first + second, lr=0.1, mask=MASKS[form](net)))
     optimizer.step()
 
 
 @pytest.mark.parametrize("form", ["None", "True", "a module", "parameters"])
-def test_a_selector_that_needs_no_names_decides_about_a_parameter_without_one(form):
+def test_selector_without_names_decides_about_an_unnamed_parameter(form):
     net = model()
     first, second = parts(net)
     mask = [p for _, p in first[:1]] if form == "parameters" else MASKS[form](net)
     optimizer = torch_api.MaskedAdamW(first, lr=0.1, mask=mask)
     optimizer.param_groups[0]["params"] += [p for _, p in second]
     at_once = torch_api.MaskedAdamW(first + second, lr=0.1, mask=mask)
-    assert [row[1] for row in seen(optimizer)] == [row[1] for row in seen(at_once)]
+    assert [row[1] for row in decisions(optimizer)] == [row[1] for row in decisions(at_once)]
 
 
 HELD = {
@@ -353,7 +353,7 @@ class Picking(torch.nn.ModuleDict):
 
 
 @pytest.mark.parametrize("form", HELD)
-def test_a_selector_of_a_copy_refers_to_what_was_copied_with_it(form):
+def test_copied_selector_refers_to_the_copied_modules(form):
     net = Picking(dict(model()))
     first, second = parts(net)
     optimizer = torch_api.MaskedSGD(first, mask=HELD[form](net))
@@ -362,16 +362,16 @@ def test_a_selector_of_a_copy_refers_to_what_was_copied_with_it(form):
     twin.add_param_group({"params": parts(twin_net)[1]})
     for one in (optimizer, alone):
         one.add_param_group({"params": second})
-    assert seen(twin) == seen(optimizer) == seen(alone)
-    assert {row[1] for row in seen(twin)} == {"trained", "frozen"}
+    assert decisions(twin) == decisions(optimizer) == decisions(alone)
+    assert {row[1] for row in decisions(twin)} == {"trained", "frozen"}
 
 
-def test_pairs_of_a_copied_multi_optimizer_refer_to_what_was_copied_with_it():
+def test_copied_multi_optimizer_refers_to_the_copied_modules():
     net = model()
     first, second = parts(net)
     optimizer = torch_api.MultiOptimizer(first, (net["body"], optax.sgd(0.1)))
     twin_net, twin = copy.deepcopy((net, optimizer))
     optimizer.add_param_group({"params": second})
     twin.add_param_group({"params": parts(twin_net)[1]})
-    assert seen(twin) == seen(optimizer)
-    assert {row[1] for row in seen(twin)} == {"trained", "frozen"}
+    assert decisions(twin) == decisions(optimizer)
+    assert {row[1] for row in decisions(twin)} == {"trained", "frozen"}

@@ -1,4 +1,4 @@
-"""Numbers that a transformation keeps beside half parameters: they stay float32, and the float32 master is updated as pure optax does."""
+"""Scalar state of half precision parameters stays float32, and the float32 master weights are updated as by pure optax."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def decaying():
-    """Multiply the gradient by 1 - m, where m is a number that each leaf keeps for itself."""
+    """Multiply the gradient by 1 - m, where m is a scalar state of each leaf."""
 
     def update(updates, numbers, params=None):
         numbers = jax.tree.map(lambda m: 0.999 * m, numbers)
@@ -32,7 +32,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, torch.bfloat16) for name in TRANSFORMATIONS] + [("adamw", torch.float16)])
-def test_numbers_of_state_stay_float32(name, dtype):
+def test_scalar_state_stays_float32(name, dtype):
     start = {"v": torch.linspace(0.25, 3, 7, dtype=dtype), "w": torch.linspace(0.5, 2, 5, dtype=dtype)}
     wide = {n: jnp.asarray(x.float().numpy()) for n, x in start.items()}
     params, tx, state = wide, TRANSFORMATIONS[name](), TRANSFORMATIONS[name]().init(wide)
@@ -50,7 +50,7 @@ def test_numbers_of_state_stay_float32(name, dtype):
         assert dtype not in {x.dtype for x in optimizer.state[p].values()}
 
 
-def test_moments_of_a_parameter_that_is_one_number_have_its_dtype():
+def test_moments_of_a_scalar_parameter_have_its_dtype():
     parameter = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
     optimizer = torch_api.OptaxOptimizer([parameter], optax.inject_hyperparams(optax.sgd)(0.01, momentum=0.9))
     parameter.grad = torch.ones_like(parameter)

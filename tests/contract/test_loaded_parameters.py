@@ -1,4 +1,4 @@
-"""Parameters that come from files are updated in their own memory; those whose memory somebody else may hold follow by a copy."""
+"""Parameters loaded from files are updated in place; parameters whose memory has another holder get a copy of each result."""
 
 import gc
 import io
@@ -62,7 +62,7 @@ def whole(_):
 
 
 def seen_by_numpy(_):
-    """A view by NumPy that is gone again."""
+    """Take a NumPy view and drop it."""
     made = model()
     assert all(np.isfinite(p.detach().numpy()).all() for p in made.parameters())
     return made
@@ -99,7 +99,7 @@ def test_loaded_parameters_are_updated_in_their_own_memory(load, tmp_path):
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_tensors_of_a_file_are_trained_as_they_are(is_held, tmp_path):
+def test_tensors_of_a_file_are_trained_in_place(is_held, tmp_path):
     safetensors.torch.save_file({"w": torch.ones(4, 4)}, tmp_path / "weights.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "weights.safetensors")
     other = loaded["w"].view(16) if is_held else None
@@ -129,7 +129,7 @@ def test_a_train_step_updates_loaded_parameters_in_their_own_memory(tmp_path):
     assert {row["write-back"] for row in optimizer.report().rows} == {"inplace"}
 
 
-def test_files_stay_as_they_were(tmp_path):
+def test_training_leaves_the_files_unchanged(tmp_path):
     for load, name in ((by_safetensors, "weights.safetensors"), (by_mapped_load, "weights.pt")):
         loaded = load(tmp_path)
         content = (tmp_path / name).read_bytes()
@@ -171,7 +171,7 @@ def of_a_kept_dict(_):
 
 
 @pytest.mark.parametrize("share", [of_numpy, of_a_buffer, of_dlpack, of_a_mapped_array, of_a_shared_file, of_a_kept_dict])
-def test_memory_that_somebody_else_holds_follows_the_updates(share, tmp_path):
+def test_memory_with_another_holder_gets_the_updates(share, tmp_path):
     tensor, other = share(tmp_path)
     parameter = torch.nn.Parameter(tensor)
     if share is not of_a_kept_dict:
@@ -186,7 +186,7 @@ def test_memory_that_somebody_else_holds_follows_the_updates(share, tmp_path):
     np.testing.assert_array_equal(other, parameter.detach())
 
 
-def test_an_array_over_a_parameter_follows_the_updates():
+def test_numpy_view_of_a_parameter_gets_the_updates():
     parameter = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
     array = parameter.numpy()
     parameter.requires_grad_()
@@ -196,7 +196,7 @@ def test_an_array_over_a_parameter_follows_the_updates():
     np.testing.assert_array_equal(array, parameter.detach())
 
 
-def test_a_memory_of_its_own_or_asked_for_copies_do_not_warn():
+def test_parameters_in_own_memory_and_requested_copies_do_not_warn():
     array = np.ones((4, 4), np.float32)
     parameter, other = torch.nn.Parameter(torch.from_numpy(array)), torch.nn.Parameter(torch.from_numpy(array.copy()))
     parameter.data = parameter.data.clone()
@@ -209,7 +209,7 @@ def test_a_memory_of_its_own_or_asked_for_copies_do_not_warn():
     torch.testing.assert_close(other, parameter)
 
 
-def test_a_warning_that_is_made_an_error_leaves_all_in_order():
+def test_warning_raised_as_an_error_leaves_the_optimizer_usable():
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = torch_api.MaskedSGD([parameter], lr=0.1, momentum=0.9)
     steps([parameter], optimizer)
@@ -230,7 +230,7 @@ def test_jax_arrays_are_never_written_to():
     assert (array == 1).all()
 
 
-def test_memory_of_numpy_is_not_taken_where_python_does_not_list_its_objects(tmp_path):
+def test_numpy_memory_is_not_adopted_if_gc_cannot_list_holders(tmp_path):
     file = tmp_path / "numbers"
     np.zeros(8, np.float32).tofile(file)
     array = np.memmap(file, np.float32, "c")
@@ -277,13 +277,13 @@ THAWS = {
 
 @pytest.mark.parametrize("first", ["the train step", "the optimizer"])
 @pytest.mark.parametrize("thaw", THAWS)
-def test_what_a_train_step_has_read_as_frozen_is_updated_in_its_own_memory_when_thawed(thaw, first):
+def test_thawed_parameter_of_a_train_step_is_updated_in_place(thaw, first):
     made, twin, batches = model(), model(), [torch.ones(2, 8), torch.ones(3, 8)]
     loss = lambda model, x: model(x).square().mean()  # noqa: E731
     if thaw is not unfrozen_by_set_trainable:
         made[0].requires_grad_(False)
     step = torch_api.JaxTrainStep(made, loss, optimizer := THAWS[thaw](made))
-    for x in batches:  # two programs read the frozen part
+    for x in batches:  # two programs read the frozen layer
         step(x)
     thawed = thaw(made, optimizer, step)
     with torch.no_grad():
@@ -307,7 +307,7 @@ def test_what_a_train_step_has_read_as_frozen_is_updated_in_its_own_memory_when_
         torch.testing.assert_close(ours, of_torch, rtol=1e-4, atol=1e-5)
 
 
-def test_a_train_step_goes_on_reading_what_another_optimizer_has_moved():
+def test_train_step_reads_parameters_that_another_optimizer_has_moved():
     made, x = model(), torch.ones(2, 8)
     made[:2].requires_grad_(False)
     loss = lambda model, x: model(x).square().mean()  # noqa: E731

@@ -1,4 +1,4 @@
-"""`lr_scale` in param groups acts once: beside the default lr, and never in a group whose lr was scaled already."""
+"""`lr_scale` in a param group is applied once: it scales the default lr, but not a group's lr that was already scaled."""
 
 import copy
 
@@ -19,7 +19,7 @@ def model():
 
 
 def beit(net):
-    """As BEiT's, MAE's and mmengine's constructors: lr is scaled, lr_scale is for the record."""
+    """Return groups as the constructors of BEiT, MAE and mmengine make them: lr is scaled already, lr_scale is informative."""
     return [
         {"params": list(m.parameters()), "lr": BASE * s, "lr_scale": s, "layer_id": i}
         for i, (m, s) in enumerate(zip(net, SCALES, strict=True))
@@ -31,7 +31,7 @@ def timm(net):
 
 
 class TimmScheduler:
-    """timm's: base values are the groups' lr; each update writes value * lr_scale."""
+    """timm's scheduler: the base value is the lr of the group, and each step writes value * lr_scale."""
 
     def __init__(self, optimizer):
         self.groups, self.t = optimizer.param_groups, 0
@@ -47,7 +47,7 @@ class TimmScheduler:
 
 
 class LoopOfMAE(TimmScheduler):
-    """lr = value * lr_scale where there is one, with one value for all groups."""
+    """MAE's loop: one value for all groups, times lr_scale where a group has one."""
 
     def step(self):
         for group in self.groups:
@@ -84,7 +84,7 @@ def run(net, optimizer, scheduler, steps=3):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("name", OURS)
-def test_groups_whose_lr_is_scaled_move_as_in_torch(name, scheduler):
+def test_groups_with_scaled_lr_move_as_in_torch(name, scheduler):
     ours, theirs = model(), model()
     a, b = OURS[name](beit(ours)), torch.optim.SGD(beit(theirs), lr=BASE)
     torch.testing.assert_close(run(ours, a, SCHEDULERS[scheduler]), run(theirs, b, SCHEDULERS[scheduler]), rtol=1e-5, atol=1e-7)
@@ -93,8 +93,8 @@ def test_groups_whose_lr_is_scaled_move_as_in_torch(name, scheduler):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("name", OURS)
-def test_timms_groups_are_scaled_once_under_every_scheduler(name, scheduler):
-    """Schedulers that multiply by lr_scale give torch's numbers; the others those of groups with scaled lrs."""
+def test_groups_of_timm_are_scaled_once_under_every_scheduler(name, scheduler):
+    """Schedulers that multiply by lr_scale give torch's numbers; other schedulers give the numbers of groups with scaled lrs."""
     ours, theirs = model(), model()
     reads = scheduler in ("timm", "MAE's loop")
     a, b = OURS[name](timm(ours)), torch.optim.SGD(timm(theirs) if reads else beit(theirs), lr=BASE)
@@ -102,7 +102,7 @@ def test_timms_groups_are_scaled_once_under_every_scheduler(name, scheduler):
     torch.testing.assert_close(end, run(theirs, b, SCHEDULERS[scheduler]), rtol=1e-5, atol=1e-7)
 
 
-def test_a_group_that_is_added_later_follows_the_same_rule():
+def test_added_group_is_scaled_like_an_initial_group():
     for groups in (beit, timm):
         ours, theirs = model(), model()
         a, b = torch_api.MaskedSGD(groups(ours)[2:], lr=BASE), torch.optim.SGD(beit(theirs)[2:], lr=BASE)
@@ -112,7 +112,7 @@ def test_a_group_that_is_added_later_follows_the_same_rule():
         torch.testing.assert_close(run(ours, a, None), run(theirs, b, None))
 
 
-def test_an_ambiguous_group_is_as_in_torch_and_warned_of_once():
+def test_ambiguous_group_moves_as_in_torch_and_warns_once():
     ours, theirs = model(), model()
     groups = lambda net: [{"params": list(m.parameters()), "lr": 0.03, "lr_scale": s} for m, s in zip(net, SCALES, strict=True)]  # noqa: E731
     with pytest.warns(UserWarning, match=r"MaskedSGD: a param group has lr 0.03 and lr_scale 0.25, beside a default lr of 0.1") as seen:
@@ -121,7 +121,7 @@ def test_an_ambiguous_group_is_as_in_torch_and_warned_of_once():
     torch.testing.assert_close(run(ours, a, None), run(theirs, torch.optim.SGD(groups(theirs), lr=BASE), None))
 
 
-def test_the_selector_always_scales():
+def test_lr_scale_selector_always_scales():
     net = model()
     optimizer = torch_api.MaskedSGD(
         [{**group, "params": list(m.named_parameters(str(i)))} for i, (group, m) in enumerate(zip(beit(net), net, strict=True))],
@@ -131,7 +131,7 @@ def test_the_selector_always_scales():
     assert [row["lr"] for row in optimizer.report().rows] == pytest.approx([0.0025] * 2 + [0.05] * 2 + [0.1] * 2)
 
 
-def test_checkpoints_in_both_directions():
+def test_checkpoints_of_ours_and_of_torch_keep_the_scaled_lrs():
     for groups in (beit, timm):
         ours, theirs = model(), model()
         a, b = torch_api.MaskedSGD(groups(ours), lr=BASE), torch.optim.SGD(groups(theirs), lr=BASE)
@@ -142,7 +142,7 @@ def test_checkpoints_in_both_directions():
             fresh = torch_api.MaskedSGD(groups(model()), lr=BASE)
             fresh.load_state_dict(state)
             assert [row["lr"] for row in fresh.report().rows[::2]] == pytest.approx([BASE * s for s in SCALES])
-        # An optimizer whose groups have no lr_scale takes torch's meaning from torch's checkpoint, and ours from ours.
+        # Groups without lr_scale take the meaning that lr_scale has in the checkpoint: torch's, or ours.
         plain = [{"params": list(m.parameters())} for m in model()]
         fresh = torch_api.MaskedSGD(plain, lr=BASE)
         fresh.load_state_dict(of_torch)
@@ -151,7 +151,7 @@ def test_checkpoints_in_both_directions():
         assert [row["lr"] for row in fresh.report().rows[::2]] == pytest.approx([BASE * s for s in SCALES])
 
 
-def test_a_copy_of_a_group_keeps_its_meaning():
+def test_copied_group_is_scaled_like_the_original():
     for groups in (beit, timm):
         net = model()
         optimizer = torch_api.MaskedSGD(groups(net)[:2], lr=BASE)
@@ -186,8 +186,8 @@ def with_default(learning_rate=0.3):
 
 
 @pytest.mark.parametrize("name", WITHOUT_LR)
-def test_nothing_is_said_about_a_default_lr_that_the_user_has_not_given(name):
-    """The scaled lrs of the groups are all that there is."""
+def test_implicit_default_lr_gives_no_warning(name):
+    """The scaled lr of each group stands alone, without a default."""
     net = model()
     optimizer = WITHOUT_LR[name](beit(net)[:2])
     optimizer.add_param_group(beit(net)[2])
@@ -207,6 +207,6 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_an_lr_that_the_user_has_given_is_named(name):
+def test_warning_names_the_lr_given_by_the_user(name):
     with pytest.warns(UserWarning, match=r"lr 0.025 and lr_scale 0.25, beside a default lr of (0.001|0.5)"):
         GIVEN[name](beit(model()))

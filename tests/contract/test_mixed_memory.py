@@ -1,7 +1,7 @@
-"""Transformations that see all parameters together, over trees whose equal parameters lie in different memory: pure optax is right.
+"""Joint transformations over parameters of equal shape that lie in different memory give the numbers of pure optax.
 
-Equal parameters share arithmetic. Some lie in one buffer; one that comes from NumPy has memory of its own; parameters that are trained
-later lie in a second buffer; and the ones without a gradient take no part in a step. The numbers of one must never be used for another.
+Equal parameters share arithmetic. Some share a bucket; one that comes from NumPy has its own memory; parameters thawed later lie in a
+second bucket; a parameter without a gradient is inactive. The values of one parameter must never be used for another.
 """
 
 import jax
@@ -21,7 +21,7 @@ def clipped(*transformations):
 
 
 def neighbors():
-    """Mix each leaf with the next one of its shape, then divide it by its norm and that of the next leaf."""
+    """Mix each leaf with the next leaf of its shape, then divide it by its norm and by the norm of that next leaf."""
 
     def update(updates, state, params=None):
         leaves, tree = jax.tree.flatten(updates)
@@ -33,7 +33,7 @@ def neighbors():
 
 
 def shares():
-    """Scale each leaf by its share in a running sum that every leaf keeps for itself, and by its own step count."""
+    """Scale each leaf by its share in a running sum; each leaf keeps a copy of the sum and its own step count."""
 
     def init(params):
         return {"count": jax.tree.map(lambda p: jnp.zeros([], jnp.int32), params), "sum": jax.tree.map(lambda p: jnp.zeros([]), params)}
@@ -63,15 +63,15 @@ SHAPES = [(16,), (16,), (16,), (16,), (16,), (2, 8)]
 
 
 def with_parts(tree, names, change):
-    """The tree with `change` of each dict that has a value for each parameter."""
+    """Return the tree with `change` applied to each dict that has one value per parameter."""
     is_part = lambda x: isinstance(x, dict) and set(x) == names  # noqa: E731
     return jax.tree.map(lambda *each: change(*each) if is_part(each[0]) else each[0], *tree, is_leaf=is_part)
 
 
 def by_optax(tx, start, steps):
-    """The parameters after `steps`: pairs of the names that are trained and the gradients that are there.
+    """Return the parameters after `steps`, pairs of the names that are trained and the gradients by name.
 
-    A parameter's state begins with the step from which on it is trained. Without a gradient, parameter and state stay as they are.
+    A parameter's state starts at the first step that trains it. Without a gradient, a parameter and its state do not change.
     """
     names, begun, state = set(start), set(), None
     params = {name: jnp.asarray(value) for name, value in start.items()}
@@ -89,7 +89,7 @@ def by_optax(tx, start, steps):
 
 
 def draw(generator, thaws):
-    """The values of parameters, the names of those outside buckets and of those that are trained later if some are, and the steps."""
+    """Return parameter values, the names of parameters outside buckets, the names of parameters that are thawed later, and the steps."""
     count = int(generator.integers(20, 24))
     shapes = {f"p{i:02}": SHAPES[generator.integers(len(SHAPES))] for i in range(count)}
     number = lambda shape: (generator.standard_normal(shape) * 3.0 ** generator.integers(-2, 3)).astype(np.float32)  # noqa: E731
@@ -100,9 +100,9 @@ def draw(generator, thaws):
     return {name: number(shape) for name, shape in shapes.items()}, alone, late, steps
 
 
-@pytest.mark.filterwarnings("ignore:.*each step copies")  # memory of NumPy is the subject
+@pytest.mark.filterwarnings("ignore:.*each step copies")  # this test is about parameters in NumPy's memory
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for seed, name in enumerate(TRANSFORMATIONS)])
-def test_equal_parameters_in_different_memory_equal_optax(name, seed):
+def test_parameters_in_different_memory_move_as_in_optax(name, seed):
     way = (None, "set_trainable", "add_param_group")[seed % 3]
     start, alone, late, steps = draw(np.random.default_rng(seed), way is not None)
     params = {n: torch.nn.Parameter(torch.from_numpy(x.copy()) if n in alone else torch.tensor(x)) for n, x in start.items()}
@@ -123,8 +123,8 @@ def test_equal_parameters_in_different_memory_equal_optax(name, seed):
     assert max(errors.values()) < 1e-4, {n: e for n, e in errors.items() if e >= 1e-4}
 
 
-def test_rows_of_buckets_of_different_heights():
-    """Leaves 0 lie in the rows of one bucket and leaves 2 in those of a higher one: they are mixed where leaves 1 have no gradient."""
+def test_buckets_with_different_row_counts_move_as_in_optax():
+    """Some leaves lie in a bucket with few rows and some in one with many; they are mixed where the leaves between have no gradient."""
     generator = np.random.default_rng(0)
     shapes = {f"p{i:02}.{part}": (3,) if part == 1 else (16,) for i in range(7) for part in range(3) if i < 5 or part == 2}
     start, grads = ({n: generator.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()} for _ in range(2))

@@ -1,4 +1,4 @@
-"""Schedulers that cycle momentum act on the classes that call it b1, and `betas` is another name of b1 and b2 there."""
+"""Schedulers that cycle momentum work with optimizers that name it b1; `betas` is an alias of b1 and b2 there."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ def partitioned(params, first, second):
     return torch_api.PartitionedOptimizer([(f"p{i}", p) for i, p in enumerate(params)], transforms, labels={"p0": "a", "p1": "b"})
 
 
-# name -> (optimizer of parameters, how a group names the first momentum)
+# name -> (make an optimizer of parameters, the key of the first momentum in its groups)
 MAKE = {
     name: (lambda params, name=name: getattr(torch_api, f"Masked{name}")(params, lr=1e-3), ("b1",))
     for name in ("Lion", "Lamb", "AdaBelief", "Yogi", "ScheduleFreeAdamW")
@@ -65,7 +65,7 @@ def set_grads(params, number):
 
 
 def values_of_torch(schedule):
-    """The lr and first beta of torch.optim.Adam at each step."""
+    """Return the lr and the first beta of torch.optim.Adam at each step."""
     params = parameters()
     optimizer = torch.optim.Adam(params, lr=1e-3)
     scheduler, seen = SCHEDULES[schedule](optimizer), []
@@ -79,7 +79,7 @@ def values_of_torch(schedule):
 
 
 @pytest.mark.parametrize(("schedule", "name"), [*(("OneCycleLR", name) for name in MAKE), ("CyclicLR", "Lion"), ("CyclicLR", "Lars")])
-def test_the_first_momentum_is_cycled_as_torchs(schedule, name):
+def test_first_momentum_is_cycled_as_in_torch(schedule, name):
     make, keys = MAKE[name]
     values = values_of_torch(schedule)
     params, twins = parameters(), parameters()
@@ -101,7 +101,7 @@ def test_the_first_momentum_is_cycled_as_torchs(schedule, name):
 
 
 @pytest.mark.parametrize("name", ["Lion", "Lamb", "AdaBelief", "Yogi", "ScheduleFreeAdamW"])
-def test_betas_are_taken_where_the_class_has_b1_and_b2(name):
+def test_betas_set_b1_and_b2(name):
     made = getattr(torch_api, f"Masked{name}")
     for betas in ((0.8, 0.5), [0.8, 0.5], np.array([0.8, 0.5]), torch.tensor([0.8, 0.5], dtype=torch.float64)):
         group = made(parameters(), lr=0.1, betas=betas).param_groups[0]
@@ -118,7 +118,7 @@ def test_betas_are_taken_where_the_class_has_b1_and_b2(name):
     assert [(g["b1"], g["b2"]) for g in optimizer.param_groups] == [(0.7, 0.6), (0.7, 0.6), (0.5, 0.4)]
 
 
-def test_betas_of_a_factory_of_optax_and_of_a_label():
+def test_betas_set_the_arguments_of_factories_and_labels():
     optimizer = torch_api.OptaxOptimizer(parameters(), optax.adamw, lr=0.1, betas=(0.8, 0.5))
     assert (optimizer.param_groups[0]["b1"], optimizer.param_groups[0]["b2"]) == (0.8, 0.5)
     optimizer = torch_api.OptaxOptimizer(parameters(), optax.adan, lr=0.1, betas=(0.8, 0.5, 0.4))
@@ -139,7 +139,7 @@ def test_betas_of_a_factory_of_optax_and_of_a_label():
         torch_api.MaskedLars(parameters(), lr=0.1, betas=(0.8, 0.5))
 
 
-def test_betas_is_another_name_and_no_entry():
+def test_betas_is_an_alias_and_not_a_group_entry():
     params = parameters()
     optimizer = torch_api.MaskedLion(params, lr=0.1, b1=0.8, b2=0.5)
     group = optimizer.param_groups[0]
@@ -162,7 +162,7 @@ def test_betas_is_another_name_and_no_entry():
     assert "betas" not in torch_api.MaskedLars(params, lr=0.1).defaults
 
 
-def test_copies_and_checkpoints_can_be_scheduled_too():
+def test_schedulers_work_on_copies_and_loaded_optimizers():
     params = parameters()
     optimizer = torch_api.MaskedLion(params, lr=0.1)
     scheduler = SCHEDULES["OneCycleLR"](optimizer)
@@ -180,11 +180,11 @@ def test_copies_and_checkpoints_can_be_scheduled_too():
         assert other.param_groups[0]["b1"] == 0.95
     saved = optimizer.state_dict()
     saved["param_groups"][0]["betas"] = saved["param_groups"][0].pop("b1"), saved["param_groups"][0].pop("b2")
-    loaded.load_state_dict(saved)  # of a Lion that calls them so
+    loaded.load_state_dict(saved)  # as a Lion of another library saves them
     assert loaded.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
 
 
-def test_a_plain_dict_put_in_by_hand_is_read_too():
+def test_betas_of_a_plain_dict_group_are_read():
     params, twins = parameters(), parameters()
     optimizer, reference = torch_api.MaskedLion(params, lr=0.1), torch_api.MaskedLion(twins, lr=0.1)
     group = optimizer.param_groups[0] = dict(optimizer.param_groups[0])
@@ -198,7 +198,7 @@ def test_a_plain_dict_put_in_by_hand_is_read_too():
     torch.testing.assert_close(params, twins, rtol=0, atol=0)
 
 
-def test_a_train_step_cycles_momentum():
+def test_train_step_uses_the_cycled_momentum():
     torch.manual_seed(0)
     one = torch.nn.Linear(2, 2)
     other = copy.deepcopy(one)
@@ -216,7 +216,7 @@ def test_a_train_step_cycles_momentum():
 
 
 @pytest.mark.parametrize("name", ["Lion", "optax.adamw", "bridge.Adam", "partitioned", "multi", "Lars"])
-def test_groups_are_saved_by_themselves_as_plain_dicts(name):
+def test_groups_and_defaults_are_saved_as_plain_dicts(name):
     optimizer = MAKE[name][0](parameters())
     file = io.BytesIO()
     torch.save([optimizer.param_groups, optimizer.defaults], file)
@@ -239,7 +239,7 @@ BYPASSES = {
 
 
 @pytest.mark.parametrize("way", BYPASSES)
-def test_betas_are_taken_however_they_are_written(way):
+def test_betas_are_read_however_they_are_written(way):
     params, twins = parameters(), parameters()
     optimizer, reference = torch_api.MaskedLion(params, lr=0.1), torch_api.MaskedLion(twins, lr=0.1, b1=0.5, b2=0.8)
     set_grads(params, 0)

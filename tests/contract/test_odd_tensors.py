@@ -1,4 +1,4 @@
-"""Gradients, batches and parameters in forms that torch.optim takes: lazy negatives, and tensors without elements."""
+"""Gradients, batches and parameters in unusual forms that torch.optim accepts: lazy negatives and tensors without elements."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def stepped(optimizer_class, grads):
 
 @pytest.mark.parametrize("count", [1, 6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lazily_negated_gradients(dtype, count):
+def test_lazily_negated_gradients_are_applied(dtype, count):
     values = [torch.randn(4, 3).to(dtype) for _ in range(count)]
     forms = torch._neg_view, lambda x: torch._neg_view(x.t().contiguous()).t()
     grads = [forms[i % 2](x) for i, x in enumerate(values)]
@@ -30,14 +30,14 @@ def test_lazily_negated_gradients(dtype, count):
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_imaginary_part_of_a_conjugate_as_gradient(dtype):
+def test_imaginary_part_of_a_conjugate_may_be_a_gradient(dtype):
     x = torch.randn(4, 3, dtype=dtype)
     ours, theirs = (stepped(optimizer, [x.conj().imag]) for optimizer in (torch_api.MaskedSGD, torch.optim.SGD))
     torch.testing.assert_close(ours[0], theirs[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_lazily_negated_batch(dtype):
+def test_train_step_takes_a_lazily_negated_batch(dtype):
     def trained(x):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1).to(dtype)
@@ -51,7 +51,7 @@ def test_a_lazily_negated_batch(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4), (0,)])
 @pytest.mark.parametrize("optimizer_class", [torch_api.MaskedSGD, torch_api.MaskedAdamW, torch_api.MaskedAdafactor])
-def test_a_parameter_without_elements(optimizer_class, shape):
+def test_parameter_without_elements_is_accepted(optimizer_class, shape):
     empty = torch.nn.Parameter(torch.from_numpy(np.zeros(shape, np.float32)))
     other = torch.nn.Parameter(torch.ones(3))
     optimizer = optimizer_class([("empty", empty), ("other", other)], lr=0.5)
@@ -63,6 +63,6 @@ def test_a_parameter_without_elements(optimizer_class, shape):
     optimizer.step()
 
 
-def test_an_expanded_parameter_is_refused():
+def test_expanded_parameter_is_refused():
     with pytest.raises(ValueError, match="several elements are one in memory"):
         torch_api.MaskedSGD([torch.nn.Parameter(torch.ones(1, 3).expand(2, 3))], lr=0.5).step()

@@ -1,6 +1,6 @@
-"""torch's operators on integers and half types in traced code: those that torch's database of operators showed to differ.
+"""torch operators on integers and half types in traced code have torch's values and dtypes.
 
-What jax computes coarsely in half types has the values and gradients of float32, rounded once.
+Where jax is imprecise in half types, values and gradients are computed in float32 and rounded once.
 """
 
 import jax
@@ -55,7 +55,7 @@ class Applies(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_integers_are_as_in_torch(name):
+def test_operators_on_integers_match_torch(name):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         found = jax.jit(bridge.module_function(Applies(CASES[name])))({}, bridge.to_jax(NUMBERS, copy=True))
         theirs = CASES[name](NUMBERS)
@@ -64,14 +64,14 @@ def test_integers_are_as_in_torch(name):
             np.testing.assert_array_equal(x, y)
 
 
-def test_places_that_are_traced_are_an_error_that_names_the_operator():
+def test_traced_split_indices_raise_and_name_the_operator():
     fn = jax.jit(bridge.module_function(Applies(lambda x: torch.tensor_split(x[0], x[0, 0, :2]))))
     with pytest.raises(jax.errors.ConcretizationTypeError, match=r"torch\.tensor_split in the module itself \(Applies\) asks for values"):
         fn({}, bridge.to_jax(NUMBERS.int(), copy=True))
 
 
 def results(fn, x):
-    """What a function gives, and the gradient of its sum."""
+    """Return the output of a function and the gradient of its sum."""
     (_, out), slope = jax.value_and_grad(lambda x: (fn({}, x).astype(jnp.float32).sum(), fn({}, x)), has_aux=True)(x)
     return out, slope
 
@@ -92,7 +92,7 @@ def test_half_types_are_computed_in_float32(dtype):
         np.testing.assert_allclose(np.asarray(grad, np.float32), slope, rtol=2 * eps, atol=eps, err_msg=name)
 
 
-def test_normal_numbers_have_the_type_of_their_mean_or_deviation():
+def test_normal_has_the_dtype_of_its_mean_or_deviation():
     fn = jax.jit(bridge.module_function(Applies(lambda x: (torch.normal(x, 1.0), torch.normal(0.0, x), torch.normal(x, x.float())))))
     with jax.numpy_dtype_promotion("standard"):
         found = fn({}, jnp.ones(3, jnp.bfloat16), rng=jax.random.key(0))

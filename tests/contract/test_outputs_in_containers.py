@@ -1,4 +1,4 @@
-"""Containers that hold tensors, as outputs, as trees and as arguments: arrays come out, or an error says what to give."""
+"""Containers that hold tensors, as outputs, trees and arguments: they come out with arrays, or an error says what to return instead."""
 
 import collections
 import dataclasses
@@ -51,7 +51,7 @@ Pair = collections.namedtuple("Pair", "value rest")
 
 
 class Returns(nn.Module):
-    """A layer whose output is put into a container."""
+    """A layer whose output is wrapped in a container."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -81,7 +81,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_an_output_with_arrays(kind):
+def test_container_output_holds_arrays(kind):
     wrap, read = ARRAYS[kind]
     net = Returns(wrap)
     out = bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))
@@ -107,7 +107,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_output_that_cannot_have_arrays_is_an_error(kind):
+def test_container_that_cannot_hold_arrays_raises(kind):
     wrap, text = ERRORS[kind]
     net = Returns(wrap)
     for call in (bridge.module_function(net), jax.jit(bridge.module_function(net))):
@@ -115,14 +115,14 @@ def test_an_output_that_cannot_have_arrays_is_an_error(kind):
             call(bridge.module_tree(net), jnp.asarray(X.numpy()))
 
 
-def test_an_object_without_tensors_comes_out_as_it_is():
+def test_object_without_tensors_is_returned_unchanged():
     plain = Plain({"a": 1})
     net = Returns(lambda y: (y, plain))
     assert bridge.module_function(net)(bridge.module_tree(net), jnp.asarray(X.numpy()))[1] is plain
 
 
 @pytest.mark.parametrize("wrap", [distribution, Output, Plain, lambda y: collections.deque([y])])
-def test_aux_of_a_train_step_is_an_error_before_anything_is_updated(wrap):
+def test_unsupported_aux_of_a_train_step_raises_before_the_update(wrap):
     net = nn.Linear(4, 3)
     before = net.weight.detach().clone()
 
@@ -147,7 +147,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_named_results_of_torch_are_trees(name):
+def test_named_tuples_of_torch_are_trees(name):
     result = NAMED[name](X)
     tree = bridge.to_jax({"a": result}, copy=None)["a"]
     assert type(tree) is type(result)
@@ -159,7 +159,7 @@ def test_named_results_of_torch_are_trees(name):
     assert all(torch.equal(x, y * 2) for x, y in zip(doubled, result, strict=True))
 
 
-def test_a_named_result_is_a_batch_of_a_train_step():
+def test_named_tuple_of_torch_may_be_a_batch():
     net = nn.Linear(2, 1)
     step = torch_api.JaxTrainStep(net, lambda model, x: model(x.values).sum(), torch_api.MaskedSGD(net.named_parameters(), lr=0.0))
     result = X.topk(2)
@@ -180,7 +180,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_trees_that_jax_does_not_know_are_errors(kind):
+def test_trees_unknown_to_jax_raise(kind):
     text = r"leaf 'k' is a \w+, which holds arrays but is no pytree"
     with pytest.raises(TypeError, match=rf"^to_jax: {text}"):
         bridge.to_jax({"k": HOLDERS[kind](X)})
@@ -189,7 +189,7 @@ def test_trees_that_jax_does_not_know_are_errors(kind):
             bridge.to_torch({"k": HOLDERS[kind](jnp.ones(2))})
 
 
-def test_objects_without_tensors_and_functions_stay_what_they_are():
+def test_objects_without_tensors_and_functions_pass_through_trees():
     tree = {"a": Plain(1), "b": torch.relu, "c": collections.deque([1]), "d": nn.Linear, "e": lambda x: X, "f": None, "g": np.ones(2)}
     found = bridge.to_jax(tree)
     assert all(found[name] is tree[name] for name in tree)
@@ -198,7 +198,7 @@ def test_objects_without_tensors_and_functions_stay_what_they_are():
 
 
 @pytest.mark.parametrize("kind", ["object", "object in an object", "slots", "frozen"])
-def test_an_object_with_tensors_is_no_constant_of_a_jax_function(kind):
+def test_object_with_tensors_is_refused_as_a_constant_of_a_jax_function(kind):
     x = {"frozen": Frozen}.get(kind, HOLDERS.get(kind))(X)
     double = bridge.jax_function(lambda x, y: y * 2)
     with pytest.raises(TypeError, match=r"^jax_function\(<lambda>\): argument '0' is a \w+ that holds a tensor at '[\w.]*value'"):

@@ -1,4 +1,4 @@
-"""Two trained parameters over one memory, or one that overlaps itself, are an error; parameters that are only neighbors are not."""
+"""Trained parameters that overlap in memory, with each other or with themselves, raise; adjacent parameters are accepted."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ MADE_OVER = [(over_torchs_memory, second) for second in SECOND] + [
 
 
 @pytest.mark.parametrize(("make", "kind"), MADE_OVER)
-def test_at_construction_and_where_groups_or_data_come_later(make, kind):
+def test_overlapping_parameters_raise_at_construction_and_later(make, kind):
     first, second = make(), SECOND[kind]
     twin, other, before = Parameter(second(first)), Parameter(torch.zeros(second(first).shape)), first.data_ptr()
     with pytest.raises(ValueError, match=BOTH):
@@ -79,7 +79,7 @@ STRIDED = {
 
 
 @pytest.mark.parametrize(("size", "stride"), STRIDED.values(), ids=STRIDED)
-def test_one_that_overlaps_itself(size, stride):
+def test_parameter_that_overlaps_itself_raises(size, stride):
     with pytest.raises(ValueError, match=ITSELF):
         torch_api.MaskedSGD([("weight", Parameter(torch.ones(40).as_strided(size, stride)))], lr=0.25)
 
@@ -99,7 +99,7 @@ APART = {
 
 
 @pytest.mark.parametrize("parts", APART.values(), ids=APART)
-def test_neighbors_are_trained_as_by_torch(parts):
+def test_adjacent_parameters_move_as_in_torch(parts):
     results = []
     for optimizer_class in (torch.optim.SGD, torch_api.MaskedSGD):
         buffer = torch.arange(30.0)
@@ -113,7 +113,7 @@ def test_neighbors_are_trained_as_by_torch(parts):
     torch.testing.assert_close(*results)
 
 
-def test_a_frozen_view_of_a_trained_parameter_follows_it():
+def test_frozen_view_of_a_trained_parameter_gets_its_updates():
     for frozen in ({"mask": "encoder"}, {}):
         encoder = Parameter(torch.zeros(3, 4))
         decoder = Parameter(encoder.data.t(), requires_grad=bool(frozen))
@@ -127,7 +127,7 @@ def test_a_frozen_view_of_a_trained_parameter_follows_it():
                 optimizer.set_trainable("decoder", True)
 
 
-def test_parameters_that_exchange_their_data_are_apart():
+def test_parameters_with_swapped_data_do_not_overlap():
     params = [Parameter(torch.full((4,), float(i))) for i in range(3)]
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     params[0].data, params[1].data = params[1].data, params[0].data
@@ -137,7 +137,7 @@ def test_parameters_that_exchange_their_data_are_apart():
 
 
 class Tied(torch.nn.Module):
-    """An autoencoder; the decoder's weight looks into the encoder's memory."""
+    """An autoencoder whose decoder weight is a view of the encoder's memory."""
 
     def __init__(self, *, trained, late=False):
         super().__init__()
@@ -157,7 +157,7 @@ def loss(model, x):
     return model(x).square().mean()
 
 
-def test_a_train_step_refuses_two_trained_ones():
+def test_train_step_refuses_overlapping_trained_parameters():
     with pytest.raises(ValueError, match=BOTH):
         torch_api.MaskedSGD(Tied(trained=True).parameters(), lr=0.1)
     model = Tied(trained=True, late=True)
@@ -172,14 +172,14 @@ def test_a_train_step_refuses_two_trained_ones():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_train_step_reads_a_frozen_view_of_what_it_trains_as_it_was_before_the_step(late):
+def test_train_step_reads_a_frozen_view_before_the_update(late):
     results = []
     for ours in (False, True):
         model = Tied(trained=False, late=late)
         optimizer = (torch_api.MaskedSGD if ours else torch.optim.SGD)([("encoder", model.encoder)], lr=0.1)
         step = torch_api.JaxTrainStep(model, loss, optimizer) if ours else None
         for i in range(6):
-            if i == 2:  # the memory is the optimizer's by now
+            if i == 2:  # the optimizer has adopted the memory by now
                 model.tie()
             if i == 4:
                 model.decoder.data = model.encoder.data.view(-1)[:12].view(4, 3)

@@ -1,4 +1,4 @@
-"""Keys of the user's own in param groups: kept, saved, loaded and ignored, as by torch.optim; a near miss of a known key is an error."""
+"""The user's own keys in param groups are kept, saved, loaded and ignored, as in torch.optim; a misspelled known key raises."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unoptimized
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam fails under strict promotion
         yield
 
 
@@ -73,12 +73,12 @@ def step(net, optimizer):
 
 
 def own_of(optimizer):
-    """The own keys of each group that holds parameters of the second layer."""
+    """Return the user's keys of each group that holds parameters of the second layer."""
     return [{key: group[key] for key in OWN if key in group} for group in optimizer.param_groups if group["param_names"][0][0] == "1"]
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_keys_of_the_users_own_are_kept_and_ignored(name):
+def test_user_keys_are_kept_and_ignored(name):
     ends = []
     for given in (OWN, {}):
         net = model()
@@ -95,7 +95,7 @@ def test_keys_of_the_users_own_are_kept_and_ignored(name):
     assert all(map(torch.equal, *ends))
 
 
-def test_keys_of_a_group_added_or_written_later():
+def test_user_keys_may_be_added_later():
     net = model()
     first, second = grouped(net)
     optimizer = torch_api.MaskedAdamW([first], lr=0.1)
@@ -114,7 +114,7 @@ def test_keys_of_a_group_added_or_written_later():
     assert theirs.param_groups[0]["layer_id"] == 3
 
 
-def test_a_key_that_is_written_costs_no_preparation():
+def test_new_user_key_keeps_the_cached_step():
     net = model()
     optimizer = torch_api.MaskedAdamW(grouped(net), lr=0.1)
     step(net, optimizer)
@@ -146,7 +146,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize("key", NEAR)
-def test_a_near_miss_of_a_known_key_is_an_error_that_names_it(key):
+def test_misspelled_key_raises_and_names_the_known_key(key):
     text = rf"unknown key '{key}' in a param group.*Did you mean.*'{NEAR[key]}'"
     with pytest.raises(ValueError, match=text):
         torch_api.MaskedAdamW(grouped(model(), {key: 0.1}))
@@ -162,7 +162,7 @@ def test_a_near_miss_of_a_known_key_is_an_error_that_names_it(key):
         optimizer.load_state_dict(saved)
 
 
-def test_a_near_miss_that_is_written_later_is_an_error_at_the_next_step():
+def test_misspelled_key_written_later_raises_at_the_next_step():
     net = model()
     optimizer = torch_api.MaskedAdamW(grouped(net))
     train = torch_api.JaxTrainStep(net, lambda model, x: model(x).square().sum(), optimizer)
@@ -180,7 +180,7 @@ def test_a_near_miss_that_is_written_later_is_an_error_at_the_next_step():
     assert not any(map(torch.equal, before, net.parameters()))
 
 
-def test_keys_that_would_have_no_effect_on_an_optax_transformation_are_errors():
+def test_group_keys_without_effect_raise():
     for own in ({"weight_decay": 0.0}, {"betas": (0.9, 0.99)}, {"eps": 1e-6}):
         with pytest.raises(ValueError, match=next(iter(own))):
             torch_api.OptaxOptimizer(grouped(model(), own), optax.sgd, lr=0.1)
@@ -189,7 +189,7 @@ def test_keys_that_would_have_no_effect_on_an_optax_transformation_are_errors():
             torch_api.MaskedAdamW(grouped(model(), own))
 
 
-def test_a_hyperparameter_in_a_group_of_frozen_parameters_needs_no_label():
+def test_frozen_group_may_hold_hyperparameters_without_label():
     net = model()
     net[0].requires_grad_(False)
     first, second = grouped(net)
@@ -206,7 +206,7 @@ def test_a_hyperparameter_in_a_group_of_frozen_parameters_needs_no_label():
 
 
 @pytest.mark.parametrize("removed", ["lr_mult", "depth"], ids=["an earlier key", "the latest key"])
-def test_a_near_miss_is_seen_where_another_key_was_removed_at_the_same_time(removed):
+def test_misspelled_key_raises_if_another_key_is_removed_at_once(removed):
     net = model()
     optimizer = torch_api.MaskedAdamW(grouped(net, {"lr_mult": 5, "depth": 1}))
     train = torch_api.JaxTrainStep(net, lambda model, x: model(x).square().sum(), optimizer)
@@ -222,7 +222,7 @@ def test_a_near_miss_is_seen_where_another_key_was_removed_at_the_same_time(remo
     step(net, optimizer)
 
 
-def test_a_near_miss_in_a_group_that_was_exchanged_is_seen():
+def test_misspelled_key_in_a_replaced_group_raises():
     net = model()
     optimizer = torch_api.MaskedAdamW(grouped(net, {"lr_mult": 5}))
     step(net, optimizer)

@@ -1,4 +1,4 @@
-"""The two jobs of benchmarks/pipelines.py: 50 steps as one program give the losses of the eager loop."""
+"""The two workloads of benchmarks/pipelines.py: fifty steps of JaxTrainStep give the losses of the eager loop."""
 
 import copy
 import sys
@@ -27,7 +27,7 @@ def pipelines():
 
 
 def moved(batch, i):
-    """Another batch of the same kind."""
+    """Return another batch of the same shapes."""
     first, *rest = batch
     if first.is_floating_point():
         return first.roll(i, 0) * (1 + i / 50), *rest
@@ -35,7 +35,7 @@ def moved(batch, i):
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["digits", "characters"])
-def test_fifty_steps_have_the_losses_of_the_eager_loop(index, pipelines):
+def test_fifty_steps_give_the_losses_of_the_eager_loop(index, pipelines):
     module, settings = pipelines
     torch.manual_seed(0)
     model, loss_fn, batch = list(module.TASKS.values())[index](settings)

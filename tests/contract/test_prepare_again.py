@@ -1,4 +1,4 @@
-"""A call that fails while it prepares itself changes nothing that a later one relies on."""
+"""A step that raises during its preparation leaves nothing behind that a later step relies on."""
 
 import copy
 import itertools
@@ -16,14 +16,14 @@ import torch_api
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized]
 
 FOLDERS = tuple(os.path.dirname(package.__file__) + os.sep for package in (bridge, torch_api))
-# Where an update is called, and where contexts begin and end.
+# Files whose lines call the update or enter and leave contexts.
 UPDATES = os.path.join("_runtime", "execute.py"), os.path.join("_train", "call.py")
 CONTEXTS = os.path.join("_runtime", "transaction.py"), os.path.join("bridge", "_process.py")
 SHAPES = [(5, 4)] * 4 + [(90, 90), (7,)]
 
 
 def build(cls, momentum=0.9, shapes=SHAPES):
-    """Parameters, of which some are updated together and every other one has half the rate, and their optimizer after a step."""
+    """Return parameters and their optimizer after one step; some parameters share a bucket, and every other one has half the lr."""
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     named = [(f"p{i}", p) for i, p in enumerate(params)]
     opt = cls([{"params": named[0::2]}, {"params": named[1::2], "lr": 0.5}], lr=1.0, momentum=momentum)
@@ -37,7 +37,7 @@ def step(params, opt, live=None):
     opt.step()
 
 
-def test_the_files_whose_lines_are_left_out_are_there():
+def test_files_with_uncounted_lines_exist():
     folder = os.path.dirname(bridge.__file__)
     assert all(
         os.path.exists(os.path.join(os.path.dirname(folder) if file.startswith("bridge") else folder, file)) for file in UPDATES + CONTEXTS
@@ -49,9 +49,9 @@ class LineError(Exception):
 
 
 def fail_at(line, function, *arguments):
-    """Call a function, with an error at one of the lines that prepare its update: the number of lines, and whether it returned.
+    """Call a function and raise an error at the given line of its preparation; return the number of lines and whether it returned.
 
-    Lines that begin or end a context are left out: an error there is one of the context. So are those from the update on.
+    Lines that enter or leave a context, and all lines from the update on, are not counted.
     """
     count, updates = 0, False
 
@@ -100,8 +100,8 @@ def add_options(params, opt):
 
 
 @pytest.mark.parametrize("change", [flip, replace, exchange, edit_state, add_options])
-def test_a_step_that_failed_while_it_prepared_itself_is_made_anew(change):
-    for _ in range(2):  # compiles the first time
+def test_step_that_failed_in_preparation_is_prepared_again(change):
+    for _ in range(2):  # the first round compiles
         params, opt = build(torch_api.MaskedSGD)
         change(params, opt)
         lines, _ = fail_at(None, step, params, opt)
@@ -138,7 +138,7 @@ def load(params, opt):
 
 
 @pytest.mark.parametrize("call", [add_group, freeze, load])
-def test_a_call_that_failed_has_changed_nothing(call):
+def test_failed_call_changes_nothing(call):
     for _ in range(2):
         params, opt = build(torch_api.MaskedSGD)
         lines, _ = fail_at(None, call, params, opt)
@@ -155,7 +155,7 @@ def test_a_call_that_failed_has_changed_nothing(call):
             torch.testing.assert_close(opt.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
 
 
-def test_another_set_of_gradients_after_an_error_in_its_first_step():
+def test_other_gradients_work_after_an_error_in_their_first_step():
     for _ in range(2):
         params, opt = build(torch_api.MaskedSGD)
         lines, _ = fail_at(None, step, params, opt, (0, 2, 5))
@@ -176,7 +176,7 @@ def build_train_step():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_a_train_step_that_failed_while_it_prepared_itself_is_made_anew():
+def test_train_step_that_failed_in_preparation_is_prepared_again():
     def change(model, opt):
         opt.param_groups[0]["maximize"] = True
         model[0].bias.data = model[0].bias.data.clone()
@@ -202,7 +202,7 @@ def test_a_train_step_that_failed_while_it_prepared_itself_is_made_anew():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_a_train_step_asks_again_after_an_error_about_its_module():
+def test_train_step_checks_its_module_again_after_an_error():
     model, opt, call = build_train_step()
     x = torch.ones(3, 4)
     call(x)
@@ -242,7 +242,7 @@ MISTAKES = [(thaw_expanded, clone), (thaw_expanded, freeze_again), (share, separ
 
 @pytest.mark.parametrize(("mistake", "remedy"), MISTAKES)
 @pytest.mark.parametrize("shape", [(70, 40), (5, 4)])
-def test_a_step_goes_on_once_the_cause_of_an_error_was_put_right(mistake, remedy, shape):
+def test_step_continues_after_the_cause_of_an_error_is_fixed(mistake, remedy, shape):
     params = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(6)]
     last = torch.nn.Parameter(torch.zeros(1).expand(shape), requires_grad=False)
     named = [(f"p{i}", p) for i, p in enumerate([*params, last])]
@@ -262,7 +262,7 @@ def test_a_step_goes_on_once_the_cause_of_an_error_was_put_right(mistake, remedy
     assert [p[0, 0].item() for p in params] == [-1.0, -1.0, -3.0, -2.0, -5.0, -3.0]
 
 
-def test_arguments_that_are_refused_are_forgotten():
+def test_refused_extra_arguments_are_not_remembered():
     def init(params):
         return optax.EmptyState()
 

@@ -1,4 +1,4 @@
-"""Random keys that a transformation makes in its update, in whatever form: the numbers are those of pure optax."""
+"""Transformations that make random keys in their update, in every form of key, give the numbers of pure optax."""
 
 import jax
 import jax.numpy as jnp

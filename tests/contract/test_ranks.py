@@ -1,4 +1,4 @@
-"""After `jax.distributed.initialize` each process steps alone, on a device of its own."""
+"""After `jax.distributed.initialize` each process steps independently on its own device."""
 
 import socket
 import subprocess
@@ -37,7 +37,7 @@ print("whole", rank)
 """
 
 
-def test_two_processes_step_alone():
+def test_two_processes_step_independently():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Rules of derivatives that users and solvers give jax see jax's own flag for 64 bits, wherever jax runs them."""
+"""Custom derivative rules of users and solvers run under the 64-bit flag that the user has set, wherever jax calls them."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unoptimized
 dtypes = set()
 
 
-def seen():
+def record_dtype():
     dtypes.add(str(jnp.ones(1).dtype))
     return jnp.ones(())
 
@@ -26,7 +26,7 @@ def by_jvp(x):
 
 @by_jvp.defjvp
 def _(primals, tangents):
-    return jnp.sin(primals[0]), jnp.cos(primals[0]) * seen() * tangents[0]
+    return jnp.sin(primals[0]), jnp.cos(primals[0]) * record_dtype() * tangents[0]
 
 
 @jax.custom_jvp
@@ -34,7 +34,7 @@ def by_jvps(x, y):
     return jnp.sin(x) * y
 
 
-by_jvps.defjvps(lambda t, _, x, y: jnp.cos(x) * y * t * seen(), None)
+by_jvps.defjvps(lambda t, _, x, y: jnp.cos(x) * y * t * record_dtype(), None)
 
 
 @jax.custom_vjp
@@ -42,19 +42,19 @@ def by_vjp(x):
     return jnp.sin(x)
 
 
-by_vjp.defvjp(lambda x: (jnp.sin(x) * seen(), x), lambda x, grad: (jnp.cos(x) * grad * seen(),))
+by_vjp.defvjp(lambda x: (jnp.sin(x) * record_dtype(), x), lambda x, grad: (jnp.cos(x) * grad * record_dtype(),))
 
 
 @jax.custom_gradient
 def by_gradient(x):
-    return jnp.sin(x), lambda grad: jnp.cos(x) * grad * seen()
+    return jnp.sin(x), lambda grad: jnp.cos(x) * grad * record_dtype()
 
 
 jitted_before = jax.jit(lambda x: by_vjp(by_jvp(x)))
 
 
 def everywhere(x):
-    """The same value by each kind of rule, inside what jax traces by itself, too."""
+    """Apply every kind of rule, also inside functions that jax traces separately; the value does not change."""
     x = by_jvp(x) + by_vjp(x) + by_gradient(x) + by_jvps(x, 2.0)
     x = jitted_before(jax.jit(by_vjp)(x) + jax.checkpoint(by_jvp)(x))
     return jax.lax.scan(lambda carry, _: (by_vjp(by_jvp(carry)), None), x, None, length=2)[0]
@@ -80,7 +80,7 @@ class Net(torch.nn.Module):
 
 @pytest.mark.usefixtures("unoptimized_training")
 @pytest.mark.parametrize("is_layer", [False, True])
-def test_rules_in_a_train_step_see_the_flag_of_jax(is_layer):
+def test_rules_in_a_train_step_see_the_users_flag(is_layer):
     torch.manual_seed(0)
     model = Net() if is_layer else torch.nn.Linear(2, 2)
     linear = model.linear if is_layer else model
@@ -93,7 +93,7 @@ def test_rules_in_a_train_step_see_the_flag_of_jax(is_layer):
         out = model(x) if is_layer else everywhere(jnp.asarray(model(x)))
         return torch.nn.functional.cross_entropy(out, labels)
 
-    jitted_before(jnp.ones((3, 2)))  # which jax does not trace again, where the loss calls it
+    jitted_before(jnp.ones((3, 2)))  # jax does not trace it again where the loss calls it
     dtypes.clear()
     step = torch_api.JaxTrainStep(model, loss, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
     assert float(step(x, labels)) == pytest.approx(expected.item(), rel=1e-5)
@@ -101,7 +101,7 @@ def test_rules_in_a_train_step_see_the_flag_of_jax(is_layer):
     torch.testing.assert_close(linear.weight.detach(), weight)
 
 
-def test_rules_of_a_function_of_64_bits_see_64_bits():
+def test_rules_in_an_x64_function_see_64_bits():
     model = torch.nn.Linear(2, 2).double()
     dtypes.clear()
     loss = lambda model, x: jnp.mean(by_vjp(jnp.asarray(model(x))))  # noqa: E731
@@ -111,7 +111,7 @@ def test_rules_of_a_function_of_64_bits_see_64_bits():
 
 
 @pytest.mark.usefixtures("unoptimized_training")
-def test_a_solver_of_equinox_runs_over_a_module():
+def test_equinox_solver_runs_over_a_module():
     """A neural ODE: diffrax solves by this loop."""
     loops = pytest.importorskip("equinox.internal")
     torch.manual_seed(0)

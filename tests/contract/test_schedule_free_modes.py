@@ -1,4 +1,4 @@
-"""`eval()` and `train()` of the schedule-free optimizer: optax's average in the parameters, and the training point back."""
+"""`eval()` and `train()` of the schedule-free optimizer put optax's average into the parameters and restore the training point."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def through_a_file(state_dict):
     return torch.load(file, weights_only=True)
 
 
-def test_eval_gives_optax_average_and_train_the_training_point():
+def test_eval_gives_the_average_and_train_restores_the_training_point():
     params, optimizer = made()
     tx = optax.contrib.schedule_free_adamw(0.1)
     y = {str(i): jnp.asarray(p.detach().numpy().copy()) for i, p in enumerate(params)}
@@ -67,10 +67,10 @@ def test_eval_gives_optax_average_and_train_the_training_point():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_is_idempotent_and_the_bits_come_back(dtype):
+def test_modes_are_idempotent_and_restore_all_bits(dtype):
     params, optimizer = made(dtype)
     optimizer.train()  # as trainers do before the first step
-    optimizer.eval()  # each parameter is its own average
+    optimizer.eval()  # before the first step, each parameter equals its average
     optimizer.train()
     steps(params, optimizer)
     y, addresses = values(params), [p.data_ptr() for p in params]
@@ -90,10 +90,10 @@ def test_each_is_idempotent_and_the_bits_come_back(dtype):
     other, reference = made(dtype)
     steps(other, reference, count=5)
     steps(params, optimizer, 3, 2)
-    assert all(map(torch.equal, params, other)), "training goes on as if nothing had been"
+    assert all(map(torch.equal, params, other)), "eval() and train() change later steps"
 
 
-def test_a_step_between_eval_and_train_is_an_error_and_changes_nothing():
+def test_step_in_eval_mode_raises_and_changes_nothing():
     params, optimizer = made(ema_decay=0.9)
     steps(params, optimizer)
     optimizer.eval()
@@ -112,7 +112,7 @@ def test_a_step_between_eval_and_train_is_an_error_and_changes_nothing():
     steps(params, optimizer)
 
 
-def test_a_train_step_is_an_error_too():
+def test_train_step_in_eval_mode_raises():
     model = torch.nn.Linear(2, 2)
     optimizer = torch_api.MaskedScheduleFreeAdamW(model.parameters(), lr=0.1)
     train_step = torch_api.JaxTrainStep(model, lambda model, x: (model(x) ** 2).mean(), optimizer)
@@ -143,7 +143,7 @@ def pickled(optimizer, _):
 
 
 @pytest.mark.parametrize("way", [saved_and_loaded, copied, pickled])
-def test_a_copy_that_was_made_after_eval_goes_on_after_train(way):
+def test_copy_made_in_eval_mode_continues_after_train(way):
     params, optimizer = made()
     steps(params, optimizer)
     optimizer.eval()
@@ -161,7 +161,7 @@ def test_a_copy_that_was_made_after_eval_goes_on_after_train(way):
     torch.testing.assert_close(list(twins), params, rtol=1e-4, atol=1e-5)
 
 
-def test_a_checkpoint_of_training_loaded_after_eval_ends_the_evaluation():
+def test_loading_a_training_checkpoint_ends_eval_mode():
     params, optimizer = made()
     steps(params, optimizer)
     saved, y = copy.deepcopy(optimizer.state_dict()), values(params)
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_training_loaded_after_eval_ends_the_evaluation():
         optimizer.step()
     with torch.no_grad():
         for p, value in zip(params, y, strict=True):
-            p.copy_(value)  # as model.load_state_dict
+            p.copy_(value)  # as model.load_state_dict does
     optimizer.load_state_dict(saved)
     other, reference = made()
     steps(other, reference, count=5)
@@ -185,8 +185,8 @@ def test_a_checkpoint_of_training_loaded_after_eval_ends_the_evaluation():
 @pytest.mark.parametrize(
     "write", [lambda p, value: p.copy_(value), lambda p, value: p.data.copy_(value), lambda p, value: setattr(p, "data", value)]
 )
-def test_weights_that_were_loaded_after_eval_are_gone_on_from(write):
-    """The training point of new averaged weights lies between them and z, as the schedulefree package has it."""
+def test_training_continues_from_weights_loaded_in_eval_mode(write):
+    """The new training point lies between the loaded weights and z, as in the schedulefree package."""
     params, optimizer = made()
     steps(params, optimizer)
     y = values(params)
@@ -201,7 +201,7 @@ def test_weights_that_were_loaded_after_eval_are_gone_on_from(write):
     steps(params, optimizer)
 
 
-def test_frozen_parameters_are_left_alone():
+def test_modes_leave_frozen_parameters_unchanged():
     params, optimizer = made(mask="w")
     steps(params, optimizer)
     before = params[1].detach().clone()
@@ -213,7 +213,7 @@ def test_frozen_parameters_are_left_alone():
 
 @pytest.mark.parametrize("way", [saved_and_loaded, copied, pickled])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_training_point_of_master_weights_is_saved_with_them(dtype, way):
+def test_training_point_of_master_weights_is_saved(dtype, way):
     params, optimizer = made(dtype, master_weights=True)
     steps(params, optimizer)
     y = values(params)
@@ -232,7 +232,7 @@ def test_the_training_point_of_master_weights_is_saved_with_them(dtype, way):
     assert all(torch.equal(other.state[q]["master_param"], optimizer.state[p]["master_param"]) for p, q in zip(params, twins, strict=True))
 
 
-def test_weights_that_were_loaded_beside_master_weights_are_gone_on_from():
+def test_training_continues_from_weights_loaded_beside_master_weights():
     params, optimizer = made(torch.bfloat16, master_weights=True)
     steps(params, optimizer)
     optimizer.eval()

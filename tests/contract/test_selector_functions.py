@@ -1,4 +1,4 @@
-"""What a selector function gets is said by its arguments; a decay mask given as mask is an error."""
+"""The argument name of a selector function decides what it gets; a decay mask given as `mask` raises."""
 
 import functools
 import operator
@@ -57,7 +57,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("form", [*NAMES, *TREES])
-def test_the_argument_says_what_a_function_of_one_argument_gets(form):
+def test_argument_name_decides_what_a_selector_gets(form):
     function = (NAMES | TREES)[form]
     assert trained(torch_api.MaskedSGD(model().named_parameters(), mask=function)) == ["head.weight", "head.bias"]
     optimizer = torch_api.MaskedSGD(model().named_parameters())
@@ -65,7 +65,7 @@ def test_the_argument_says_what_a_function_of_one_argument_gets(form):
     assert trained(optimizer) == ["body.weight", "body.bias"]
 
 
-def test_every_selector_of_torch_api_follows_the_rule():
+def test_every_selector_of_torch_api_reads_the_argument_name():
     label = lambda name: "x" if "head" in name else "y"  # noqa: E731
     optimizer = torch_api.PartitionedOptimizer(model().named_parameters(), {"x": optax.sgd(0.1), "y": optax.adam(0.1)}, label)
     assert [row["label"] for row in optimizer.report().rows] == ["y", "y", "x", "x"]
@@ -93,7 +93,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("form", OTHERS)
-def test_any_other_function_is_an_error_that_shows_the_forms(form):
+def test_other_signature_raises_and_lists_the_forms(form):
     for use in (
         lambda function: torch_api.MaskedSGD(model().named_parameters(), mask=function),
         lambda function: torch_api.MaskedSGD(model().named_parameters(), mask=[(function, True)]),
@@ -103,7 +103,7 @@ def test_any_other_function_is_an_error_that_shows_the_forms(form):
             use(OTHERS[form])
 
 
-def test_bridge_gives_a_function_of_one_argument_the_tree():
+def test_bridge_passes_the_tree_to_a_function_of_one_argument():
     params = {"a": np.ones(2, np.float32), "b": np.ones((2, 2), np.float32)}
     matrices = lambda x: jax.tree.map(lambda leaf: leaf.ndim > 1, x)  # noqa: E731
     for tx, moved in (
@@ -127,7 +127,7 @@ DECAY_MASKS = {
 
 
 @pytest.mark.parametrize("form", DECAY_MASKS)
-def test_a_decay_mask_given_as_mask_is_an_error_that_names_decay_mask(form):
+def test_decay_mask_given_as_mask_raises_and_names_decay_mask(form):
     net = model()
     mask, named = DECAY_MASKS[form](net), list(net.named_parameters())
     for use in (
@@ -144,7 +144,7 @@ def test_a_decay_mask_given_as_mask_is_an_error_that_names_decay_mask(form):
     assert len(optimizer.param_groups) == 1
 
 
-def test_what_is_made_of_a_decay_mask_may_be_a_mask():
+def test_mask_may_be_derived_from_a_decay_mask():
     """Only biases are trained."""
     net = model()
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), mask={name: not decays for name, decays in torch_api.no_decay(net).items()})
@@ -152,7 +152,7 @@ def test_what_is_made_of_a_decay_mask_may_be_a_mask():
 
 
 def test_names_of_a_decay_mask_are_plain_strings(tmp_path):
-    """They come into checkpoints, which are loaded with weights_only=True."""
+    """Checkpoints hold these names and are loaded with weights_only=True."""
     net = model()
     decays, params = torch_api.no_decay(net), dict(net.named_parameters())
     optimizer = torch_api.MaskedAdamW(
@@ -164,7 +164,7 @@ def test_names_of_a_decay_mask_are_plain_strings(tmp_path):
     optimizer.load_state_dict(state)
 
 
-def test_a_decay_mask_is_a_plain_dict_otherwise():
+def test_decay_mask_behaves_like_a_plain_dict():
     net = model()
     decays = torch_api.no_decay(net)
     plain = {"body.weight": True, "body.bias": False, "head.weight": True, "head.bias": False}
@@ -177,6 +177,6 @@ def test_a_decay_mask_is_a_plain_dict_otherwise():
     matrices = torch_api.MaskedAdamW(net.named_parameters(), mask=lambda name: decays[name])
     assert trained(matrices) == ["body.weight", "head.weight"]
     params = {name: np.ones(p.shape, np.float32) for name, p in net.named_parameters()}
-    tx = optax.masked(optax.set_to_zero(), decays)  # pure JAX takes it for the dict that it is
+    tx = optax.masked(optax.set_to_zero(), decays)  # pure JAX reads it as a dict
     updates, _ = tx.update(params, tx.init(params), params)
     assert [name for name, update in updates.items() if np.any(update)] == ["body.bias", "head.bias"]

@@ -1,4 +1,4 @@
-"""Signals during a step: all of a step or nothing, handlers as before, and each signal delivered once."""
+"""Signals during a step: the step is done whole or not at all, handlers stay installed, and each signal is delivered once."""
 
 import itertools
 import linecache
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signals
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Handlers that raise; checked to be there still when a test has ended."""
+    """Install handlers that raise, and check after the test that they are still installed."""
     before = [signal.signal(number, handler) for number, handler in zip(NUMBERS, HANDLERS, strict=True)]
     yield
     found = tuple(map(signal.getsignal, NUMBERS))
@@ -44,7 +44,7 @@ def handlers():
 
 
 def call_with_signal(call, number, at_line, begins=lambda: True):
-    """Call, and raise a signal at that line of the library. Return whether there is such a line, and whether its handler has raised."""
+    """Call, and raise a signal at one line of the library; return whether that line exists and whether the handler raised."""
     count = 0
 
     def local(frame, event, argument):
@@ -67,7 +67,7 @@ def call_with_signal(call, number, at_line, begins=lambda: True):
 
 
 def step_in_another_thread(step):
-    """Where a lock is left held, this would hang for good."""
+    """Step in another thread, which would hang if a lock were still held."""
     thread = threading.Thread(target=step, daemon=True)
     thread.start()
     thread.join(30)
@@ -75,7 +75,7 @@ def step_in_another_thread(step):
 
 
 def parameters():
-    """Small ones that lie in one bucket, large ones, and views, into which results are copied."""
+    """Return small parameters that share a bucket, large ones, and views, whose results are copied back."""
     flat = torch.zeros(6 * 36)
     own = [torch.zeros(6, 6) for _ in range(6)] + [torch.zeros(300, 300), torch.zeros(7)]
     params = [torch.nn.Parameter(x) for x in (*own, *(flat[36 * i : 36 * i + 36] for i in range(6)))]
@@ -85,12 +85,12 @@ def parameters():
 
 
 def are_after(optimizer, params, n):
-    """Whether parameters and momentum are those of n steps of torch.optim.SGD with lr 1, momentum 1 and gradients of ones."""
+    """Return whether parameters and momentum equal n steps of torch.optim.SGD with lr 1, momentum 1 and gradients of ones."""
     seen = [(p.detach().flatten()[::50], optimizer.state[p]["momentum_buffer"].flatten()[::50]) for p in params]
     return all((values == -n * (n + 1) / 2).all() and (momentum == n).all() for values, momentum in seen)
 
 
-def test_a_signal_at_any_line_of_a_step_finds_it_done_or_not_begun():
+def test_signal_at_any_line_finds_a_step_whole_or_undone():
     params = parameters()
     optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=1.0)
     optimizer.step(), optimizer.step()
@@ -109,11 +109,11 @@ def test_a_signal_at_any_line_of_a_step_finds_it_done_or_not_begun():
     assert line > 100
 
 
-def test_a_signal_at_any_line_of_a_train_step_finds_it_done_or_not_begun():
+def test_signal_at_any_line_finds_a_train_step_whole_or_undone():
     flat = torch.zeros(12)
     module = torch.nn.Linear(3, 2)
     module.weight, module.bias = torch.nn.Parameter(flat[:6].view(2, 3)), torch.nn.Parameter(torch.zeros(2))
-    module.register_buffer("seen", flat[6:10].view(4)[1:3])  # a view: its new value is copied back
+    module.register_buffer("seen", flat[6:10].view(4)[1:3])  # a view, so its new value is copied back
     module.register_buffer("calls", torch.zeros(()))
 
     def loss_fn(model, x):
@@ -139,7 +139,7 @@ def test_a_signal_at_any_line_of_a_train_step_finds_it_done_or_not_begun():
     assert line > 100
 
 
-def test_flush_is_done_once_or_not_begun_whatever_the_line():
+def test_signal_at_any_line_finds_flush_whole_or_undone():
     module = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(module.weight)
     optimizer = torch_api.MaskedSGD(module.parameters(), lr=1.0)
@@ -156,7 +156,7 @@ def test_flush_is_done_once_or_not_begun_whatever_the_line():
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
-def test_real_signals_at_random_times_tear_nothing():
+def test_timer_signals_never_leave_a_partial_step():
     params = parameters()
     optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=1.0)
     optimizer.step(), optimizer.step()
@@ -185,7 +185,7 @@ def test_real_signals_at_random_times_tear_nothing():
 
 
 def signalling():
-    """An optimizer whose step raises the signals in `sent` in itself, and then an error if `fails` has something."""
+    """Return an optimizer whose step raises the signals in `sent`, and then an error if `fails` is not empty."""
     sent, fails = [], []
 
     def callback(_):
@@ -241,7 +241,7 @@ def test_each_signal_reaches_its_handler(case):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signals")
-def test_a_handler_that_replaces_itself_stays_replaced():
+def test_handler_may_replace_itself():
     optimizer, _, sent, _ = signalling()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: signal.signal(number, signal.SIG_IGN))
     try:
@@ -252,7 +252,7 @@ def test_a_handler_that_replaces_itself_stays_replaced():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_compiling_can_be_interrupted():
+def test_compilation_can_be_interrupted():
     module = torch.nn.Linear(2, 1)
     is_first, went_on = [True], []
 
@@ -273,7 +273,7 @@ def test_compiling_can_be_interrupted():
 
 
 def traced():
-    """A module with what gives the result of its traced forward, and the attributes that a trace replaces."""
+    """Return a module, a function that traces its forward, and the attributes that a trace replaces."""
 
     class Outer(torch.nn.Module):
         def __init__(self):
@@ -290,14 +290,14 @@ def traced():
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["the first lines", "the last lines"])
-def test_an_interrupt_at_any_line_of_a_trace_leaves_no_class_changed(at_end):
+def test_interrupt_at_any_line_of_a_trace_restores_all_classes(at_end):
     call, attributes = traced()
     call()
     before = attributes()
     lines = []
 
     def local(frame, event, argument):
-        """Count lines, and raise at one. A lock is released at the line of its `with`, where no real signal arrives."""
+        """Count lines and raise KeyboardInterrupt at one; skip the line that leaves a lock's `with`, where no real signal arrives."""
         if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
             lines.append(frame.f_lineno)
             if len(lines) == at_line:
@@ -325,12 +325,12 @@ def test_an_interrupt_at_any_line_of_a_trace_leaves_no_class_changed(at_end):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
-def test_a_handler_may_trace_at_any_line_of_a_trace():
+def test_handler_may_trace_at_any_line_of_a_trace():
     call, attributes = traced()
     expected, before, handled, results = call(), attributes(), [], []
     earlier = signal.signal(signal.SIGUSR1, lambda *_: handled.append(call().shape))
     alarm = signal.signal(signal.SIGALRM, terminate)
-    signal.alarm(120)  # where a lock is held, the handler would wait for good
+    signal.alarm(120)  # if a lock were held, the handler would wait forever
     try:
         for at_line in itertools.count(1, 17):
             is_there, is_interrupted = call_with_signal(lambda: results.append(call()), signal.SIGUSR1, at_line)
@@ -355,7 +355,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("is_leaving", [False, True], ids=["entering", "leaving by another"])
 @pytest.mark.parametrize("make", EXCHANGES.values(), ids=EXCHANGES)
-def test_a_signal_while_averages_are_exchanged_keeps_the_trained_values(make, is_leaving):
+def test_signal_during_an_ema_swap_keeps_the_trained_values(make, is_leaving):
     params = [torch.nn.Parameter(torch.ones(50)) for _ in range(4)]
     with jax.numpy_dtype_promotion("standard"):
         exchange = make(params)
@@ -381,7 +381,7 @@ def test_a_signal_while_averages_are_exchanged_keeps_the_trained_values(make, is
             break
 
 
-def test_many_signals_within_one_call_are_all_delivered():
+def test_all_signals_within_one_call_are_delivered():
     count = 1500
     arrived = []
 
@@ -409,7 +409,7 @@ def freeze(optimizer, saved):
 
 
 def outcome(model, optimizer):
-    """The parameters, their state, and which of them are trained."""
+    """Return the parameters, their state, and the flags of which are trained."""
     state = [optimizer.state[p]["trace"].clone() for p in model.parameters() if p in optimizer.state]
     return [*(p.detach().clone() for p in model.parameters()), *state], [row["status"] for row in optimizer.report().rows]
 
@@ -429,9 +429,9 @@ def is_same(one, other):
         ("the loss of a train step", load),
     ],
 )
-def test_what_a_handler_changes_while_a_step_is_compiled_stays_changed(kind, change):
-    """It is as if the handler had been called before the step, or after it."""
-    count = last = at = 0  # of traces: so many are made, so many by the first step, and the one with the signal
+def test_changes_by_a_handler_during_compilation_are_kept(kind, change):
+    """The result is as if the handler had run before the step or after it."""
+    count = last = at = 0  # traces made, traces of the first step, and the trace at which the signal arrives
 
     def traced(function):
         def arriving(*args):
@@ -450,7 +450,7 @@ def test_what_a_handler_changes_while_a_step_is_compiled_stays_changed(kind, cha
         momentum = optax.GradientTransformation(momentum.init, traced(momentum.update))
 
     def run(before=lambda *_: None, after=lambda *_: None):
-        """What a first step leaves behind, and a second one."""
+        """Return the state after a first step and after a second one."""
         nonlocal count, last, at
         model = torch.nn.Linear(2, 1)
         torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)

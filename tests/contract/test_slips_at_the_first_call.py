@@ -1,4 +1,4 @@
-"""Modules from files, counters of operators, functions that compile at each call: each works, warns once or says what to do."""
+"""Common mistakes at a first call (unaligned modules, operator counters, functions that recompile) warn once or raise with advice."""
 
 import functools
 import sys
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unoptimized
 
 
 def unaligned():
-    """A module whose weight begins at no multiple of 64 bytes, as from a file."""
+    """Return a module whose weight does not start at a multiple of 64 bytes, as one from a file."""
     net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     flat = torch.zeros(64)
     start = next(i for i in range(1, 16) if flat[i:].data_ptr() % 64)
@@ -29,7 +29,7 @@ def unaligned():
     return net
 
 
-def test_module_tree_of_a_loaded_module():
+def test_module_tree_of_unaligned_weights_needs_copy_none():
     net = unaligned()
     with pytest.raises(ValueError, match=r"'0\.weight'.*Pass copy=None"):
         bridge.module_tree(net)
@@ -41,7 +41,7 @@ def test_module_tree_of_a_loaded_module():
     assert jax.tree.structure(copied) == jax.tree.structure(tree)
 
 
-def test_a_counter_of_operators_is_named():
+def test_error_names_an_active_operator_counter():
     net = nn.Linear(3, 2)
     step = torch_api.JaxTrainStep(net, lambda model, x: model(x).sum(), torch_api.MaskedSGD(net.named_parameters(), lr=0.1))
     before = net.weight.detach().clone()
@@ -59,7 +59,7 @@ def warnings_of(call):
     return [str(warning.message) for warning in seen if warning.category is torch_api.CompilationWarning]
 
 
-def test_a_function_that_compiles_for_each_int_warns_at_the_ninth():
+def test_recompiling_for_each_int_warns_at_the_ninth():
     function = bridge.jax_function(lambda x, *, step: x * step)
     x = torch.ones(3)
     assert warnings_of(lambda: [function(x, step=step) for step in range(8)]) == []
@@ -68,7 +68,7 @@ def test_a_function_that_compiles_for_each_int_warns_at_the_ninth():
     assert "'0'" not in text
 
 
-def test_a_function_that_compiles_for_each_shape_warns_at_the_ninth():
+def test_recompiling_for_each_shape_warns_at_the_ninth():
     function = bridge.jax_function(lambda x, y: x.sum() + y)
     (text,) = warnings_of(lambda: [function(torch.ones(n), torch.ones(())) for n in range(1, 12)])
     assert "arguments '0'." in text
@@ -83,13 +83,13 @@ FRESH = {
 
 
 @pytest.mark.parametrize("kind", FRESH)
-def test_functions_made_at_each_call_warn_once(kind):
+def test_making_a_function_at_each_call_warns_once(kind):
     made = FRESH[kind]
     (text,) = warnings_of(lambda: [made(float(i))(torch.ones(2)) for i in range(12)])
     assert "made anew" in text
 
 
-def test_programs_of_one_function_that_is_gone_are_not_counted_for_the_next():
+def test_programs_of_a_deleted_function_are_not_counted():
     def call():
         for _ in range(2):
             function = bridge.jax_function(lambda x: x - 1)
@@ -99,7 +99,7 @@ def test_programs_of_one_function_that_is_gone_are_not_counted_for_the_next():
     assert warnings_of(call) == []
 
 
-def test_functions_of_one_code_that_are_kept_do_not_warn():
+def test_kept_functions_with_the_same_code_do_not_warn():
     layers = []
 
     def call():
@@ -112,7 +112,7 @@ def test_functions_of_one_code_that_are_kept_do_not_warn():
 
 
 class Flax(types.ModuleType):
-    """The part of flax.serialization that types are registered with."""
+    """The part of flax.serialization that registers types."""
 
     def __init__(self):
         super().__init__("flax.serialization")
@@ -125,7 +125,7 @@ class Flax(types.ModuleType):
         self.kinds[kind] = to_state_dict, from_state_dict
 
 
-def test_states_are_known_to_flax_where_it_is_imported(monkeypatch):
+def test_states_are_registered_with_flax_if_it_is_imported(monkeypatch):
     flax, params = Flax(), {"a": jnp.ones(2), "b": jnp.ones(3)}
     monkeypatch.setitem(sys.modules, "flax.serialization", flax)
     elements = {"a": np.array([True, False]), "b": False}
@@ -144,7 +144,7 @@ def test_states_are_known_to_flax_where_it_is_imported(monkeypatch):
 
 
 class Traversal:
-    """As those of flax: not called, but asked to update what it visits."""
+    """A traversal like flax's: an object with `iterate` and `update` that is not callable."""
 
     def iterate(self, inputs):
         yield inputs["a"]
@@ -153,7 +153,7 @@ class Traversal:
         return inputs | {"a": fn(inputs["a"])}
 
 
-def test_a_traversal_of_flax_selects():
+def test_traversal_of_flax_selects_parameters():
     params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
     optimizer = bridge.MultiOptimizer((Traversal(), bridge.GradientDescent(0.5))).create(params)
     target = optimizer.apply_gradient(params).target

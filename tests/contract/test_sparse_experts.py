@@ -1,4 +1,4 @@
-"""Many equal parameters of which each step trains others: those without a gradient cost no bytes, and no set of them is compiled for."""
+"""Many equal parameters of which each step trains a few: inactive ones cost no bytes, and no set of them needs its own program."""
 
 import gc
 import warnings
@@ -30,7 +30,7 @@ def optimizers(ours, theirs, **options):
 
 
 def step(pairs, active, rng):
-    """Step all optimizers with equal gradients of the parameters that are `active`."""
+    """Step all optimizers with equal gradients for the parameters in `active`."""
     grads = torch.from_numpy(rng.standard_normal((COUNT, *SHAPE), dtype=np.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch_api.CompilationWarning)
@@ -41,7 +41,7 @@ def step(pairs, active, rng):
 
 
 def error(ours, theirs, start):
-    """The largest relative error of a parameter's movement."""
+    """Return the largest relative error of a parameter's movement."""
     moved = [(p.detach() - s, q.detach() - s) for p, q, s in zip(ours, theirs, start, strict=True)]
     return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in moved)
 
@@ -52,12 +52,12 @@ def addresses(optimizer, params):
 
 
 def held():
-    """Bytes of all arrays that live, each place once."""
+    """Return the bytes of all live arrays, counting each address once."""
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
 
 
 @pytest.mark.parametrize("absent", [0.3, 0.7, 0.9])
-def test_random_subsets_move_as_torchs_with_few_programs_and_few_bytes(absent):
+def test_random_subsets_move_as_in_torch_with_few_programs(absent):
     ours, theirs, start = experts()
     optimizer, other = optimizers(ours, theirs)
     rng, before = np.random.default_rng(0), bridge.compilations()
@@ -71,11 +71,11 @@ def test_random_subsets_move_as_torchs_with_few_programs_and_few_bytes(absent):
         where.append(addresses(optimizer, ours))
         active = rng.permutation(COUNT) >= round(absent * COUNT)
     assert bridge.compilations() - before <= 4
-    assert where[2:] == where[1:-1], "nothing moves after the first step of few"
+    assert where[2:] == where[1:-1], "parameters moved after the first step with few gradients"
     assert error(ours, theirs, start) < 1e-5
 
 
-def test_a_first_step_of_few_compiles_nothing_for_all():
+def test_first_step_with_few_gradients_compiles_only_for_these():
     ours, theirs, start = experts()
     optimizer, other = optimizers(ours, theirs)
     rng = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_a_first_step_of_few_compiles_nothing_for_all():
     assert error(ours, theirs, start) < 1e-5
 
 
-def test_state_stays_in_its_tensors_and_no_memory_is_left_over():
+def test_state_stays_in_its_tensors_and_memory_is_freed():
     ours, theirs, start = experts()
     optimizer, other = optimizers(ours, theirs)
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def test_state_stays_in_its_tensors_and_no_memory_is_left_over():
     assert error(again, theirs, start) < 1e-5
 
 
-def test_a_bound_on_the_norm_is_over_the_gradients_that_are_there():
+def test_norm_is_taken_over_the_present_gradients():
     ours, theirs, start = experts()
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01, eps=1.0, max_grad_norm=0.5)
     other = torch.optim.AdamW(theirs, lr=0.01, eps=1.0)

@@ -1,4 +1,4 @@
-"""State tensors that the user has put into `optimizer.state` are updated in place, as by torch.optim, wherever they lie."""
+"""State tensors that a user puts into `optimizer.state` are updated in place, as in torch.optim, wherever their memory lies."""
 
 import copy
 import io
@@ -74,7 +74,7 @@ PUT = [share_in_place, own, own_in_shared_memory, view_of_a_flat_buffer, over_an
 
 
 def check_puts(name, field, place, shapes, more):
-    """Of torch's optimizer and ours: the parameters and the user's tensor after some steps, with a write of the user in between."""
+    """Compare parameters and the user's tensor between torch's optimizer and ours; the user also writes into the tensor."""
     results = []
     for classes in (TORCH, OURS):
         ps = parameters(shapes)
@@ -95,24 +95,24 @@ def check_puts(name, field, place, shapes, more):
 
 @pytest.mark.parametrize("shapes", [ALONE, PACKED], ids=["alone", "packed"])
 @pytest.mark.parametrize("place", PUT)
-def test_moments_stay_the_tensors_that_the_user_put_there(place, shapes):
+def test_moments_stay_the_users_tensors(place, shapes):
     check_puts("Adam", "exp_avg", place, shapes, {})
 
 
 @pytest.mark.parametrize("shapes", [ALONE, PACKED], ids=["alone", "packed"])
 @pytest.mark.parametrize("place", [share_in_place, own, view_of_a_flat_buffer])
-def test_step_counts_stay_the_tensors_that_the_user_put_there(place, shapes):
+def test_step_counts_stay_the_users_tensors(place, shapes):
     check_puts("AdamW", "step", place, shapes, {})
 
 
 @pytest.mark.parametrize("place", [own_in_shared_memory, view_of_a_flat_buffer])
-def test_other_state_stays_the_tensors_that_the_user_put_there(place):
+def test_other_state_stays_the_users_tensors(place):
     check_puts("SGD", "momentum_buffer", place, ALONE, {"momentum": 0.9})
     check_puts("Adagrad", "sum", place, PACKED, {})
 
 
-@jax.numpy_dtype_promotion("standard")  # of which optax makes use
-def test_state_that_all_parameters_share_stays_what_the_user_put_there():
+@jax.numpy_dtype_promotion("standard")  # optax fails under strict promotion
+def test_shared_state_stays_the_users_tensors():
     transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_schedule(lambda count: -0.1 / (1 + count)))
     results = []
     for new in (None, lambda dtype: torch.zeros((), dtype=dtype), lambda dtype: torch.zeros(9, dtype=dtype)[4]):
@@ -132,7 +132,7 @@ def test_state_that_all_parameters_share_stays_what_the_user_put_there():
         torch.testing.assert_close(found, results[0])
 
 
-def test_a_train_step_updates_the_tensors_that_the_user_put_there():
+def test_train_step_updates_the_users_tensors():
     results = []
     for place in (own, view_of_a_flat_buffer, own_in_shared_memory):
         torch.manual_seed(0)
@@ -151,7 +151,7 @@ def test_a_train_step_updates_the_tensors_that_the_user_put_there():
         torch.testing.assert_close(found, results[0])
 
 
-def test_state_that_was_loaded_or_copied_is_not_that_of_another():
+def test_loaded_and_copied_state_is_independent():
     ps = parameters(ALONE)
     optimizer = torch_api.MaskedAdam(ps, lr=0.01)
     steps(optimizer)
@@ -172,7 +172,7 @@ def test_state_that_was_loaded_or_copied_is_not_that_of_another():
     torch.testing.assert_close(torch.load(file)["state"][0]["exp_avg"], before)
 
 
-def test_a_refused_step_leaves_the_tensors_as_they_were():
+def test_refused_step_leaves_the_users_tensors_unchanged():
     ps = parameters(PACKED)
     optimizer = torch_api.MaskedAdam(ps, lr=0.01)
     steps(optimizer)
@@ -185,7 +185,7 @@ def test_a_refused_step_leaves_the_tensors_as_they_were():
     torch.testing.assert_close(mine, before, rtol=0, atol=0)
 
 
-def test_adagrad_shares_its_state():
+def test_share_memory_of_adagrad_shares_its_state():
     ours, theirs = parameters(PACKED), parameters(PACKED)
     optimizer, twin = torch_api.MaskedAdagrad(ours, mask=lambda name, p: p is not ours[0]), torch.optim.Adagrad(theirs[1:])
     for each in (optimizer, twin):
@@ -215,7 +215,7 @@ class SharedMasked(SharedState, torch_api.MaskedAdam):
     pass
 
 
-def test_steps_of_a_spawned_process_are_seen_here():
+def test_steps_of_a_spawned_process_update_shared_state():
     ours, theirs = (torch.nn.ParameterList(parameters(PACKED)).share_memory() for _ in range(2))
     optimizer, twin = SharedMasked(ours), SharedTorch(theirs)
     worker = torch.multiprocessing.get_context("spawn").Process(target=steps, args=(optimizer,))
@@ -228,5 +228,5 @@ def test_steps_of_a_spawned_process_are_seen_here():
             torch.testing.assert_close(p, expected)
             assert optimizer.state[p]["step"] == twin.state[expected]["step"]
             torch.testing.assert_close(optimizer.state[p]["exp_avg"], twin.state[expected]["exp_avg"])
-        steps(optimizer)  # go on from what the worker left
+        steps(optimizer)  # continues from the worker's values
         steps(twin)

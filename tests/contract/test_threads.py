@@ -1,4 +1,4 @@
-"""Steps in several threads: of one optimizer, of two with the same parameters, and of train steps. Every call counts."""
+"""Steps in several threads: of one optimizer, of two with the same parameters, and of train steps. Every call takes effect."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ SHAPES = {"small": [(6, 6)] * 6, "large": [(70, 40), (5,), (90, 30)], "views": [
 
 
 def make(shapes, optimizers=1, momentum=0.5):
-    """Parameters of zeros with gradients of ones, and optimizers of all of them."""
+    """Return parameters of zeros with gradients of ones, and optimizers that each have all of them."""
     flat = torch.zeros(sum(torch.Size(shape).numel() for shape in shapes))
     parts = flat.split([torch.Size(shape).numel() for shape in shapes])
     params = [torch.nn.Parameter(x.view(s) if shapes is SHAPES["views"] else x.view(s).clone()) for x, s in zip(parts, shapes, strict=True)]
@@ -31,7 +31,7 @@ def make(shapes, optimizers=1, momentum=0.5):
 
 
 def serial(steps, momentum):
-    """One element after as many steps of torch.optim.SGD."""
+    """Return one element after `steps` steps of torch.optim.SGD."""
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=1.0, momentum=momentum)
@@ -41,7 +41,7 @@ def serial(steps, momentum):
 
 
 def meet(call, other, at_line):
-    """Call, and where that comes to a line of the library let another thread make the other call, as far as it may. Return the lines."""
+    """Call, and at one line of the library start `other` in another thread; return the number of lines."""
     count, threads, errors = 0, [], []
 
     def catching():
@@ -73,7 +73,7 @@ def meet(call, other, at_line):
 
 
 def together(calls, times):
-    """Make each call so often, all in threads at once."""
+    """Make each call `times` times, each in its own thread, all threads at once."""
     errors = []
     barrier = threading.Barrier(len(calls))
 
@@ -96,7 +96,7 @@ def together(calls, times):
 
 @pytest.mark.parametrize(("optimizers", "momentum"), [(1, 0.5), (2, 0.0)], ids=["one optimizer", "two"])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_step_that_comes_in_the_middle_of_another_waits_and_counts(kind, optimizers, momentum):
+def test_step_during_another_step_waits_and_takes_effect(kind, optimizers, momentum):
     params, made = make(SHAPES[kind], optimizers, momentum)
     for optimizer in made * 2:
         optimizer.step()
@@ -112,7 +112,7 @@ def test_a_step_that_comes_in_the_middle_of_another_waits_and_counts(kind, optim
 
 
 @pytest.mark.parametrize("case", ["one optimizer", "two optimizers", "first steps", "some change the group"])
-def test_every_step_of_four_threads_counts(case):
+def test_every_step_of_four_threads_takes_effect(case):
     params, made = make(SHAPES["large"] + SHAPES["small"], 2 if case == "two optimizers" else 1, 0.0)
     if case != "first steps":
         for optimizer in made:
@@ -128,7 +128,7 @@ def test_every_step_of_four_threads_counts(case):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_every_call_of_a_train_step_counts(accumulate):
+def test_every_call_of_a_train_step_takes_effect(accumulate):
     module = torch.nn.Linear(3, 2)
     module.register_buffer("calls", torch.zeros(()))
     torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
@@ -146,7 +146,7 @@ def test_every_call_of_a_train_step_counts(accumulate):
     assert train_step.pending == 0
 
 
-def test_a_train_step_and_an_optimizer_in_two_threads():
+def test_train_step_and_optimizer_may_run_in_two_threads():
     module = torch.nn.Linear(3, 2)
     torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
     optimizer = torch_api.MaskedSGD(module.parameters(), lr=1.0)
@@ -158,7 +158,7 @@ def test_a_train_step_and_an_optimizer_in_two_threads():
     assert (module.weight == -40).all()
 
 
-def test_averages_and_steps_in_two_threads():
+def test_ema_params_and_steps_may_run_in_two_threads():
     params, _ = make(SHAPES["small"])
     optimizer = torch_api.MaskedSGD(params, lr=1.0, ema_decay=0.5)
     optimizer.step()
@@ -181,7 +181,7 @@ def test_averages_and_steps_in_two_threads():
         assert (p == -done[0]).all()
 
 
-def test_a_closure_may_wait_for_the_step_of_another_thread():
+def test_closure_may_wait_for_the_step_of_another_thread():
     params, (optimizer,) = make(SHAPES["large"], momentum=0.0)
     optimizer.step()
 
@@ -250,7 +250,7 @@ assert (p == -2).all() and (q == -2).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no such signals, no fork")
-def test_neither_a_signal_nor_a_fork_waits_for_the_step_of_another_thread():
+def test_signals_and_forks_do_not_wait_for_another_threads_step():
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -316,7 +316,7 @@ optimize("copy"), optimize("views"), optimize("views beside others"), train()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is limited as Linux does it")
-def test_a_step_that_copies_and_lacks_memory_changes_nothing():
+def test_step_without_memory_for_copies_changes_nothing():
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     code = [sys.executable, "-W", "ignore", "-c", SHORT_OF_MEMORY]
     done = subprocess.run(code, capture_output=True, text=True, env=env, timeout=300, check=False)
@@ -328,7 +328,7 @@ def test_hooks_run_once_for_each_update_of_a_train_step_in_several_threads(accum
     module = torch.nn.Linear(3, 2)
     torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
     optimizer, seen = torch_api.MaskedSGD(module.parameters(), lr=1.0), []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before") or time.sleep(0.0005))  # the others go on meanwhile
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before") or time.sleep(0.0005))  # other threads run during the pause
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     train_step = torch_api.JaxTrainStep(module, lambda model, x: model(x).sum(), optimizer, accumulate=accumulate)
     x = torch.ones(1, 3)
@@ -337,7 +337,7 @@ def test_hooks_run_once_for_each_update_of_a_train_step_in_several_threads(accum
     assert (module.weight == -120 // accumulate).all()
 
 
-def test_a_hook_may_call_the_train_step_itself():
+def test_hook_may_call_the_train_step():
     module = torch.nn.Linear(3, 2)
     torch.nn.init.zeros_(module.weight), torch.nn.init.zeros_(module.bias)
     optimizer, x, inner = torch_api.MaskedSGD(module.parameters(), lr=1.0), torch.ones(1, 3), [True]

@@ -1,6 +1,6 @@
-"""Torch functions in a traced module give torch's values, dtypes and gradients where jax has others.
+"""torch functions in a traced module give torch's values, dtypes and gradients, also where jax's own functions differ.
 
-Each test compares one compiled program of all its calls with eager torch, with 64 bits on, as in a train step.
+Each test compares one compiled program with all its cases to eager torch, with 64-bit types enabled, as in a train step.
 """
 
 import jax
@@ -49,7 +49,7 @@ def is_torchs(ours, theirs):
 
 
 def compare(cases):
-    """The values and dtypes of each case."""
+    """Compare the values and dtypes of each case."""
     with jax.enable_x64(True):
         found = jax.jit(lambda inputs: traced(cases, inputs))(arrays_of(cases))
     expected = {name: function(*map(torch.from_numpy, inputs)) for name, (function, *inputs) in cases.items()}
@@ -58,7 +58,7 @@ def compare(cases):
 
 
 def compare_gradients(cases):
-    """The gradients of the real part of a weighted sum of each case; jax's are the conjugates of torch's."""
+    """Compare the gradients of the real part of a weighted sum of each case; jax's gradients are the conjugates of torch's."""
     expected, weights = {}, {}
     for name, (function, *inputs) in cases.items():
         tensors = [torch.tensor(x, requires_grad=True) for x in inputs]
@@ -141,17 +141,17 @@ DRAWN = {
 GROUPS = {"places": PLACES, "powers": POWERS, "bounds": BOUNDS, "points": POINTS, "drawn": DRAWN}
 
 
-# What torch 2.8 computes in another way than later versions, whose values are those of traced code.
+# Cases for which torch 2.8 computes other values than later versions; traced code has the later values.
 NEWER = {"bounds: clamp(min=nan)"} if torch.__version__.startswith("2.8.") else set()
 
 
-@pytest.mark.filterwarnings("ignore:torch.meshgrid")  # whose argument is left out, as it may be
-def test_values_where_jax_has_others():
+@pytest.mark.filterwarnings("ignore:torch.meshgrid")  # it warns about the optional argument that is left out
+def test_values_are_those_of_torch_where_jax_differs():
     cases = {f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()}
     compare({name: case for name, case in cases.items() if name not in NEWER})
 
 
-def test_gradients_of_the_same_functions():
+def test_gradients_are_those_of_torch_where_jax_differs():
     low, high = floats(0, NAN, 3, 5, 1), floats(2, 9, 2, 9, NAN)
     compare_gradients(
         {
@@ -187,7 +187,7 @@ IMAGE = np.arange(16).reshape(1, 4, 4)
 SIGNS = integers([1, -1, 1, 1])
 
 
-def test_integers_have_the_dtype_and_values_of_torch():
+def test_functions_of_integers_have_the_dtypes_and_values_of_torch():
     each = {
         "angle": torch.angle,
         "gradient": lambda x: torch.gradient(x[0])[0],
@@ -252,7 +252,7 @@ def test_integers_have_the_dtype_and_values_of_torch():
 X, Y = floats(NAN, 1, -2, NAN, 0, 0), floats(1, NAN, 0.5, NAN, 0, -0.0)
 
 
-def test_values_of_nan():
+def test_values_at_nan_are_those_of_torch():
     compare(
         {
             "sign": (torch.sign, X),
@@ -270,7 +270,7 @@ def test_values_of_nan():
     )
 
 
-def test_gradients_at_nan():
+def test_gradients_at_nan_are_those_of_torch():
     one = {
         "abs": torch.abs,
         "norm of 1": lambda x: torch.linalg.vector_norm(x[:3], 1),
@@ -294,12 +294,12 @@ def test_gradients_at_nan():
 
 
 @pytest.mark.parametrize("power", [lambda x: x**-1, lambda x: torch.pow(x, -2)])
-def test_integers_have_no_negative_powers_of_a_number(power):
+def test_negative_power_of_an_integer_tensor_raises(power):
     with pytest.raises(RuntimeError, match=r"is raised to the power -[12] .* Convert the tensor to a floating dtype first\."):
         bridge.module_function(Call(power))({}, jnp.arange(3))
 
 
-def test_a_part_that_lies_outside_its_dim_is_an_error():
+def test_slice_outside_its_dim_raises():
     with pytest.raises(RuntimeError, match="narrow: start -2 and length 3 do not lie within dim 0 of size 5"):
         bridge.module_function(Call(lambda x: x.narrow(0, -2, 3)))({}, jnp.arange(5))
     with pytest.raises(IndexError, match="5 is out of bounds"):

@@ -1,4 +1,4 @@
-"""Hyperparameters that are tuples: any sequence of the right length is taken, any other value is refused and changes nothing."""
+"""Tuple hyperparameters: every sequence of the right length is accepted; other values raise and change nothing."""
 
 import collections.abc
 import copy
@@ -23,7 +23,7 @@ def _promotion():
 
 
 class ListConfig(collections.abc.MutableSequence):
-    """A list of a configuration library: a sequence that is neither a list nor a tuple."""
+    """A sequence like the lists of configuration libraries: neither a list nor a tuple."""
 
     def __init__(self, items):
         self.items = list(items)
@@ -56,7 +56,7 @@ def optax_optimizer(params, **hyperparams):
     return torch_api.OptaxOptimizer(params, paired, lr=0.01, **hyperparams)
 
 
-# (class, hyperparameter, a value, another of its length)
+# (class, hyperparameter, a value, another value of the same length)
 TUPLES = [
     (torch_api.MaskedAdam, "betas", (0.8, 0.99), (0.5, 0.9)),
     (torch_api.MaskedAdamW, "betas", (0.8, 0.99), (0.5, 0.9)),
@@ -98,7 +98,7 @@ def step(parameter, optimizer, count=1):
 
 
 def trained(case, value, edited=None):
-    """The parameter after two steps, a checkpoint into a new optimizer that has the defaults, and two more steps."""
+    """Return the parameter after two steps, a checkpoint loaded into a new optimizer with defaults, and two more steps."""
     parameter, optimizer = made(case, **{case[1]: value})
     step(parameter, optimizer, 2)
     if edited is not None:
@@ -114,7 +114,7 @@ def trained(case, value, edited=None):
 
 
 @pytest.mark.parametrize("case", TUPLES, ids=ids)
-def test_a_value_of_another_length_is_refused_and_nothing_changes(case):
+def test_value_of_another_length_raises_and_changes_nothing(case):
     name, value = case[1], case[2]
     parameter, optimizer = made(case)
     wrong = [value[:-1], (*value, 0.5), (), 0.9, "12", (*value[:-1], "x"), (*value[:-1], torch.ones(2)), dict.fromkeys(value)]
@@ -147,7 +147,7 @@ def test_a_value_of_another_length_is_refused_and_nothing_changes(case):
 
 
 @pytest.mark.parametrize("case", TUPLES[5:], ids=ids)
-def test_any_sequence_is_taken_saved_and_loaded(case):
+def test_any_sequence_is_accepted_saved_and_loaded(case):
     _, _, value, other = case
     expected, edited = trained(case, value), trained(case, value, other)
     assert not torch.equal(expected, edited)
@@ -157,7 +157,7 @@ def test_any_sequence_is_taken_saved_and_loaded(case):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_sequence(kind):
+def test_every_kind_of_sequence_is_accepted(kind):
     case = TUPLES[1]
     make = KINDS[kind]
     expected, edited = trained(case, case[2]), trained(case, case[2], case[3])
@@ -170,14 +170,14 @@ def test_every_kind_of_sequence(kind):
     assert float(copy.deepcopy(optimizer).param_groups[0]["betas"][0]) == pytest.approx(0.8)
 
 
-def test_what_is_no_sequence_of_two_numbers_is_refused_at_construction():
+def test_value_that_is_not_a_pair_of_numbers_raises_at_construction():
     for given in ((0.9,), np.ones((1, 2)), torch.tensor(0.9), iter((0.9, 0.99)), "ab", {0.9, 0.99}, ListConfig([0.9])):
         with pytest.raises(ValueError, match="betas"):
             torch_api.MaskedAdamW([torch.nn.Parameter(torch.ones(2))], betas=given)
 
 
-def test_a_tensor_of_betas_is_read_at_each_step():
-    """As an lr in a tensor: what is written into it is what the next step uses."""
+def test_tensor_of_betas_is_read_at_each_step():
+    """The tensor is read at each step, like an lr tensor, so writes into it take effect."""
     ours, theirs = (torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     betas = torch.tensor([0.9, 0.99])
     optimizer, reference = torch_api.MaskedAdam([ours], betas=betas), torch.optim.Adam([theirs], betas=tuple(betas.tolist()))
@@ -190,7 +190,7 @@ def test_a_tensor_of_betas_is_read_at_each_step():
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_a_train_step_takes_sequences_and_refuses_another_length():
+def test_train_step_accepts_sequences_and_refuses_another_length():
     def loss(model, x):
         return (model(x) ** 2).mean()
 
@@ -223,7 +223,7 @@ def test_a_train_step_takes_sequences_and_refuses_another_length():
     torch.testing.assert_close(list(one.parameters()), list(other.parameters()), rtol=1e-5, atol=1e-6)
 
 
-def test_an_argument_whose_default_is_no_tuple_reaches_the_factory_as_it_was_given():
+def test_argument_without_tuple_default_is_passed_unchanged():
     seen = []
 
     def factory(learning_rate, weights=None, betas=(0.9, 0.99)):
@@ -236,7 +236,7 @@ def test_an_argument_whose_default_is_no_tuple_reaches_the_factory_as_it_was_giv
     assert seen[0][1] == (0.5, 0.25)
 
 
-def test_integers_for_a_tuple_of_floats_are_traced():
+def test_integers_in_a_tuple_of_floats_are_traced():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch_api.OptaxOptimizer([parameter], paired, lr=0.1, betas=(0, 0.99))
     for first in (0, 0.5, 0.9):

@@ -1,4 +1,4 @@
-"""A learning rate given to a ready transformation and to the optimizer too: one warning with the product, or a line in the report."""
+"""A learning rate given both to a ready transformation and to the optimizer: one warning states the product, or a line in the report."""
 
 import warnings
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # which optax.adam needs
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam fails under strict promotion
         yield
 
 
@@ -25,7 +25,7 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
 
 
-def seen_in(build):
+def result_and_warnings(build):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         optimizer = build()
@@ -65,15 +65,15 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_the_product_is_warned_of_once(name):
+def test_warning_states_the_product_once(name):
     make, factor = FACTORS[name]
     net = model().to(torch.bfloat16 if name == "bfloat16" else torch.float32)
-    optimizer, (text,) = seen_in(lambda: torch_api.OptaxOptimizer(net.named_parameters(), make(), lr=0.5))
+    optimizer, (text,) = result_and_warnings(lambda: torch_api.OptaxOptimizer(net.named_parameters(), make(), lr=0.5))
     assert f"lr is 0.5, and the transformation multiplies its update by {factor:g} already" in text
     assert f"a learning rate of {0.5 * factor:g}" in text
     for p in net.parameters():
         p.grad = torch.ones_like(p)
-    assert seen_in(optimizer.step)[1] == []
+    assert result_and_warnings(optimizer.step)[1] == []
 
 
 SILENT = {
@@ -90,55 +90,55 @@ SILENT = {
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_what_is_no_second_learning_rate_is_silent_and_in_the_report(name):
+def test_lr_multiplier_gives_no_warning_and_is_in_the_report(name):
     make, given = SILENT[name]
-    optimizer, seen = seen_in(lambda: torch_api.OptaxOptimizer(model().named_parameters(), make(), **given))
+    optimizer, seen = result_and_warnings(lambda: torch_api.OptaxOptimizer(model().named_parameters(), make(), **given))
     assert seen == []
     assert "lr multiplies what the transformation gives" in str(optimizer.report())
     assert "lr multiplies what the transformation gives" in optimizer.report()._repr_html_()
 
 
-def test_where_lr_is_the_learning_rate_nothing_is_said():
+def test_single_learning_rate_gives_no_warning():
     for build in (
         lambda: torch_api.OptaxOptimizer(model().named_parameters(), optax.adam, lr=1e-3),
         lambda: torch_api.MaskedAdamW(model().named_parameters(), lr=1e-3),
         lambda: torch_api.OptaxOptimizer(model().named_parameters(), bridge.Momentum(lr=0.1)),
     ):
-        optimizer, seen = seen_in(build)
+        optimizer, seen = result_and_warnings(build)
         assert seen == []
         assert "multiplies" not in str(optimizer.report())
 
 
-def test_other_ways_to_give_two():
+def test_groups_labels_and_factories_with_two_learning_rates_warn():
     net = model()
     first, second = ([(f"{i}.{name}", p) for name, p in layer.named_parameters()] for i, layer in enumerate(net))
     groups = [{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}]
-    assert "a learning rate of 0.0001" in seen_in(lambda: torch_api.OptaxOptimizer(groups, optax.adam(1e-3)))[1][0]
-    multipliers = [{"params": first}, {"params": second, "lr": 0.1}]  # on purpose: the other is 1
-    assert seen_in(lambda: torch_api.OptaxOptimizer(multipliers, optax.adam(1e-3)))[1] == []
+    assert "a learning rate of 0.0001" in result_and_warnings(lambda: torch_api.OptaxOptimizer(groups, optax.adam(1e-3)))[1][0]
+    multipliers = [{"params": first}, {"params": second, "lr": 0.1}]  # intended multipliers: the default lr is 1
+    assert result_and_warnings(lambda: torch_api.OptaxOptimizer(multipliers, optax.adam(1e-3)))[1] == []
     labels = lambda: torch_api.PartitionedOptimizer(  # noqa: E731
         model().named_parameters(), {"a": (optax.adam, {"lr": 0.1}), "b": (optax.adam(1e-3), {"lr": 0.5})}, {"0": "a", "1": "b"}
     )
-    optimizer, (text,) = seen_in(labels)
+    optimizer, (text,) = result_and_warnings(labels)
     assert "a learning rate of 0.0005" in text
     assert "lr of group 1 multiplies what the transformation gives" in str(optimizer)
     factory = lambda decay: optax.adamw(1e-3, weight_decay=decay)  # noqa: E731
-    _, (text,) = seen_in(lambda: torch_api.OptaxOptimizer(model().named_parameters(), factory, decay=0.1, lr=0.5))
+    _, (text,) = result_and_warnings(lambda: torch_api.OptaxOptimizer(model().named_parameters(), factory, decay=0.1, lr=0.5))
     assert "a learning rate of 0.0005" in text
 
 
-def test_a_scheduler_writes_what_it_likes():
+def test_scheduler_may_write_any_lr():
     net = model()
-    optimizer, _ = seen_in(lambda: torch_api.OptaxOptimizer(net.named_parameters(), optax.sgd(0.1)))
+    optimizer, _ = result_and_warnings(lambda: torch_api.OptaxOptimizer(net.named_parameters(), optax.sgd(0.1)))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for _ in range(2):
         for p in net.parameters():
             p.grad = torch.ones_like(p)
-        assert seen_in(optimizer.step)[1] == []
+        assert result_and_warnings(optimizer.step)[1] == []
         schedule.step()
 
 
-def test_a_warning_that_is_an_error_changes_nothing():
+def test_warning_raised_as_an_error_changes_nothing():
     net = model()
     before = [p.data_ptr() for p in net.parameters()]
     with pytest.raises(UserWarning, match="a learning rate of 1e-06"):
@@ -146,13 +146,13 @@ def test_a_warning_that_is_an_error_changes_nothing():
     assert [p.data_ptr() for p in net.parameters()] == before
 
 
-def test_the_lr_of_a_ready_transformation_that_was_not_given_is_in_no_warning():
+def test_implicit_lr_of_a_ready_transformation_is_not_in_the_warning():
     layers = [([(f"{i}.{name}", p) for name, p in layer.named_parameters()]) for i, layer in enumerate(model())]
     scaled = [{"params": part, "lr_scale": 0.5} for part in layers]
     own = [{"params": part, "lr": 1.0, "lr_scale": 0.5} for part in layers]
     with_scale = [{"params": part, "lr": 0.1, "lr_scale": 0.5} for part in layers]
     for groups in (scaled, own):
-        assert seen_in(lambda groups=groups: torch_api.OptaxOptimizer(groups, optax.adam(1e-3)))[1] == []
-    (text,) = seen_in(lambda: torch_api.OptaxOptimizer(with_scale, optax.adam(1e-3)))[1]
+        assert result_and_warnings(lambda groups=groups: torch_api.OptaxOptimizer(groups, optax.adam(1e-3)))[1] == []
+    (text,) = result_and_warnings(lambda: torch_api.OptaxOptimizer(with_scale, optax.adam(1e-3)))[1]
     assert "a learning rate of 0.0001" in text
     assert "default" not in text

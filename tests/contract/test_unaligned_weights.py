@@ -1,4 +1,4 @@
-"""A weight from a file may begin anywhere: where nobody else holds its memory, it is aligned once instead of copied at each call."""
+"""Weights from files may be unaligned: a weight without another holder is aligned once, instead of copied at each call."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ SHAPE = (16, 8)
 
 
 def unaligned(folder, dtype=torch.float32):
-    """A weight behind a few bytes of a file, and the dict that it was loaded with."""
+    """Return a weight that starts a few bytes into a file, and the dict that holds it."""
     torch.manual_seed(0)
     for count in range(1, 17):
         first = torch.zeros(8 * count, dtype=torch.uint8)
@@ -48,20 +48,20 @@ def train_step(weight):
     return step, check
 
 
-def test_a_train_step_aligns_a_frozen_weight_once(tmp_path):
+def test_train_step_aligns_a_frozen_weight_once(tmp_path):
     weight = parameter(unaligned(tmp_path))
     step, check = train_step(weight)
     check()
     address = weight.data_ptr()
     assert is_aligned(weight)
     check()
-    weight.data.mul_(3)  # goes on being read where it lies
+    weight.data.mul_(3)  # the program still reads the weight at its address
     check()
     assert weight.data_ptr() == address
     assert step.cache_info().compilations == 1
 
 
-def test_a_train_step_aligns_a_weight_when_nobody_else_holds_it_any_more(tmp_path):
+def test_train_step_aligns_a_weight_once_its_other_holder_is_gone(tmp_path):
     loaded = unaligned(tmp_path)
     weight = torch.nn.Parameter(loaded["weight"], requires_grad=False)
     step, check = train_step(weight)
@@ -76,7 +76,7 @@ def test_a_train_step_aligns_a_weight_when_nobody_else_holds_it_any_more(tmp_pat
     assert step.cache_info().compilations == 1
 
 
-def test_a_train_step_aligns_an_unaligned_buffer(tmp_path):
+def test_train_step_aligns_an_unaligned_buffer(tmp_path):
     class Shifted(torch.nn.Module):
         def __init__(self, shift):
             super().__init__()
@@ -96,7 +96,7 @@ def test_a_train_step_aligns_an_unaligned_buffer(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_jax_function_aligns_a_parameter_once(dtype, tmp_path):
+def test_jax_function_aligns_a_parameter_once(dtype, tmp_path):
     weight, double = parameter(unaligned(tmp_path, dtype)), bridge.jax_function(lambda w, x: 2 * w + x.astype(w.dtype))
     expected = 2 * weight.detach() + 1
     torch.testing.assert_close(double(weight, torch.ones(SHAPE)), expected)
@@ -106,7 +106,7 @@ def test_a_jax_function_aligns_a_parameter_once(dtype, tmp_path):
     assert weight.data_ptr() == address
 
 
-def test_a_jax_function_aligns_a_trained_parameter_with_other_strides(tmp_path):
+def test_jax_function_aligns_a_strided_trained_parameter(tmp_path):
     weight = torch.nn.Parameter(unaligned(tmp_path).pop("weight").t())
     bridge.jax_function(lambda w: jnp.sum(w**2))(weight).backward()
     assert is_aligned(weight)
@@ -114,7 +114,7 @@ def test_a_jax_function_aligns_a_trained_parameter_with_other_strides(tmp_path):
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
 
 
-def test_memory_that_somebody_else_holds_stays(tmp_path):
+def test_memory_with_another_holder_is_not_moved(tmp_path):
     double, loaded = bridge.jax_function(lambda w: 2 * w), unaligned(tmp_path)
     kept = torch.nn.Parameter(loaded["weight"], requires_grad=False)
     array = np.zeros(SHAPE[0] * SHAPE[1] + 1, np.float32)[1:]

@@ -1,6 +1,6 @@
-"""Tensors over jax's memory keep their values whatever others do with the arrays that `jax.live_arrays()` shows.
+"""Tensors over jax's memory keep their values whatever other code does with the arrays that `jax.live_arrays()` returns.
 
-Each case runs where the C library overwrites memory that is freed (MALLOC_PERTURB_ of glibc), so that a dangling view is seen.
+Each case runs with MALLOC_PERTURB_ of glibc, which overwrites freed memory, so that a dangling view shows wrong values.
 """
 
 import os
@@ -122,15 +122,15 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux overwrites what it frees")
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can overwrite freed memory")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_view_never_reads_freed_memory(case):
+def test_views_never_read_freed_memory(case):
     command = [sys.executable, "-W", "ignore", "-c", COMMON + case]
     done = subprocess.run(command, env={**os.environ, "MALLOC_PERTURB_": "165"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_arrays_may_be_listed_while_another_thread_steps():
+def test_live_arrays_may_be_listed_while_another_thread_steps():
     params = [torch.nn.Parameter(torch.zeros(40)) for _ in range(20)]
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     for p in params:

@@ -1,4 +1,4 @@
-"""What `step()` takes can be saved, loaded and copied: numbers out of range, and entries that a wrapper put into the state."""
+"""Whatever `step()` accepts can be saved, loaded and copied: out-of-range hyperparameters, and a wrapper's entries in the state."""
 
 import copy
 import io
@@ -68,7 +68,7 @@ def put_entries(model, opt):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("name", "freezes"), [(name, name in ("MaskedSGD", "ready")) for name in MAKE])
-def test_entries_of_a_wrapper_are_saved_and_loaded(name, freezes):
+def test_state_entries_of_a_wrapper_are_saved_and_loaded(name, freezes):
     model, opt = build(MAKE[name])
     if freezes:
         opt.set_trainable([model[0].weight], False)
@@ -92,7 +92,7 @@ def test_entries_of_a_wrapper_are_saved_and_loaded(name, freezes):
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "load"])
-def test_entries_of_a_wrapper_are_copied(way):
+def test_state_entries_of_a_wrapper_are_copied(way):
     model, opt = build(torch_api.MaskedAdamW)
     put_entries(model, opt)
     step(model, opt)
@@ -101,7 +101,7 @@ def test_entries_of_a_wrapper_are_copied(way):
     step(other_model, other)
 
 
-def test_entries_of_a_wrapper_before_the_first_step_and_the_state_of_another_optimizer():
+def test_state_entries_of_a_wrapper_load_before_the_first_step():
     model, opt = build(torch_api.MaskedAdamW)
     put_entries(model, opt)
     reload(model, opt)
@@ -114,7 +114,7 @@ def test_entries_of_a_wrapper_before_the_first_step_and_the_state_of_another_opt
     assert (opt.state[model[0].weight]["slow_buffer"] == 7.0).all()
 
 
-def test_entries_of_a_wrapper_stay_behind_when_the_state_goes_to_optax():
+def test_optax_state_has_no_entries_of_a_wrapper():
     model, opt = build(MAKE["MaskedLion"])
     step(model, opt)
     expected = torch_api.to_optax_state(opt)
@@ -127,7 +127,7 @@ def test_entries_of_a_wrapper_stay_behind_when_the_state_goes_to_optax():
 
 
 class LookAhead:
-    """Slow weights in the state of another optimizer, as timm's."""
+    """Slow weights in the state of another optimizer, as in timm's Lookahead."""
 
     def __init__(self, base):
         self.base, self.param_groups, self.zero_grad = base, base.param_groups, base.zero_grad
@@ -152,7 +152,7 @@ class LookAhead:
 
 
 @pytest.mark.parametrize("name", ["MaskedSGD", "MaskedLion"])
-def test_look_ahead_over_a_masked_optimizer(name):
+def test_lookahead_may_wrap_a_masked_optimizer(name):
     def train(reloads):
         model, opt = build(lambda params: LookAhead(getattr(torch_api, name)(params, lr=0.1, mask="1.*")))
         for _ in range(3):
@@ -171,21 +171,21 @@ CHANGES += [({"lr": np.float32(0.05)}, "file"), ({"lr": jax.numpy.float32(0.05)}
 
 
 @pytest.mark.parametrize(("change", "way"), CHANGES)
-def test_numbers_that_a_schedule_has_written(change, way):
+def test_hyperparameters_written_by_a_scheduler_are_saved_and_loaded(change, way):
     (model, opt), (expected, theirs) = (build(cls) for cls in (torch_api.MaskedAdamax, torch.optim.Adamax))
     for tensors, optimizer in ((model, opt), (expected, theirs)):
         step(tensors, optimizer)
         optimizer.param_groups[0].update({key: float(x) if tensors is expected and key == "lr" else x for key, x in change.items()})
         step(tensors, optimizer)
     model, opt = WAYS[way](model, opt)
-    opt.param_groups[0]["maximize"] = theirs.param_groups[0]["maximize"] = True  # prepares the next step anew
+    opt.param_groups[0]["maximize"] = theirs.param_groups[0]["maximize"] = True  # the next step needs a new program
     for tensors, optimizer in ((model, opt), (expected, theirs)):
         step(tensors, optimizer)
     for p, q in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
 
-def test_numbers_out_of_range_are_errors_where_they_are_given():
+def test_out_of_range_hyperparameters_raise_in_the_call_that_gives_them():
     model, opt = build(torch_api.MaskedAdamW)
     opt.param_groups[0]["lr"] = -1.0
     with pytest.raises(ValueError, match="learning rate"):

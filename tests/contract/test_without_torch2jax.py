@@ -1,4 +1,4 @@
-"""torch2jax is needed where torch code is traced, and nowhere else; operators registered with it serve whenever they were registered."""
+"""torch2jax is needed only to trace torch code; operators registered with it are used whether registered before or after the import."""
 
 import os
 import subprocess
@@ -63,27 +63,27 @@ import torch2jax
 class Special(torch.nn.Module):
     def forward(self, x):
         return torch.special.bessel_j0(torch.relu(torch.abs(x)))
-torch2jax.implements(torch.special.bessel_j0)(lambda x: torch2jax._v(x) * 2)  # before anything is traced
+torch2jax.implements(torch.special.bessel_j0)(lambda x: torch2jax._v(x) * 2)  # before the first trace
 torch2jax.auto_implements(torch.relu, jax.numpy.negative)
-torch2jax.auto_implements(torch.abs, jax.numpy.square)  # of one that torch2jax has itself
+torch2jax.auto_implements(torch.abs, jax.numpy.square)  # an operator that torch2jax implements itself
 assert (bridge.module_function(Special())({}, 3 * jax.numpy.ones(2)) == -18).all()
 step(torch.ones(4, 3))
 assert not torch.equal(ours.weight, before[0])
 """
 
 
-def test_optimizers_work_where_torch2jax_is_not_installed_and_earlier_registrations_serve():
+def test_optimizers_work_without_torch2jax_and_earlier_registrations_are_used():
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_operators_registered_later_serve_and_torch2jaxs_own_do_not():
+def test_later_registrations_are_used_and_torch2jaxs_own_operators_are_not():
     torch2jax = pytest.importorskip("torch2jax")
 
     class Net(torch.nn.Module):
         def forward(self, x):
-            # torch2jax's own flatten has no end_dim, its layer_norm no list of one.
+            # torch2jax's own flatten lacks end_dim, and its layer_norm rejects a one-element list.
             return torch.special.bessel_y0(torch.nn.functional.layer_norm(torch.flatten(x, 0, 1), [3]))
 
     fn, x = bridge.module_function(Net()), jnp.arange(12.0).reshape(2, 2, 3) ** 2
@@ -93,7 +93,7 @@ def test_operators_registered_later_serve_and_torch2jaxs_own_do_not():
 
     def twice(x):
         drawn.append(torch2jax.mk_rng())
-        return torch2jax.Torchish(x.value * 2) + x * 0  # values of both types
+        return torch2jax.Torchish(x.value * 2) + x * 0  # combines values of both types
 
     torch2jax.implements(torch.special.bessel_y0, Torchishify_output=False)(twice)
     try:

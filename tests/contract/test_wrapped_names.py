@@ -1,4 +1,4 @@
-"""Names of parameters of a wrapped model: checkpoints load with and without the wrapper, and patterns match without it."""
+"""Parameter names of a wrapped model: checkpoints load with and without the wrapper's prefix, and patterns match without it."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ def net():
 
 
 def named(model, prefix, inner=""):
-    """The names that a wrapper gives: before all, and before those of the second layer."""
+    """Return named parameters with a wrapper's prefix on all names, and another one on those of the second layer."""
     return [(prefix + name.replace("1.", f"1.{inner}"), p) for name, p in model.named_parameters()]
 
 
@@ -31,7 +31,7 @@ def step(model, optimizer):
 
 
 def resumed(saved, loaded, inner_saved="", inner_loaded=""):
-    """The weights of the run that goes on and of the resumed one, whose parameters come in another order."""
+    """Return the weights of a run that continues and of a run resumed with its parameters in another order."""
     model, twin = net(), net()
     optimizer = torch_api.MaskedAdamW(named(model, saved, inner_saved), lr=0.1)
     step(model, optimizer)
@@ -45,19 +45,19 @@ def resumed(saved, loaded, inner_saved="", inner_loaded=""):
 
 
 @pytest.mark.parametrize("saved", PREFIXES)
-def test_checkpoints_load_in_all_directions(saved):
+def test_checkpoints_load_with_and_without_a_wrapper(saved):
     for loaded in PREFIXES:
         torch.testing.assert_close(*resumed(saved, loaded), rtol=1e-5, atol=1e-6, msg=f"{saved} -> {loaded}")
 
 
 @pytest.mark.parametrize("inner", ["_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."])
-def test_a_wrapper_of_a_part_of_the_model(inner):
+def test_checkpoints_load_if_part_of_the_model_is_wrapped(inner):
     for saved, loaded in itertools.permutations((inner, ""), 2):
         ours, theirs = resumed("module.", "", saved, loaded)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_real_wrappers_of_torch():
+def test_checkpoints_load_through_wrappers_of_torch():
     model = net()
     wrapped = torch.compile(torch.nn.DataParallel(model), backend="eager")
     optimizer = torch_api.MaskedAdamW(wrapped.named_parameters(), lr=0.1, mask="1.*")
@@ -87,14 +87,14 @@ def test_patterns_match_without_the_prefix(form):
             assert [row["parameter"] for row in rows] == [name for name, _ in named(net(), prefix)]
 
 
-def test_patterns_with_the_prefix_go_on_matching():
+def test_patterns_with_the_prefix_still_match():
     for prefix in PREFIXES:
         for spec in (f"{prefix}1.*", {f"{prefix}1": True}, re.compile(f"^{re.escape(prefix)}1")):
             rows = torch_api.MaskedAdamW(named(net(), prefix), lr=0.1, mask=spec).report().rows
             assert [row["status"] for row in rows] == ["frozen", "frozen", "trained", "trained"]
 
 
-def test_a_dict_made_from_the_wrapped_model_speaks_of_the_plain_one_too():
+def test_dict_made_from_the_wrapped_model_matches_the_plain_model():
     model = net()
     for prefix in PREFIXES:
         decay = {prefix + name: value for name, value in torch_api.no_decay(model).items()}
@@ -102,7 +102,7 @@ def test_a_dict_made_from_the_wrapped_model_speaks_of_the_plain_one_too():
         assert [row["decay"] for row in optimizer.report().rows] == [0.5, 0.0, 0.5, 0.0]
 
 
-def test_other_selectors_and_labels():
+def test_other_selectors_and_labels_match_without_the_prefix():
     model = net()
     optimizer = torch_api.PartitionedOptimizer(
         named(model, "_orig_mod."), {"a": (_sgd, {"lr": 0.1}), "b": (_sgd, {"lr": 0.2})}, labels={"0": "a", "1": "b"}
@@ -120,7 +120,7 @@ def _sgd(lr):
     return optax.sgd(lr)
 
 
-def test_a_submodule_that_is_called_module_is_no_wrapper():
+def test_submodule_named_module_is_not_a_wrapper():
     model = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
     with pytest.raises(ValueError, match="matches none of 4 parameters"):
         torch_api.MaskedAdamW(model.named_parameters(), mask="weight")
@@ -135,7 +135,7 @@ def test_a_submodule_that_is_called_module_is_no_wrapper():
     assert optimizer.param_groups[0]["param_names"] == ["module.enc", "enc"]
 
 
-def test_errors_name_the_parameters_as_the_optimizer_has_them():
+def test_errors_use_the_names_of_the_optimizer():
     optimizer = torch_api.MaskedAdamW(named(net(), "_orig_mod."))
     saved = torch_api.MaskedAdamW(named(net(), "")).state_dict()
     names = saved["param_groups"][0]["param_names"]
@@ -146,7 +146,7 @@ def test_errors_name_the_parameters_as_the_optimizer_has_them():
         torch_api.MaskedAdamW(named(net(), "_orig_mod."), mask="2.*")
 
 
-def test_groups_are_found_by_names_without_wrappers():
+def test_groups_are_matched_by_names_without_wrappers():
     model = net()
 
     def groups(prefix, order):
@@ -159,7 +159,7 @@ def test_groups_are_found_by_names_without_wrappers():
     assert [group["lr"] for group in other.param_groups] == [0.2, 0.1]
 
 
-def test_what_set_trainable_froze_is_found_too():
+def test_parameters_frozen_by_set_trainable_are_matched_without_wrappers():
     optimizer = torch_api.MaskedAdamW(named(net(), "_orig_mod."))
     optimizer.set_trainable("0.*", False)
     other = torch_api.MaskedAdamW(named(net(), "")[::-1])
@@ -167,7 +167,7 @@ def test_what_set_trainable_froze_is_found_too():
     assert [row["status"] for row in other.report().rows] == ["trained", "trained", "frozen", "frozen"]
 
 
-def test_what_is_trained_is_loaded_by_name_beside_a_group_that_was_added():
+def test_trained_flags_are_loaded_by_name_after_a_group_was_added():
     def build(names):
         return [(name, torch.nn.Parameter(torch.zeros(2))) for name in names]
 

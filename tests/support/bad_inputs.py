@@ -1,4 +1,4 @@
-"""Bad inputs of the torch side, as data: what is given, and the call that must refuse it. tests/repository/test_errors.py runs them."""
+"""Bad inputs of torch_api as data: what is given, and the call that must raise. tests/repository/test_errors.py runs them."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ from torch_api import (
 
 
 class Bad(NamedTuple):
-    """`call(x)` must raise; x is what `make(model)` made beforehand, or the model itself."""
+    """`call(x)` must raise, where x is the result of `make(model)`, or the model itself if there is no `make`."""
 
     given: str
     call: Any
@@ -57,7 +57,7 @@ def give(optimizer):
 
 
 def stepped(build=lambda named: MaskedAdamW(named, lr=0.1), after=None):
-    """An optimizer after one step, with gradients for the next, and then as `after` leaves it."""
+    """Return a function that makes an optimizer, takes a step, sets gradients for the next one and applies `after`."""
 
     def make(net):
         optimizer = build(net.named_parameters())
@@ -93,7 +93,7 @@ def refused(cls, **options):
 
 
 def alone(make, cls=MaskedAdamW, **options):
-    """One parameter beside the model's."""
+    """Return a call that constructs an optimizer of the model's parameters and one more."""
     return lambda net: cls([*net.parameters(), make()], **options)
 
 
@@ -134,21 +134,21 @@ PARAMETERS = [
 
 
 def changes_structure():
-    """A transformation whose state grows."""
+    """A transformation whose state gets longer with each update."""
     return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (grads, (*state, 1.0)))
 
 
 def loses_all():
-    """A transformation that returns an update for none."""
+    """A transformation whose update has no leaves."""
     return optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: ({}, state))
 
 
 def by_truth(lr, weight_decay=0.1):
-    """A factory that asks whether its decay is zero, so that it cannot be a traced number."""
+    """A factory that tests its decay for truth, so that the decay cannot be traced."""
     return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(lr)) if weight_decay else optax.sgd(lr)
 
 
-# (class, argument, value that torch refuses): the text is torch's.
+# (class, argument, value that torch refuses); the error texts are torch's.
 TORCHS = [
     (MaskedRMSprop, "alpha", -0.1),
     (MaskedAdagrad, "lr_decay", -0.5),
@@ -267,7 +267,7 @@ SELECTORS = [
 
 
 def norm_sized():
-    """A transformation with one state for all, as long as there are parameters with a gradient."""
+    """A transformation with one state vector whose length depends on the parameters with a gradient."""
     return optax.flatten(optax.adam(0.1))
 
 
@@ -293,7 +293,7 @@ def other_shape(optimizer):
 
 
 def with_a_large_one(named):
-    """Whose gradient is read where it lies, before the update."""
+    """Add a large parameter, whose gradient is read by address before the update."""
     return MaskedAdamW([*named, ("large", torch.nn.Parameter(torch.ones(1024, 1024)))], max_grad_norm=1.0)
 
 
@@ -325,7 +325,7 @@ def other_gradient(optimizer):
 
 
 def on_two_devices(optimizer):
-    """As if a parameter lay on a GPU: devices are compared before anything is run."""
+    """Pretend that a parameter lies on a GPU; devices are compared before anything runs."""
     optimizer._active[-1].device = torch.device("cuda:0")
 
 
@@ -401,7 +401,7 @@ STEPS = [
 
 
 def loading(change, build=lambda named: MaskedAdamW(named, lr=0.1)):
-    """The optimizer's own state_dict, after `change`."""
+    """Return the `call` and `make` of an entry that loads the optimizer's own state_dict after `change`."""
 
     def call(optimizer):
         saved = copy.deepcopy(optimizer.state_dict())
@@ -429,7 +429,7 @@ def labelled(named):
 
 
 def of_another_size(optimizer):
-    """optax.flatten has one vector for all that have a gradient: here it was saved when only the head had one."""
+    """Load the state of optax.flatten, one vector for all parameters with a gradient, saved when only the head had gradients."""
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"] = {index: fields for index, fields in saved["state"].items() if index >= 2}
     size = sum(p.numel() for p in params_of(optimizer)[2:])
@@ -534,7 +534,7 @@ PRESETS = [
 
 
 def handed(change=lambda state: state, tx=None):
-    """Hands the optimizer's state over, changed, and back to it."""
+    """Return a call that converts the optimizer's state to optax, changes it and loads it back."""
     return lambda opt: load_optax_state(opt, change(to_optax_state(opt, optax.adam(0.1) if tx is None else tx)))
 
 
@@ -564,7 +564,7 @@ def tree_of(optimizer):
 
 
 def begun(optimizer, tx=None):
-    """What optax begins with over all parameters."""
+    """Return optax's initial state of all parameters."""
     return (optax.adam(0.1) if tx is None else tx).init(bridge.to_jax(tree_of(optimizer), copy=True))
 
 

@@ -1,4 +1,4 @@
-"""Bad inputs of the JAX side and of the bridge between, as data. tests/repository/test_errors.py runs them."""
+"""Bad inputs of the JAX side and of the conversions between JAX and torch, as data. tests/repository/test_errors.py runs them."""
 
 from collections import UserDict
 from types import SimpleNamespace
@@ -90,7 +90,7 @@ def other_parameters(tx):
 
 
 class Empty(bridge.OptimizerDef):
-    """Defines nothing."""
+    """A definition without any method."""
 
 
 class HalfDefined(Empty):
@@ -99,7 +99,7 @@ class HalfDefined(Empty):
 
 
 class NoTransformation(bridge._flax_optim.definitions.OptaxDef):
-    """Defines no transformation."""
+    """A definition without a transformation."""
 
 
 SOME = {"body": {"bias": np.array([True, False, True]), "weight": False}, "head": {"weight": True}}
@@ -107,7 +107,7 @@ PAIR = bridge.MultiOptimizer(("body.*", bridge.Momentum(0.1)), ("head.*", bridge
 
 
 def state_of(definition, change):
-    """The saved state of an optimizer, changed, given back to it."""
+    """Restore an optimizer from its own state after `change`."""
     optimizer = definition.create(TREE)
     saved = optimizer.state_dict()
     change(saved)
@@ -144,7 +144,7 @@ FLAX = [
 
 
 def of_other_parameters():
-    """Made for a selector that no longer picks the leaf."""
+    """Restore state of a selector that picked other leaves."""
     wide = bridge.MultiOptimizer(("*", bridge.Momentum(0.1)))
     narrow = bridge.MultiOptimizer(("head.*", bridge.Momentum(0.1)))
     return narrow.apply_gradient(narrow.hyper_params, TREE, wide.create(TREE).state, grads())
@@ -169,7 +169,7 @@ def in_a_forked_process():
 
 
 class Holder:
-    """Holds a tensor."""
+    """An object that holds a tensor."""
 
     def __init__(self, tensor):
         self.tensor = tensor

@@ -18,7 +18,7 @@ KEPT = []
 
 
 class Applies(nn.Module):
-    """A function as a module."""
+    """A module whose forward is a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -76,7 +76,7 @@ def double_without_x64(_):
 
 
 class Doubled(torch.autograd.Function):
-    """Twice its input, with a backward that is to be replaced."""
+    """An autograd function that doubles its input; subclasses replace its backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -128,7 +128,7 @@ def cast(x):
 
 
 class Clamped(nn.Linear):
-    """Writes into its own weight."""
+    """A layer that writes into its own weight."""
 
     def forward(self, x):
         self.weight.data.clamp_(-1, 1)
@@ -136,7 +136,7 @@ class Clamped(nn.Linear):
 
 
 class Lazy(nn.Linear):
-    """Its buffer has no value before the first call."""
+    """A layer whose buffer has no value before the first call."""
 
     def forward(self, x):
         self.centre = super().forward(x).mean(0)
@@ -150,7 +150,7 @@ def with_an_unset_buffer(_):
 
 
 class Keeps(nn.Module):
-    """Its hook keeps an output in a container that it refers to by a global name."""
+    """A module whose hook stores an output in a container that it reads through a global name."""
 
     def __init__(self):
         super().__init__()

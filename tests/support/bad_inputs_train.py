@@ -22,7 +22,7 @@ def loss(model, x, y):
 
 
 def made(loss_fn=loss, *, first=True, optimizer=None, **options):
-    """A train step of a model, after one call."""
+    """Return a function that makes a train step of a model and calls it once."""
 
     def make(net):
         train_step = JaxTrainStep(net, loss_fn, MaskedAdamW(net.named_parameters(), lr=0.1, **optimizer or {}), **options)
@@ -34,7 +34,7 @@ def made(loss_fn=loss, *, first=True, optimizer=None, **options):
 
 
 class Noted(UserDict):
-    """A mapping with an attribute that is no item."""
+    """A mapping with an attribute that is not an item."""
 
     def __init__(self, note):
         super().__init__(x=X)
@@ -46,7 +46,7 @@ def of_note(model, x, y):
 
 
 def itself(net):
-    """For calls that construct, and so move parameters, before they fail."""
+    """Return the model, for calls that construct an optimizer, which moves parameters, before they raise."""
     return net
 
 

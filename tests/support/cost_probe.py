@@ -1,4 +1,4 @@
-"""Cost of one step, as the compiler counts it: the only support file of contract tests that reads private modules."""
+"""Cost of one step by the compiler's count; the only support file of contract tests that reads private modules."""
 
 import platform
 import sys
@@ -31,7 +31,7 @@ class Cost(NamedTuple):
 
 
 def not_comparable() -> str | None:
-    """Return why the counts of this process differ from those of others; None if they do not."""
+    """Return why counts of this process cannot be compared with those of others; None if they can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"costs are counted on Linux x86_64, this is {sys.platform} {platform.machine()}"
     if not multi_output_fusion.requested():
@@ -41,9 +41,9 @@ def not_comparable() -> str | None:
 
 @contextmanager
 def fixed_environment() -> Iterator[None]:
-    """Set the thresholds as on a machine with 2 cores, and hide every executable that this process has compiled.
+    """Set all thresholds to those of a machine with 2 cores, and hide every executable that this process has compiled.
 
-    LLVM optimizes nothing, which takes half the time and changes no count: XLA has fused its loops before.
+    Compile without LLVM's optimizations. That halves the time and changes no count, because XLA fuses loops before LLVM runs.
     """
     with pytest.MonkeyPatch.context() as patch:
         for module in (_process, executable):
@@ -59,12 +59,12 @@ def fixed_environment() -> Iterator[None]:
 
 
 def _without_llvm(options: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same compiler options, with no effort of LLVM."""
+    """Return compiler options that skip LLVM's optimizations."""
     return lambda *arguments: options(*arguments) | {"xla_backend_optimization_level": 0}
 
 
 def cost(step: Callable[[], Any], stepper: Any, elements: int) -> tuple[Cost, int]:
-    """Take two steps; return their cost, and how many traces and compilations the second one adds.
+    """Take two steps; return the cost and the number of traces and compilations that the second step adds.
 
     Args:
       step: one step.

@@ -1,4 +1,4 @@
-"""What each process of tests/torch_api/test_distributed.py runs: checks on two gloo processes, in families; one start serves all."""
+"""Checks that each of two gloo processes runs for tests/torch_api/test_distributed.py; families of checks share one start."""
 
 import copy
 import datetime
@@ -24,7 +24,7 @@ STEPS, LR = 6, 0.05
 
 
 class Net(torch.nn.Module):
-    """Sizes that two ranks cannot share evenly, a parameter of one element, and one frozen by requires_grad."""
+    """A module with sizes that two ranks cannot share evenly, a one-element parameter, and one frozen by requires_grad."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Net(torch.nn.Module):
         return self.head(self.fixed(torch.tanh(self.norm(self.body(x))))) * self.scale
 
 
-MASK = {"": True, "fixed": False}  # fixed.weight requires grad all the same
+MASK = {"": True, "fixed": False}  # fixed.weight requires grad and is masked
 
 
 def trained(model):
@@ -54,7 +54,7 @@ def torch_adamw(model):
 
 
 def train(model, optimizer, steps=STEPS, start=0):
-    """Steps `start` to `steps` on batches that depend only on step and rank; the losses."""
+    """Train from step `start` to `steps` on batches that depend only on step and rank; return the losses."""
     losses = []
     for step in range(start, steps):
         generator = torch.Generator().manual_seed(100 * (step % 2) + dist.get_rank())
@@ -140,8 +140,8 @@ def check_ddp(_):
         assert_warm_steps_compile_nothing(model, optimizer)
 
 
-def check_an_optimizer_made_before_ddp_wraps_the_model(_):
-    """DDP gives every rank the parameters of rank 0: into the memory that the optimizer has moved them to."""
+def check_optimizer_may_be_made_before_ddp_wraps_the_model(_):
+    """DDP broadcasts the parameters of rank 0 into the memory that the optimizer has adopted."""
     model = Net()
     with torch.no_grad():
         model.body.weight += dist.get_rank()
@@ -178,7 +178,7 @@ def groups_of(model):
 
 
 def zero(model, **options):
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit when it is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns about torch.jit
 
     return ZeroRedundancyOptimizer(groups_of(model.module), optimizer_class=torch_api.MaskedAdamW, lr=LR, weight_decay=0.1, **options)
 
@@ -224,8 +224,8 @@ def check_zero_resumes_where_it_stopped(_):
 # ------------------------------------------------------------------ DTensors made by hand
 
 
-def check_sharded_dtensors_with_gradients_by_hand(_):
-    """Rows, columns, an uneven share, none at all: the numbers of the whole parameter, and the same state."""
+def check_sharded_dtensors_with_given_gradients_match_whole_parameters(_):
+    """Rows, columns, uneven shards and empty shards give the numbers and the state of the whole parameter."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -242,7 +242,7 @@ def check_sharded_dtensors_with_gradients_by_hand(_):
     for step in range(4):
         for name, p in plain.items():
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-            # As it may come: to be brought to where the parameter lies.
+            # Gradients may come with other placements and are then redistributed like the parameter.
             like = [Replicate()] if step % 2 else lying[name].placements
             lying[name].grad = distribute_tensor(p.grad.clone(), mesh, like)
         for optimizer in pair:
@@ -257,13 +257,13 @@ def check_sharded_dtensors_with_gradients_by_hand(_):
             torch.testing.assert_close(whole(x), pair[0].state[plain[name]][key], rtol=1e-6, atol=1e-6)
 
 
-def check_other_rules_of_torch(_):
-    """One parameter for each rule, in one program, against whole ones."""
+def check_every_kind_of_state_can_be_sharded(_):
+    """Update one parameter per rule in one program, and compare with whole parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    # The others have no state of another kind; tests/bridge/_compiler/test_separability.py asks of each whether parts will do.
+    # Other rules have the same kinds of state; tests/bridge/_compiler/test_separability.py checks that every rule can be sharded.
     rules = {name: (getattr(torch_rules, name), {}) for name in ("ADAGRAD", "NADAM", "RPROP", "ASGD")}
     plain = {name: torch.nn.Parameter(torch.full((5, 2), 0.5)) for name in rules}
     lying = {name: torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for name, p in plain.items()}
@@ -284,7 +284,7 @@ def check_other_rules_of_torch(_):
             assert hasattr(x, "placements") == (x.shape == (5, 2)), (name, key)
 
 
-def check_whole_dtensors_are_like_any_parameter(_):
+def check_replicated_dtensors_are_updated_like_plain_parameters(_):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
@@ -295,7 +295,7 @@ def check_whole_dtensors_are_like_any_parameter(_):
     pair = [torch_api.OptaxOptimizer([q], optax.lamb(1e-2), max_grad_norm=0.5) for q in (plain, p)]
     for step in range(3):
         plain.grad = torch.full((4, 5), float(step + 1))
-        # As tensor parallelism leaves it for a parameter that is whole: to be summed.
+        # Tensor parallelism leaves the gradient of a replicated parameter as partial sums.
         p.grad = type(p.data).from_local(plain.grad / WORLD, mesh, [Partial()])
         for optimizer in pair:
             optimizer.step()
@@ -340,8 +340,8 @@ def check_fsdp(_):
                 assert x.to_local().shape == p.to_local().shape
 
 
-def check_other_ways_to_shard(_):
-    """Columns, two mesh dimensions, mixed precision, parameters kept gathered: against torch.optim.AdamW over the same."""
+def check_all_ways_of_sharding_match_torch(_):
+    """Shard by columns, by two mesh dimensions, in mixed precision, and without resharding; compare with torch.optim.AdamW."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
@@ -365,13 +365,13 @@ def check_other_ways_to_shard(_):
         assert_same_on_every_rank(values(model))
 
 
-def check_what_needs_the_whole_parameter_is_refused(_):
+def check_updates_that_need_the_whole_parameter_are_refused(_):
     model = sharded()
     before = values(model)
     named = list(model.named_parameters())
     refused = {
         "scale": (optax.lamb(1e-2), optax.adafactor(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
-        "body.weight": (optax.contrib.muon(1e-2),),  # which gives Adam to what is no matrix
+        "body.weight": (optax.contrib.muon(1e-2),),  # it uses Adam for parameters that are not matrices
     }
     for name, tx in [(name, tx) for name, several in refused.items() for tx in several]:
         text = raised(ValueError, lambda tx=tx: torch_api.OptaxOptimizer(named, tx, mask=MASK))
@@ -400,8 +400,8 @@ def check_what_needs_the_whole_parameter_is_refused(_):
     assert "'norm.weight'" in raised(ValueError, lambda: torch_api.PartitionedOptimizer(named, split, rest))
 
 
-def check_elementwise_transformations_of_optax(_):
-    """The same gradients to a whole copy in one process."""
+def check_elementwise_optax_transformations_match_a_whole_copy(_):
+    """Compare with a whole copy that gets the same gradients."""
     made = {
         "adamw": (optax.adamw, {"lr": LR, "weight_decay": 0.1}),
         "chain": (optax.chain(optax.clip(0.1), optax.trace(0.9), optax.scale(-1e-2)), {}),
@@ -426,7 +426,7 @@ def check_elementwise_transformations_of_optax(_):
                 torch.testing.assert_close(whole(x), alone.state[q][key], rtol=1e-6, atol=1e-6)
 
 
-def check_element_masks_are_of_the_whole_parameter(_):
+def check_element_masks_have_the_shape_of_the_whole_parameter(_):
     generator = torch.Generator().manual_seed(1)
     start = values(Net())
     masks = {name: torch.rand(x.shape, generator=generator) < 0.5 for name, x in start.items() if name in ("body.weight", "head.weight")}
@@ -443,7 +443,7 @@ def check_element_masks_are_of_the_whole_parameter(_):
     assert "expected shape (7, 6)" in text
 
 
-def check_what_is_done_by_hand_is_followed(_):
+def check_changes_by_hand_take_effect(_):
     model, twin = sharded(), sharded()
     optimizer, other = masked_adamw(model), torch_adamw(twin)
     for net, opt in ((model, optimizer), (twin, other)):
@@ -451,7 +451,7 @@ def check_what_is_done_by_hand_is_followed(_):
         p, q = net.body.weight, net.head.weight
         opt.state[p]["exp_avg"].mul_(0.5)
         opt.state[q]["exp_avg"] = torch.zeros_like(q)
-        net._apply(lambda x: x.clone())  # FSDP pads anew: local tensors lie elsewhere
+        net._apply(lambda x: x.clone())  # FSDP pads again, so local tensors move
         with torch.no_grad():
             net.body.bias.add_(1.0)
         train(net, opt, 4, 2)
@@ -468,10 +468,10 @@ def check_what_is_done_by_hand_is_followed(_):
     assert rows["body.weight"]["shape"] == (7, 6)
 
 
-def check_a_whole_checkpoint_is_cut_for_the_shards(_):
+def check_whole_checkpoint_is_split_into_shards(_):
     plain = Net()
     before = masked_adamw(plain)
-    train(plain, before, 3)  # alone: each rank another batch
+    train(plain, before, 3)  # without DDP: each rank has its own batches
     saved = [before.state_dict()]
     dist.broadcast_object_list(saved, src=0)
     model = sharded()
@@ -486,8 +486,8 @@ def check_a_whole_checkpoint_is_cut_for_the_shards(_):
         assert torch.equal(again, saved[0]["state"][index]["exp_avg"])
 
 
-def check_half_parameters_with_a_master_an_average_and_random_rounding(_):
-    """Against a whole copy that gets the same gradients; the average swapped in and out."""
+def check_half_parameters_with_master_weights_ema_and_stochastic_rounding(_):
+    """Compare with a whole copy that gets the same gradients, also while the average is swapped in."""
     options = {"master_weights": True, "state_dtype": torch.float32, "ema_decay": 0.5}
     model, copied = sharded(Net().bfloat16()), Net().bfloat16()
     optimizer, alone = masked_adamw(model, **options), masked_adamw(copied, **options)
@@ -522,7 +522,7 @@ def distributed_like(p, tensor):
     return distribute_tensor(tensor, p.device_mesh, p.placements)
 
 
-def check_a_scaled_loss_is_skipped_by_every_rank_if_one_saw_infinity(_):
+def check_every_rank_skips_the_step_if_one_sees_infinity(_):
     for fused in (False, True):
         model = sharded()
         optimizer = masked_adamw(model, fused=fused)
@@ -531,7 +531,7 @@ def check_a_scaled_loss_is_skipped_by_every_rank_if_one_saw_infinity(_):
         before = values(model)
         loss = model(torch.ones(2, 6)).square().mean()
         scaler.scale(loss).backward()
-        model.scale.grad.to_local().fill_(torch.inf)  # one element: rank 1 has none of it
+        model.scale.grad.to_local().fill_(torch.inf)  # the parameter has one element, which rank 0 holds
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 4.0
@@ -545,7 +545,7 @@ def check_a_scaled_loss_is_skipped_by_every_rank_if_one_saw_infinity(_):
 # ------------------------------------------------------------------ torch.distributed.checkpoint
 
 
-def check_making_state_for_a_checkpoint_touches_no_weight(_):
+def check_making_state_for_a_checkpoint_changes_no_weight(_):
     """torch makes the state by a step with zero gradients and lr=0."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -561,13 +561,13 @@ def check_making_state_for_a_checkpoint_touches_no_weight(_):
         for key, x in state.items():
             assert torch.equal(whole(ours["state"][name][key]), whole(x)), (name, key)
     assert ours["param_groups"][0].keys() - {"params", "param_names"} >= others["param_groups"][0].keys() - {"params", "param_names"}
-    ready = torch_api.OptaxOptimizer(model.named_parameters(), optax.adamw(1e-2), mask=MASK)  # its own lr is inside
+    ready = torch_api.OptaxOptimizer(model.named_parameters(), optax.adamw(1e-2), mask=MASK)  # the transformation contains its lr
     get_optimizer_state_dict(model, ready)
     assert_equal_bits(values(model), before)
 
 
-def check_saved_and_resumed(directory):
-    """Into other shards, into a model that is whole, and from one: equal to the run that never stopped, bit for bit."""
+def check_resumed_runs_equal_the_uninterrupted_run(directory):
+    """Resume in other shards, in a whole model and from a whole model; the run equals the uninterrupted one bit for bit."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -598,15 +598,15 @@ def check_saved_and_resumed(directory):
 
     other = Net()
     optimizer_other = resumed(other)
-    train(DistributedDataParallel(other), optimizer_other, STEPS, 3)  # the same mean of gradients, maybe summed in another order
+    train(DistributedDataParallel(other), optimizer_other, STEPS, 3)  # equal mean gradients, perhaps summed in another order
     if torch.__version__.startswith("2.8."):
-        return  # there a parameter of one element ends elsewhere with torch.optim.AdamW too
+        return  # torch 2.8 gives other numbers for one-element parameters, also with torch.optim.AdamW
     for name, x in values(model).items():
         torch.testing.assert_close(values(other)[name], x, rtol=1e-5, atol=1e-6)
 
 
-def check_state_dicts_that_are_whole(_):
-    """full_state_dict, on the CPU, and given to one process that hands it to the others."""
+def check_full_state_dicts_are_saved_and_loaded(_):
+    """Save full state dicts on the CPU, and load them on one process that broadcasts to the others."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_optimizer_state_dict
 
     whole_options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -614,7 +614,7 @@ def check_state_dicts_that_are_whole(_):
     model = sharded()
     optimizer = masked_adamw(model)
     train(model, optimizer, 3)
-    # A copy: what one rank holds alone is not copied by torch when it is on the CPU already.
+    # Copy: torch does not copy state that one rank holds alone and that already lies on the CPU.
     weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=whole_options))
     if dist.get_rank() == 0:
         assert not any(hasattr(x, "full_tensor") for fields in state["state"].values() for x in fields.values())
@@ -635,47 +635,47 @@ def check_state_dicts_that_are_whole(_):
 FAMILIES = {
     "replicas": (
         check_ddp,
-        check_an_optimizer_made_before_ddp_wraps_the_model,
+        check_optimizer_may_be_made_before_ddp_wraps_the_model,
         check_ddp_resumes_where_it_stopped,
         check_zero,
         check_zero_resumes_where_it_stopped,
     ),
     "dtensor": (
-        check_sharded_dtensors_with_gradients_by_hand,
-        check_other_rules_of_torch,
-        check_whole_dtensors_are_like_any_parameter,
+        check_sharded_dtensors_with_given_gradients_match_whole_parameters,
+        check_every_kind_of_state_can_be_sharded,
+        check_replicated_dtensors_are_updated_like_plain_parameters,
     ),
     "fsdp": (
         check_fsdp,
-        check_other_ways_to_shard,
-        check_what_needs_the_whole_parameter_is_refused,
-        check_elementwise_transformations_of_optax,
-        check_element_masks_are_of_the_whole_parameter,
-        check_half_parameters_with_a_master_an_average_and_random_rounding,
-        check_a_scaled_loss_is_skipped_by_every_rank_if_one_saw_infinity,
-        check_what_is_done_by_hand_is_followed,
-        check_a_whole_checkpoint_is_cut_for_the_shards,
-        check_making_state_for_a_checkpoint_touches_no_weight,
-        check_saved_and_resumed,
-        check_state_dicts_that_are_whole,
+        check_all_ways_of_sharding_match_torch,
+        check_updates_that_need_the_whole_parameter_are_refused,
+        check_elementwise_optax_transformations_match_a_whole_copy,
+        check_element_masks_have_the_shape_of_the_whole_parameter,
+        check_half_parameters_with_master_weights_ema_and_stochastic_rounding,
+        check_every_rank_skips_the_step_if_one_sees_infinity,
+        check_changes_by_hand_take_effect,
+        check_whole_checkpoint_is_split_into_shards,
+        check_making_state_for_a_checkpoint_changes_no_weight,
+        check_resumed_runs_equal_the_uninterrupted_run,
+        check_full_state_dicts_are_saved_and_loaded,
     ),
 }
 
 
 def checked(directory, rank):
-    """The names of the checks that this rank has got through."""
+    """Return the names of the checks that this rank has passed."""
     path = Path(directory) / f"rank{rank}"
     return path.read_text().split() if path.exists() else []
 
 
 def run(rank, families, directory):
-    """One process: every check of the families, in order; the first that fails ends it."""
+    """Run every check of the families in order in one process; the first failure ends it."""
     torch.set_num_threads(1)
     warnings.filterwarnings("error", module=r"(bridge|torch_api)\.")
     method, timeout = f"file://{directory}/rendezvous", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=WORLD, timeout=timeout)
     try:
-        with jax.numpy_dtype_promotion("standard"), open(f"{directory}/rank{rank}", "w") as passed:  # as optax wants it
+        with jax.numpy_dtype_promotion("standard"), open(f"{directory}/rank{rank}", "w") as passed:  # optax fails under strict promotion
             for check in (check for family in families for check in FAMILIES[family]):
                 begun = time.monotonic()
                 check(directory)

@@ -1,4 +1,4 @@
-"""The equations and the text of a jaxpr, for tests that look for some of them."""
+"""Equations and text of jaxprs, for tests that search them."""
 
 import re
 
@@ -7,12 +7,12 @@ import pytest
 
 from bridge._ir.queries import jaxprs_in_params
 
-# Parameters that have the value which they have nearly everywhere.
+# Parameters of equations that have their default value almost everywhere.
 _USUAL = re.compile(r"\b(weak_type|dimensions|sharding|out_sharding|strides|fill_value|indices_are_sorted|unique_indices)=(None|False) ?")
 
 
 def operations(jaxpr):
-    """All equations, those of a function that is called more than once but once."""
+    """Yield all equations; equations of a shared function are yielded once."""
     programs, seen = [jaxpr], {id(jaxpr)}
     for program in programs:
         for eqn in program.eqns:
@@ -23,7 +23,7 @@ def operations(jaxpr):
 
 
 def printed(jaxpr):
-    """The text of a jaxpr, without parameters that have their usual value; skips the test where jax names variables in another way."""
+    """Return the jaxpr's text without default parameters; skip the test under jax versions that name variables differently."""
     if jax.__version_info__[:2] != (0, 10):
         pytest.skip("the expected text is that of jax 0.10")
     lines = (line.rstrip() for line in re.sub(r"\s+\]", "]", _USUAL.sub("", str(jaxpr))).splitlines())

@@ -1,4 +1,4 @@
-"""Transformations that must see all leaves, and runs of them: what the tests of them share."""
+"""Transformations that must see all leaves together, and runs of them, for tests of joint updates."""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ def clipped(tx, bound=0.5):
     return optax.chain(optax.clip_by_global_norm(bound), tx)
 
 
-def across_two():
-    """The update of each leaf with the gradient of the leaf before it, where that is as large."""
+def mix_neighbors():
+    """Mix the update of each leaf with the gradient of the previous leaf, if both have equal size."""
 
     def update(updates, state, params=None):
         leaves, tree = jax.tree.flatten(updates)
@@ -29,8 +29,8 @@ def across_two():
     return optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), update), optax.sgd(0.05, momentum=0.9))
 
 
-def sums_of_what_is_computed():
-    """Scaled by a norm over all leaves of what is computed from the gradient and a trace of it."""
+def scaled_by_norm_of_computed_values():
+    """Scale updates by a norm over all leaves of values computed from the gradient and its trace."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
@@ -43,8 +43,8 @@ def sums_of_what_is_computed():
     return optax.GradientTransformation(init, update)
 
 
-def two_sums_of_a_kind():
-    """Scaled by two norms, of the same arithmetic on the same arrays, but with other numbers."""
+def scaled_by_two_equal_norms():
+    """Scale updates by two norms that have the same equations on the same arrays but different constants."""
 
     def update(updates, state, params=None):
         of = lambda bound: norm_of(jax.tree.map(lambda g: jnp.tanh(bound * g), updates))  # noqa: E731
@@ -54,8 +54,8 @@ def two_sums_of_a_kind():
     return optax.GradientTransformation(lambda params: {"few": jnp.asarray(0.1), "many": jnp.asarray(2.0)}, update)
 
 
-def by_rows():
-    """Each leaf divided by the norms of its rows and by that of all leaves, with a constant of the leaf's shape."""
+def divided_by_row_norms():
+    """Divide each leaf by the norms of its rows plus the norm of all leaves, times a constant of the leaf's shape."""
 
     def update(updates, state, params=None):
         total = norm_of(updates)
@@ -66,7 +66,7 @@ def by_rows():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-# Prodigy's estimate of the distance is a quotient of sums: its float32 is off by 1e-5 with and without the cut.
+# Prodigy estimates its distance by a quotient of sums, whose float32 error is 1e-5 with and without split kernels.
 TRANSFORMATIONS = {
     "clip, adamw": lambda: clipped(optax.adamw(0.05, weight_decay=0.1)),
     "clip, lion": lambda: clipped(optax.lion(0.02)),
@@ -78,15 +78,15 @@ TRANSFORMATIONS = {
     "clip, amsgrad, average": lambda: clipped(optax.chain(optax.amsgrad(0.05), optax.ema(0.5))),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(0.05),
     "prodigy": lambda: optax.contrib.prodigy(1.0),
-    "two leaves": across_two,
-    "sums": sums_of_what_is_computed,
-    "sums of a kind": two_sums_of_a_kind,
-    "rows": by_rows,
+    "two leaves": mix_neighbors,
+    "sums": scaled_by_norm_of_computed_values,
+    "sums of a kind": scaled_by_two_equal_norms,
+    "rows": divided_by_row_norms,
 }
 
 
 def pure(tx, start, grads):
-    """optax on jax arrays: the end, as tensors."""
+    """Return the parameters after the steps, computed by optax on jax arrays, as tensors."""
     params = [jnp.asarray(p.detach().numpy()) for p in start]
     state, update = tx.init(params), jax.jit(tx.update)
     for each in grads:
@@ -101,7 +101,7 @@ def program(optimizer):
 
 
 def moved(tx, params, grads, **arguments):
-    named = [(f"p{i:02}", p) for i, p in enumerate(params)]  # in the order of the leaves for optax too
+    named = [(f"p{i:02}", p) for i, p in enumerate(params)]  # names that optax sorts in the same order
     optimizer = torch_api.OptaxOptimizer(named, tx, **arguments)
     for each in grads:
         set_grads(params, each)
@@ -115,8 +115,8 @@ def moved_by(tx, start, grads, **arguments):
     return params
 
 
-def moves_of_scaled_steps(optimizer, params, bad):
-    """Of four steps with a loss scaler whether any bit changed; at the third a gradient, the `bad` one, is not finite."""
+def which_scaled_steps_move(optimizer, params, bad):
+    """Take four steps with a loss scaler, the third with a nonfinite gradient `bad`; return for each whether any bit changed."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
     moves = []
     for n in range(4):

@@ -1,4 +1,4 @@
-"""torch's own database of operators: its samples in eager torch and in traced code, and the comparison of the two."""
+"""torch's operator database (OpInfo): run its samples in eager torch and in traced code, and compare the two."""
 
 import functools
 import random
@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 import bridge
 from bridge._interop.dtypes import IN_TORCH
 
-TOGETHER = 8  # samples of a program, at most
-# float32 is what most code has; the other kinds of samples, and the dtype of each.
+TOGETHER = 8  # samples per compiled program, at most
+# Kinds of samples and the dtype of each. Most code is float32.
 KINDS = {
     "float32": torch.float32,
     "int64": torch.int64,
@@ -29,12 +29,12 @@ KINDS = {
     "extremal": torch.float32,  # reference inputs with infinities, NaN, large numbers and negative zeros
     "complex results": torch.float32,  # gradients through them
 }
-LEFT_OUT = "sparse.", "jiterator"  # not of dense tensors on a CPU
+LEFT_OUT = "sparse.", "jiterator"  # operators without dense tensors, or not for a CPU
 LARGE = 1000
 
 
 def seeded(seed=1234):
-    """As torch does before each sample, but for the CPU: for each device that is not there it would keep the whole stack as text."""
+    """Seed as torch does before each sample, but only the CPU: for each missing device torch would store the whole stack as text."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -42,13 +42,13 @@ def seeded(seed=1234):
 
 @functools.cache
 def database(dtype=torch.float32):
-    """The entries with samples of this dtype, by name."""
+    """Return the operators that have samples of this dtype, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
         from torch.testing._internal.opinfo import core
-    for module in (common_utils, core):  # it looks through the whole stack, a fifth of a second for each operator: here in vain
+    for module in (common_utils, core):  # torch searches the whole stack for a test function, which is slow and finds none here
         module.extract_test_fn = lambda: None
     if not torch.cuda.is_available():
         common_utils.set_rng_seed = seeded
@@ -57,7 +57,7 @@ def database(dtype=torch.float32):
 
 
 def is_extremal(sample):
-    """Whether a sample has a number that is not finite, or large, or a negative zero."""
+    """Return whether a sample has a nonfinite number, a large number or a negative zero."""
     found = (x for x in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor))
     return any((~x.isfinite() | (x.abs() >= LARGE) | ((x == 0) & x.signbit())).any() for x in found if x.is_floating_point())
 
@@ -70,10 +70,10 @@ def samples_of(op, kind):
 
 
 class Case(NamedTuple):
-    """A sample in eager torch: its tensors, the operator as a function of them, the results, and the gradients of some of them.
+    """A sample in eager torch: its operator as a function of tensors, the input tensors, the outputs and their gradients.
 
-    `function` takes in `constant` what makes constants of the tensors that are not given. `at`: which results have gradients.
-    `slopes`: the gradients of those of `given` that have a fraction.
+    `function` takes as `constant` a function that turns the other tensors of the sample into constants. `at` lists the outputs that have
+    gradients. `slopes` holds the gradients with respect to the inexact tensors of `given`.
     """
 
     function: Callable
@@ -89,7 +89,7 @@ def is_inexact(x):
 
 
 def function_of(op, sample, kind):
-    """The operator as a function of the sample's tensors of numbers with a fraction (of int64: of those too), and those tensors."""
+    """Return the operator as a function of the sample's inexact tensors (for int64 samples: also of int64 tensors), and these tensors."""
     flat, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
     at = [i for i in tensors if is_inexact(flat[i]) or flat[i].dtype == KINDS[kind] == torch.int64]
@@ -112,7 +112,7 @@ def weights_for(x):
 
 
 def eager(op, sample, kind, slopes=True, through_complex=True):
-    """The sample in eager torch; None where torch itself refuses, or there is nothing to compare."""
+    """Run the sample in eager torch; return None if torch refuses it or there is nothing to compare."""
     function, given = function_of(op, sample, kind)
     try:
         out = [x for x in pytree.tree_leaves(function(*given)) if isinstance(x, torch.Tensor)]
@@ -120,7 +120,7 @@ def eager(op, sample, kind, slopes=True, through_complex=True):
         return None
     if not given or not out:
         return None
-    known = [i for i, x in enumerate(out) if x.requires_grad and x.dtype in IN_TORCH.values()]  # jax has no complex numbers of 32 bits
+    known = [i for i, x in enumerate(out) if x.requires_grad and x.dtype in IN_TORCH.values()]  # jax has no complex32
     at = [i for i in known if slopes and (through_complex or not out[i].is_complex())]
     weights, wanted = [weights_for(out[i]) for i in at], [x for x in given if x.requires_grad]
     try:
@@ -131,13 +131,13 @@ def eager(op, sample, kind, slopes=True, through_complex=True):
 
 
 def ours(case):
-    """The case's operator as a function of arrays."""
+    """Return the operator of a case as a function of arrays."""
     pure = bridge.module_function(Applies(case.function))
     return lambda *arrays: pure({}, *arrays, rng=jax.random.key(0))
 
 
 def traced(case, arrays, as_jax=ours):
-    """The results of a case and their gradients in a program that is being traced."""
+    """Return the outputs of a case and their gradients inside a trace."""
     pure, by = as_jax(case), [bridge.to_jax(w) for w in case.weights]
     wanted = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -154,11 +154,11 @@ def traced(case, arrays, as_jax=ours):
     if not case.at:
         return results([arrays[i] for i in wanted]), ()
     (_, found), grads = jax.value_and_grad(total, has_aux=True)([arrays[i] for i in wanted])
-    return found, [jnp.conj(x) for x in grads]  # jax's convention, for what is complex
+    return found, [jnp.conj(x) for x in grads]  # jax's gradients are the conjugates of torch's
 
 
 def check_close(found, theirs, kind, what, exact):
-    """Raise a `MismatchError` where numbers differ, but for half types that are as near as torch's to what `exact` returns."""
+    """Raise a `MismatchError` if numbers differ; half types pass if they are as near to the exact result as torch's."""
     given = theirs
     found, half = np.asarray(found), theirs.dtype in (torch.bfloat16, torch.float16)
     if half:
@@ -174,11 +174,11 @@ def check_close(found, theirs, kind, what, exact):
 
 
 class MismatchError(AssertionError):
-    """A result that is not torch's."""
+    """A result differs from torch's."""
 
 
 def exact(case):
-    """The case in eager torch on the same numbers in float32, as results and gradients of half types are roundings of."""
+    """Return outputs and gradients of the case in eager torch in float32, the exact reference for half types."""
     given = [x.detach().float().requires_grad_() for x in case.given]
     out = [x for x in pytree.tree_leaves(case.function(*given)) if isinstance(x, torch.Tensor)]
     slopes = torch.autograd.grad([out[i] for i in case.at], given, [w.float() for w in case.weights], allow_unused=True) if case.at else ()
@@ -186,7 +186,7 @@ def exact(case):
 
 
 def is_nearer(found, theirs, exact):
-    """Whether results are as near to the exact ones as torch's, or nearer."""
+    """Return whether our results are about as near to the exact ones as torch's are."""
     try:
         numbers = exact().detach().float()
     except (RuntimeError, NotImplementedError):
@@ -196,7 +196,7 @@ def is_nearer(found, theirs, exact):
 
 
 def compare(case, found, grads, kind, values=True):
-    """Raise a `MismatchError` where results or gradients differ; without `values` only where shapes or dtypes do."""
+    """Raise a `MismatchError` if outputs or gradients differ; without `values` compare only shapes and dtypes."""
     for what, ours, theirs in (
         ("shapes", [tuple(x.shape) for x in found], [tuple(x.shape) for x in case.out]),
         ("dtypes", [IN_TORCH[str(x.dtype)] for x in found], [x.dtype for x in case.out]),
@@ -210,12 +210,12 @@ def compare(case, found, grads, kind, values=True):
     wanted = [x for x in case.given if x.requires_grad] if case.at else []
     for i, (x, theirs, like) in enumerate(zip(grads, case.slopes, wanted, strict=True)):
         theirs = torch.zeros(()) if theirs is None else theirs.to_dense() if theirs.is_sparse else theirs
-        theirs = torch.zeros_like(like.detach()) + theirs  # a sum: some are torch's zeros without memory
+        theirs = torch.zeros_like(like.detach()) + theirs  # the sum materializes torch's zero tensors without memory
         check_close(x, theirs.resolve_conj().resolve_neg(), kind, "gradient: ", lambda i=i: exact(case)[1][i])
 
 
 def refusal(name, error):
-    """Under which word an error of ours is counted; None for one that is no refusal."""
+    """Return the category of a refusal by maskbridge; None if the error is not a refusal."""
     if isinstance(error, NotImplementedError):
         return "refused" if "has no implementation in jax" in str(error) else "other"
     asks = isinstance(error, jax.errors.ConcretizationTypeError)
@@ -223,9 +223,9 @@ def refusal(name, error):
 
 
 class Outcome(NamedTuple):
-    """What came of an operator's samples: how many were compared, skipped, refused, refused for their values, and what differs.
+    """Result of an operator's samples: counts by category (compared, skipped, refused, by value), and the mismatches.
 
-    `wrong`: "forward" or "gradient", and the first difference of that part.
+    `wrong` maps "forward" or "gradient" to the first difference of that part.
     """
 
     counts: Counter
@@ -233,15 +233,17 @@ class Outcome(NamedTuple):
 
 
 def outcome(name, op, kind="float32", limit=3, drawn=(), no_slopes=(), as_jax=ours, refusal=refusal, through_complex=True):
-    """What came of at most some `limit` samples of an operator, spread over the list; of all where it is 0.
+    """Run about `limit` samples of an operator, spread over its list; all samples if `limit` is 0.
 
-    `drawn`: operators of which only shapes and dtypes are compared. `no_slopes`: those whose gradients are not.
+    Args:
+      drawn: operators of which only shapes and dtypes are compared.
+      no_slopes: operators whose gradients are not compared.
     """
     samples = samples_of(op, kind)
     counts, wrong = Counter(), {}
 
     def attempt(call, *arguments, **keywords):
-        """What a call gives, or None and what its error means counted."""
+        """Return the result of a call; after an error count its category and return None."""
         try:
             return call(*arguments, **keywords)
         except Exception as error:  # noqa: BLE001 - of any operator, to name all that differ
@@ -259,7 +261,7 @@ def outcome(name, op, kind="float32", limit=3, drawn=(), no_slopes=(), as_jax=ou
             counts["skipped"] += 1
         else:
             cases.append((sample, case))
-    # A program for all of them: XLA takes longer to begin one than to compile most operators.
+    # One program for several samples: XLA takes longer to start a compilation than to compile most operators.
     for some in (cases[i : i + TOGETHER] for i in range(0, len(cases), TOGETHER)):
         arrays = [[bridge.to_jax(x.detach(), copy=None) for x in case.given] for _, case in some]
         program = jitted(lambda arrays, some=some: [attempt(traced, c, each, as_jax) for (_, c), each in zip(some, arrays, strict=True)])

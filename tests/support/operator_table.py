@@ -1,14 +1,16 @@
-"""What of torch's database of operators is not as in torch, each with its reason. tests/bridge/_tracing/ops/test_op_db.py checks both
-directions."""
+"""Operators of torch's database that differ from torch, each with its reason.
 
-# Whose rarer arguments are refused, and which.
+tests/bridge/_tracing/ops/test_op_db.py checks that the table is complete and has no outdated entry.
+"""
+
+# Operators of which some arguments are refused -> these arguments.
 IN_PART = {
     "nn.functional.embedding": "max_norm, which changes the weight",
     "nn.functional.embedding_bag": "max_norm, which changes the weight",
     "nn.functional.linear_cross_entropy.chunked": "a custom operator of torch's",
     "nn.functional.linear_cross_entropy.chunked_none": "a custom operator of torch's",
 }
-# Random, without values, or of vectors whose sign is free: of these only shapes and dtypes are compared.
+# Random operators, operators without defined values, and eigenvectors with a free sign: only shapes and dtypes are compared.
 _DRAWN = """
 bernoulli empty_like geometric linalg.eigh multinomial new_empty new_empty_strided nn.functional.alpha_dropout nn.functional.dropout
 nn.functional.dropout2d nn.functional.dropout3d nn.functional.feature_alpha_dropout.with_train nn.functional.fractional_max_pool2d
@@ -16,11 +18,11 @@ nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward n
 rand_like randint_like randn_like svd_lowrank
 """
 DRAWN = _DRAWN.split()
-# Whose result's shape depends on values.
+# Operators whose output shape depends on values.
 BY_VALUE = {"argwhere", "nonzero", "unique", "unique_consecutive"}
-# kind of samples -> operators of which values that are traced there decide the shape, in some samples or in all.
+# kind of samples -> operators whose output shape depends on values that are traced in some or all samples.
 BY_VALUE_OF = {"int64": {"bincount", "nn.functional.one_hot", "repeat_interleave", "tensor_split"}}
-# Why an operator has no implementation -> which.
+# reason why operators have no implementation -> their names.
 REASONS = {
     "sparse tensors have no counterpart in jax": "to_sparse",
     "private to torch's own compiler or autograd": """
@@ -37,13 +39,13 @@ special.shifted_chebyshev_polynomial_t special.shifted_chebyshev_polynomial_u sp
 special.shifted_chebyshev_polynomial_w special.spherical_bessel_j0""",
 }
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
-# Whose gradients are not compared, and why.
+# operator -> reason why its gradients are not compared.
 _OTHERS = "samples with NaN, whose gradients are NaN at other elements"
 VALUES = {
     "as_strided_scatter": "torch 2.13 has its gradient at the elements that are overwritten, none at those that are kept",
     **dict.fromkeys(["masked.amax", "masked.amin", "masked.norm", "masked.prod"], _OTHERS),
 }
-# Of real numbers, with complex results.
+# Operators with complex results of real inputs.
 _COMPLEX = """
 cdouble cfloat complex fft.fft fft.fft2 fft.fftn fft.ifft fft.ifft2 fft.ifftn fft.ihfft fft.ihfft2 fft.ihfftn fft.rfft fft.rfft2
 fft.rfftn linalg.eig linalg.eigvals polar stft view_as_complex
@@ -56,11 +58,11 @@ def _of(names, why):
     return dict.fromkeys(names.split(), why)
 
 
-# kind of samples -> operator -> why it is refused there.
+# kind of samples -> operator -> why it is refused.
 REFUSED_OF: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
 REFUSED_OF["int64"] = _of("resize_ resize_as_", "a tensor of another shape in the same memory")
 
-# kind of samples -> operator -> what differs ("forward" or "gradient") and why.
+# kind of samples -> operator -> (the part that differs, "forward" or "gradient", and why).
 KNOWN: dict[str, dict[str, tuple[str, str]]] = {kind: {} for kind in _KINDS}
 
 

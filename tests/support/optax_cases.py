@@ -1,4 +1,4 @@
-"""Optimizers of ours and pure JAX side by side, from the same parameters and gradients."""
+"""Runs of our optimizers and of pure optax from the same parameters and gradients."""
 
 import io
 
@@ -52,7 +52,7 @@ def as_torch(tree):
 
 
 def pure(tx, start, grads, **extra):
-    """Where the same transformation ends in pure JAX, and its state."""
+    """Return the parameters and the state after the steps in pure JAX."""
     tree, tx = as_jax(start), optax.with_extra_args_support(tx)
     state, update = tx.init(tree), jax.jit(lambda g, s, p: tx.update(g, s, p, **extra))
     for g in grads:
@@ -89,7 +89,7 @@ def compiled():
 
 
 def saved(opt):
-    """The state_dict after a way through a file that may hold tensors only."""
+    """Return the state_dict after a round trip through a file loaded with weights_only=True."""
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
@@ -97,7 +97,7 @@ def saved(opt):
 
 
 def errors(ours, theirs, start):
-    """Per parameter the error over the movement; what must not move counts fully."""
+    """Return each parameter's error relative to its movement; a parameter that must not move has error 1 if it moved."""
     out = {}
     for k in ours:
         still = torch.equal(theirs[k], start[k])

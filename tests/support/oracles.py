@@ -1,4 +1,4 @@
-"""Reference updates in float64 NumPy, written from the papers, and the measure by which runs are compared."""
+"""Reference updates in float64 NumPy, written from the papers, and measures for comparing runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NumpyAdam:
 
 
 class NumpySGD:
-    """Gradient descent with torch's momentum: the first gradient enters undampened, lr stands outside."""
+    """Gradient descent with torch's momentum: the first gradient is not dampened, and lr multiplies the buffer."""
 
     def __init__(self, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
         self.lr, self.momentum, self.dampening = lr, momentum, dampening
@@ -53,7 +53,7 @@ class NumpySGD:
 
 
 def movement_error(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> float:
-    """Norm of the difference of two end points over the norm of their way from the start: a run that never moved has 1."""
+    """Return the norm of the difference of two end points over the reference's movement; a run that never moved has error 1."""
     ours, theirs, start = (x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (ours, theirs, start))
     moved = torch.linalg.vector_norm(theirs - start)
     assert moved > 0, "the reference did not move: this comparison could not fail"
@@ -61,7 +61,7 @@ def movement_error(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor
 
 
 def same(ours, theirs):
-    """Whether two lists of tensors have the same bits."""
+    """Return whether two lists of tensors are bitwise equal."""
     return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
@@ -86,7 +86,7 @@ def set_grads(params, grads):
 
 
 def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, after=lambda: None):
-    """The same gradients to two optimizers."""
+    """Run two optimizers with the same gradients."""
     for _ in range(steps):
         given = grads(our_params)
         set_grads(our_params, given)
@@ -97,24 +97,24 @@ def run_pair(ours, our_params, theirs, their_params, steps, grads=random_grads, 
 
 
 def jitted(function):
-    """`jax.jit` of what is compared within some 1e-4: its few numbers need no fast code, which takes XLA three times as long."""
+    """Return `jax.jit` of a function without LLVM's optimizations, which take longer than its few values need."""
     return jax.jit(function, compiler_options=options())
 
 
-# How near the movement is to that of the same transformation in pure JAX. The oldest jaxlib adds a long sum in another order there than
-# in an update of ours, and is further from the sum in float64.
+# How near the movement is to the same transformation in pure JAX. The oldest supported jaxlib adds a long sum in another order in pure JAX
+# than in our update, and its result is further from the float64 sum.
 CLOSE = 1e-6 if jax.__version_info__ >= (0, 10) else 1e-5
 
 
-# For tests of bytes. The oldest jaxlib writes the results of a leaf by itself from one loop (test_execute.py), but not all of those that
-# are seen together, sum, or are of several types, and it counts other bytes for a barrier of several arrays.
+# For tests that count bytes. The oldest supported jaxlib fuses the results of a separate leaf into one loop (test_execute.py), but not all
+# results of joint leaves, sums or mixed dtypes, and it counts other bytes for a barrier of several arrays.
 FUSES = pytest.mark.skipif(
-    not requested() or jax.__version_info__ < (0, 10), reason="this XLA does not write all results from one loop, or counts otherwise"
+    not requested() or jax.__version_info__ < (0, 10), reason="this XLA does not fuse all results into one loop, or counts otherwise"
 )
 
 
 def project_frames(call):
-    """(file, function) of each call into this project's packages that `call()` makes."""
+    """Return (file, function) for each call into this project's packages that `call()` makes."""
     root = Path(__file__).parents[2]
     packages = str(root / "bridge"), str(root / "torch_api")
     frames = []

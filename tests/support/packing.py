@@ -1,4 +1,4 @@
-"""What tests of packs share: small parameters, optimizers with and without packs, runs of several with equal gradients."""
+"""Shared helpers for tests of buckets: small parameters, optimizers with and without buckets, runs of several with equal gradients."""
 
 import itertools
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from bridge._memory import address_space
 from torch_api._params import bucket_state, buckets
 from torch_api._step import launch_cache
 
-# Eight fit into rows of 64 bytes, of other sizes in one padded width; five into longer ones.
+# Eight fit into rows of 64 bytes: shapes with different sizes share one padded row length. Five need longer rows.
 SHAPES = [(10,), (4, 4), (16,), (2, 5), (3, 5), (3,), (1, 6), (7,), (33,), (6, 7), (40,), (5, 9), (2, 4, 2, 3)]
 
 
@@ -21,39 +21,39 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 
 
 @contextmanager
-def no_packs():
-    """Optimizers made here have every leaf by itself."""
+def without_buckets():
+    """Give every parameter its own buffer in optimizers that are made in this context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(buckets.GATHERED, "cpu", 0)
         yield
 
 
-def slots(optimizer):
+def bucket_rows(optimizer):
     return [leaf.slot for leaf in optimizer._active]
 
 
-def packed(optimizer, least=5):
-    """The optimizer, which has packs."""
-    assert sum(slot is not None for slot in slots(optimizer)) >= least
+def bucketed(optimizer, least=5):
+    """Return the optimizer after checking that at least `least` parameters lie in buckets."""
+    assert sum(slot is not None for slot in bucket_rows(optimizer)) >= least
     return optimizer
 
 
-def by_themselves(make, params):
-    """An optimizer of copies with every leaf by itself, and the copies."""
+def unbucketed_twin(make, params):
+    """Return an optimizer of copies in which every parameter has its own buffer, and the copies."""
     other = clones(params)
-    with no_packs():
+    with without_buckets():
         optimizer = make(other)
-    assert set(slots(optimizer)) == {None}
+    assert set(bucket_rows(optimizer)) == {None}
     return optimizer, other
 
 
-def some(params, share=0.7):
-    """Gradients of a random part of the parameters."""
+def random_subset(params, share=0.7):
+    """Return gradients for a random part of the parameters."""
     return [torch.randn_like(p) if torch.rand(()) < share else None for p in params]
 
 
-def two_sets():
-    """Gradients of two thirds of the parameters and of all, in turn: each set is a program where leaves are by themselves."""
+def alternating_grads():
+    """Return gradients of two thirds and of all parameters in turn; without buckets each set has its own executable."""
     turn = itertools.count()
 
     def grads(params):
@@ -63,7 +63,7 @@ def two_sets():
     return grads
 
 
-def feed(pairs, grads):
+def step_all(pairs, grads):
     for optimizer, params in pairs:
         set_grads(params, grads)
         optimizer.step()
@@ -71,10 +71,10 @@ def feed(pairs, grads):
 
 def run(pairs, steps=5, grads=random_grads):
     for _ in range(steps):
-        feed(pairs, grads(pairs[0][1]))
+        step_all(pairs, grads(pairs[0][1]))
 
 
-def near(params, others, start, bound=1e-6):
+def assert_near(params, others, start, bound=1e-6):
     for p, q, s in zip(params, others, start, strict=True):
         assert movement_error(p, q, s) <= bound
 
@@ -89,11 +89,11 @@ def same_states(one, params, other, others):
         assert all(torch.equal(tensor, other.state[q][name]) for name, tensor in one.state[p].items())
 
 
-def apart(make, params):
-    """An optimizer of copies with every leaf by itself, and the copies."""
+def separate_twin(make, params):
+    """Return an optimizer of copies in which every parameter has its own buffer and no gradient is read by address, and the copies."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "ADDRESSED", 0)
-        return by_themselves(make, params)
+        return unbucketed_twin(make, params)
 
 
 def programs(optimizer):
@@ -108,7 +108,7 @@ def misaligned(g):
     return torch.from_numpy(view)
 
 
-# Gradients of matrices that are not dense where arrays may be, in the order of their parameter.
+# Gradients of matrices that are not dense or not aligned, in the order of their parameters.
 ODD = {
     "transposed": lambda g: g.t().contiguous().t(),
     "negated": lambda g: torch._neg_view(-g),
@@ -119,8 +119,8 @@ ODD = {
 }
 
 
-def read_elsewhere(shift):
-    """`address_space.Places.__call__` whose gradients are each the next row's, or begin so many elements later."""
+def read_wrong_rows(shift):
+    """Return a broken `address_space.Places.__call__`: it reads the next row's gradient, or starts `shift` elements later."""
     call = address_space.Places.__call__
 
     def wrong(self, tensors):
@@ -132,8 +132,8 @@ def read_elsewhere(shift):
     return wrong
 
 
-def take_few_for_many(monkeypatch, fewest):
-    """So many equal leaves of middle size are rows that are read where they lie, whatever they have in all."""
+def lower_addressing_thresholds(monkeypatch, fewest):
+    """Lower the thresholds so that `fewest` equal leaves of middle size are a bucket whose gradients are read by address."""
     for module, name, value in (
         (buckets, "FEWEST_ADDRESSED", fewest),
         (buckets, "FEWEST_LONG", fewest),

@@ -1,10 +1,10 @@
-"""Plant one mistake at a time in the main function of a module, and see whether `make check` catches it.
+"""Plant one mistake at a time in the main function of a module, and check whether `make check` catches it.
 
-    make mistakes                                              # half an hour on 2 cores; prints a line for each mistake
-    python tests/support/planted_mistakes.py bridge/_names.py    # those of some modules
+    make mistakes                                              # prints a line for each mistake; takes long
+    python tests/support/planted_mistakes.py bridge/_names.py    # only the mistakes of these modules
 
-Each mistake is planted in a copy of the tree. The quick tests run up to the first failure, those of the module's package before the
-others; lint and types run after them.
+Each mistake is planted in a copy of the tree. The quick tests run up to the first failure, first those of the module's package; then
+lint and types run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ENOUGH = 21  # of the mistakes below
-NO_TESTS = 5  # pytest's exit code where it selects none
+ENOUGH = 21  # mistakes that must be caught
+NO_TESTS = 5  # pytest's exit code if it selects no test
 
-# The file, what stands in it once, and what is planted there.
+# (file, text that occurs once in it, replacement)
 MISTAKES = [
     ("bridge/_names.py", 'return ".".join(str(getattr(key, "key"', 'return "_".join(str(getattr(key, "key"'),
     ("bridge/_process.py", "    return X64(on)\n", "    return X64(not on)\n"),
@@ -54,7 +54,7 @@ MISTAKES = [
 
 
 def caught(folder: Path, package: str) -> str:
-    """By what `make check` catches a mistake in a package of a copy of the tree; '' where it does not."""
+    """Return which step of `make check` catches a mistake in a package of a copied tree; '' if none does."""
     env = os.environ | {"PYTHONPATH": str(folder)}
     quick = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "-m", "quick and not slow"]
     own = Path("tests", package)
@@ -77,7 +77,7 @@ def main() -> int:
         for each in tracked:
             (folder / each).parent.mkdir(parents=True, exist_ok=True)
             (folder / each).write_bytes((ROOT / each).read_bytes())
-        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # ruff reads .gitignore in a repository alone
+        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # ruff reads .gitignore only inside a repository
         chosen = [mistake for mistake in MISTAKES if mistake[0] in (sys.argv[1:] or [mistake[0]])]
         for path, right, wrong in chosen:
             text = (ROOT / path).read_text()

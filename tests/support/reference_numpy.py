@@ -1,6 +1,6 @@
-"""torch's update rules in float64 NumPy, written from the papers: rule(p, g, s, **options) -> p, with the dict `s` as its memory.
+"""torch's update rules in float64 NumPy, written from the papers: rule(p, g, s, **options) -> p, where the dict `s` holds the state.
 
-Where torch differs from the paper, the line says so. Powers of a beta near 1 are taken without cancellation.
+Docstrings say where torch differs from the paper. Powers of a beta near 1 are computed without cancellation.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""Which cases of a long list each run takes."""
+"""Select which cases of a long list a run takes."""
 
 import pytest
 
 
 def sampled(cases):
-    """Every second case for each run, the others for `make nightly`."""
+    """Return the cases as parameters; every second one is marked `nightly`."""
     return [pytest.param(case, marks=[pytest.mark.nightly] * (nth % 2)) for nth, case in enumerate(cases)]

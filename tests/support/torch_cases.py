@@ -1,7 +1,7 @@
-"""Torch operations as data: a name, a function of tensors, the shapes of its inputs. tests/bridge/_tracing/ops/test_elementwise.py runs
-them.
+"""Torch operations as data: a name, a function of tensors, and the shapes of its inputs.
 
-A shape stands for normal numbers; "pos" for positive ones, "int:n" for indices below n, "bool" for flags, "p" for probabilities.
+tests/bridge/_tracing/ops/test_elementwise.py runs them. A shape stands for normal numbers, "pos" for positive ones, "int:n" for indices
+below n, "bool" for flags, and "p" for probabilities.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Eager torch as the reference for traced torch code: values, dtypes and gradients of one compiled program."""
+"""Eager torch as the reference for traced torch code: compares values, dtypes and gradients of one compiled program."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from bridge._process import x64
 
 
 def compare(function, *inputs, tol=1e-4):
-    """`function` of floating tensors; `tol`: relative to each number, and a fifth of it absolute."""
+    """Compare value and gradients of a function of floating tensors; `tol` is the relative tolerance, a fifth of it the absolute one."""
     given = [x.clone().requires_grad_() for x in inputs]
     out = function(*given)
     weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)
@@ -30,7 +30,7 @@ def compare(function, *inputs, tol=1e-4):
 
 
 def same(function, *inputs):
-    """Values, dtypes and shapes are torch's, also under jit."""
+    """Check that values, dtypes and shapes equal torch's under jit."""
     with x64():
         found = jax.jit(lambda xs: bridge.module_function(Applies(function))({}, *xs))(bridge.to_jax(inputs))
         expected = function(*inputs)

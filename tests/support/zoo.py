@@ -1,4 +1,4 @@
-"""Every transformation of the installed optax and optax.contrib, ready to be run, and how the table in docs/ is written."""
+"""Every transformation of the installed optax and optax.contrib, ready to run, and the data of the table in docs/."""
 
 import math
 from typing import Any, NamedTuple
@@ -21,17 +21,17 @@ def key():
 
 
 def value(step, params):
-    """A loss that falls for a while and then does not."""
+    """Return a loss that falls for some steps and then stays constant."""
     return {"value": np.float32(2.0 * 0.8 ** min(step, 12))}
 
 
 def curvature(params):
-    """A JAX function of the parameters, for what wants a Hessian."""
+    """A JAX function of the parameters, for transformations that need a Hessian."""
     return sum(jnp.sum(jnp.cos(p)) for p in jax.tree.leaves(params))
 
 
 class Entry(NamedTuple):
-    """A ready transformation, the same by a factory with hyperparams (or None), and the further arguments of its update."""
+    """A ready transformation, its factory with hyperparams (or None), and the extra arguments of its update."""
 
     make: Any
     factory: Any = None
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 
 def of(factory, extra=None, kind="optimizer", fixed=None, **hyperparams):
-    """An entry that goes both ways."""
+    """Return an entry that can be made ready or by its factory."""
     given = (
         {"learning_rate": hyperparams["lr"], **{k: v for k, v in hyperparams.items() if k != "lr"}} if "lr" in hyperparams else hyperparams
     )
@@ -52,7 +52,7 @@ def of(factory, extra=None, kind="optimizer", fixed=None, **hyperparams):
 
 
 def scaled(make, lr=-0.02, **kw):
-    """A bare `scale_by_...`: its direction, times a step size."""
+    """Return an entry for a bare `scale_by_...` times a step size."""
     return Entry(lambda: optax.chain(make(), optax.scale(lr)), kind="direction", **kw)
 
 
@@ -98,7 +98,7 @@ def entries():
 
 
 def matrices_by_muon():
-    dimensions = getattr(optax.contrib, "MuonDimensionNumbers", None)  # an older optax has none, and takes every matrix
+    dimensions = getattr(optax.contrib, "MuonDimensionNumbers", None)  # an older optax has none and updates every matrix
     numbers = lambda tree: jax.tree.map(lambda p: dimensions() if p.ndim == 2 else None, tree)  # noqa: E731
     matrices = lambda tree: jax.tree.map(lambda p: p.ndim == 2, tree)  # noqa: E731
     return optax.masked(optax.contrib.scale_by_muon(**({"weight_dimension_numbers": numbers} if dimensions else {})), matrices)
@@ -187,7 +187,7 @@ def wrappers(contrib):
 
 
 class Halving(optax.StatefulSchedule if hasattr(optax, "StatefulSchedule") else object):
-    """A schedule with a state of its own."""
+    """A schedule with its own state."""
 
     def init(self):
         return jnp.asarray(0.04)
@@ -206,14 +206,14 @@ def reachable(name):
     return place is not None
 
 
-# What is public, gives a transformation and does not go through, with the reason.
+# Public functions that return a transformation which cannot be used -> the reason.
 REFUSED = {
     "optax.contrib.differentially_private_aggregate": "needs a gradient for every example; a parameter has one",
     "optax.monitor": "its state has another structure after the first update than `init` gives, so it cannot be put into fixed memory",
     "optax.measure_with_ema": "is a measure for optax.monitor, no transformation of gradients",
     "optax.contrib.dpsgd": "as differentially_private_aggregate",
 }
-# Line searches call the loss; they are run with a closure, in tests of their own.
+# Line searches call the loss; tests of their own run them with a closure.
 WITH_CLOSURE = ("optax.lbfgs", "optax.scale_by_backtracking_linesearch", "optax.scale_by_zoom_linesearch")
 
 
@@ -236,7 +236,7 @@ def nested(flat):
 
 
 def in_pure_jax(tx, entry, params, grads):
-    """The parameters after the steps, by name, as optax itself computes them."""
+    """Return the parameters by name after the steps, computed by optax."""
     tree = nested(params)
     pairs = optax.LookaheadParams(tree, tree) if entry is ENTRIES.get("optax.lookahead") else tree
     state = tx.init(pairs)
@@ -269,7 +269,7 @@ def by_maskbridge(tx, entry, params, grads, **hyperparams):
 
 
 def movement_error(ours, reference, begun):
-    """The largest difference of the movements, relative to the largest movement."""
+    """Return the largest difference of the movements over the largest movement."""
     moved = max(float(np.abs(reference[name] - begun[name]).max()) for name in reference)
     worst = max(float(np.abs(ours[name] - reference[name]).max()) for name in reference)
     return worst / moved if math.isfinite(worst) and moved else math.inf
@@ -279,12 +279,12 @@ ENTRIES = entries()
 
 
 def traced(optimizer):
-    """The hyperparams that the compiled program takes as numbers."""
+    """Return the hyperparams that are inputs of the compiled program."""
     return [name for name, _ in optimizer.arrangement.static[0].traced]
 
 
 def form(optimizer):
-    """What the transformation is put before, for each kind of parameter."""
+    """Return whether parameters are updated jointly or separately, and flattened or not, for the docs table."""
     rows = optimizer.arrangement
     if any(row.unit is not None for row in rows.static):
         return "together"

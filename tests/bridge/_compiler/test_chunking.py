@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import clones, random_grads, same, set_grads
-from packing import feed, near, run, some, states
+from packing import assert_near, random_subset, run, states, step_all
 
 import bridge
 import torch_api
@@ -63,14 +63,14 @@ def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compi
     (ours, params), (_, others) = runs
     compiled = []
     for _ in range(30):
-        grads = some(params)
+        grads = random_subset(params)
         held = [(p.detach().clone(), {k: t.clone() for k, t in ours.state.get(p, {}).items()}) for p in params]
-        feed(runs, grads)
+        step_all(runs, grads)
         compiled.append(ours.cache_info().compilations)
         for p, g, (value, state) in zip(params, grads, held, strict=True):
             assert torch.equal(p, value) == (g is None)
             assert g is not None or same(ours.state.get(p, {}).values(), state.values())
-    near(params, others, start)
+    assert_near(params, others, start)
     for p, q in zip(params, others, strict=True):
         assert runs[0][0].state[p].keys() == runs[1][0].state[q].keys()
         assert "step" not in ours.state[p] or float(ours.state[p]["step"]) == float(runs[1][0].state[q]["step"])
@@ -93,9 +93,9 @@ def test_tiles_are_of_equal_leaves_and_the_rest_is_one_program():
     assert sorted(id(p) for launch in launches for p in (leaf.param for leaf in launch.leaves)) == sorted(map(id, params))
     assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
     assert len({launch.program for launch in launches}) == ours.cache_info().programs == 4
-    feed(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
+    step_all(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
     assert sorted(sizes(ours)) == [1] * 3 + [4] * 9, "else programs that serve any number"
-    feed(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
+    step_all(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
     assert sorted(sizes(ours)) == [1] * 3 + [4] * 9
     assert ours.cache_info().programs == 4 + 2 + 2 + 1
 
@@ -111,9 +111,9 @@ def test_frozen_leaves_that_are_ever_others_compile_no_program_for_their_number_
         frozen |= {i, 18 + i}
         ours.set_trainable(lambda name, p, one=params[i], other=params[18 + i]: p is one or p is other, False)
         before = set(ours._cache._programs)
-        feed(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
+        step_all(runs, [None if i in frozen else torch.randn_like(p) for i, p in enumerate(params)])
         made.append({len(program.plan.leaves) for program in ours._cache._programs - before} - {24, 4, 1})
-    near(params, others, start)
+    assert_near(params, others, start)
     assert made == [{18, 14, 9, 1}, {17, 13}, {16, 12}, {15, 11}, set(), set(), set(), set()]
 
 
@@ -177,14 +177,14 @@ def test_the_norm_is_over_all_programs_and_live_leaves_as_torchs():
     ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=0.7)
     theirs = torch.optim.SGD(others, lr=0.1, momentum=0.9)
     for step in range(6):
-        grads = [g if g is None else (50.0, 0.01)[step % 2] * g for g in (random_grads(params) if step < 2 else some(params))]
+        grads = [g if g is None else (50.0, 0.01)[step % 2] * g for g in (random_grads(params) if step < 2 else random_subset(params))]
         set_grads(params, grads)
         set_grads(others, grads)
         torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 0.7)
         ours.step()
         theirs.step()
         assert len(sizes(ours)) > 3
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 @pytest.mark.parametrize("where", [0, 20, 35, 41])
@@ -214,7 +214,7 @@ def test_of_a_scaled_loss_one_bad_gradient_skips_the_programs_of_all(where, boun
         assert ours.skipped_steps == (step >= 2)
         assert len(sizes(ours)) > 3
     assert scaler.get_scale() == 32.0
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 # ---------------------------------------------------------------------- what is compiled, and why
@@ -233,7 +233,7 @@ def test_cache_info_counts():
     grads = random_grads(params)
     grads[0] = None
     for _ in range(2):
-        feed([(ours, params)], grads)
+        step_all([(ours, params)], grads)
     run([(ours, params)], 1)
     assert ours.cache_info()[:2] == (4, 2)
     twin = torch_api.MaskedSGD(clones(params), lr=0.5, momentum=0.8, dampening=0.125)
@@ -334,8 +334,8 @@ def test_a_warning_that_is_made_an_error_loses_nothing():
         with pytest.raises(CompilationWarning):
             ours.step()
         assert same(params, values)
-        feed([(ours, params), (theirs, others)], grads)
-    near(params, others, start)
+        step_all([(ours, params), (theirs, others)], grads)
+    assert_near(params, others, start)
 
 
 def test_no_number_warns_or_misses():
@@ -385,7 +385,7 @@ def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, mon
     params = parameters()
     ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=1.0)
     run([(ours, params)], 2)
-    run([(ours, params)], 2, some)
+    run([(ours, params)], 2, random_subset)
     held = {leaf.memory for leaf in ours._leaves}
     expected = {memory.array.unsafe_buffer_pointer() for memory in held}
     assert len(held) == (2 if limit else len(params))  # of two padded widths

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, moves_of_scaled_steps, norm_of, program, pure
+from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, which_scaled_steps_move, norm_of, program, pure
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
 
 import torch_api
@@ -242,7 +242,7 @@ def test_missing_gradients_frozen_leaves_and_masks(options):
 def test_an_update_that_is_skipped_keeps_all_bits():
     params = random_params(shapes=SHAPES)
     optimizer = torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)), fused=True)
-    assert moves_of_scaled_steps(optimizer, params, bad=3) == [True, True, False, True]
+    assert which_scaled_steps_move(optimizer, params, bad=3) == [True, True, False, True]
     assert isinstance(program(optimizer).update, Pieces)
 
 

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch as safetensors
 import torch
 from oracles import clones, random_grads, same
-from packing import near, no_packs, packed, parameters, run, slots, some, states
+from packing import assert_near, bucket_rows, bucketed, parameters, random_subset, run, states, without_buckets
 
 import torch_api
 from bridge._memory import jax_buffers
@@ -29,7 +29,7 @@ def saved_bytes(thing):
 
 def test_each_parameter_and_state_tensor_has_a_storage_of_its_own_bytes():
     params = parameters()
-    ours = packed(torch_api.MaskedAdamW(params, amsgrad=True))
+    ours = bucketed(torch_api.MaskedAdamW(params, amsgrad=True))
     run([(ours, params)], 2)
     tensors = [*params, *states(ours, params)]
     assert [t.untyped_storage().nbytes() for t in tensors] == [t.nbytes for t in tensors]
@@ -42,7 +42,7 @@ def test_each_parameter_and_state_tensor_has_a_storage_of_its_own_bytes():
 
 def test_safetensors_saves_them_and_of_one_its_bytes(tmp_path):
     params = parameters()
-    run([(packed(torch_api.MaskedAdam(params)), params)], 1)
+    run([(bucketed(torch_api.MaskedAdam(params)), params)], 1)
     safetensors.save_file({str(i): p.detach() for i, p in enumerate(params)}, tmp_path / "x")
     loaded = safetensors.load_file(tmp_path / "x")
     assert same([loaded[str(i)] for i in range(len(params))], params)
@@ -55,11 +55,11 @@ def test_safetensors_saves_them_and_of_one_its_bytes(tmp_path):
 
 def test_addresses_of_parameters_and_state_stay():
     params = parameters()
-    ours = packed(torch_api.MaskedAdamW(params, amsgrad=True))
+    ours = bucketed(torch_api.MaskedAdamW(params, amsgrad=True))
     run([(ours, params)], 1)
     tensors = [*params, *states(ours, params)]
     addresses = [t.data_ptr() for t in tensors]
-    run([(ours, params)], 20, some)
+    run([(ours, params)], 20, random_subset)
     assert addresses == [t.data_ptr() for t in tensors]
     assert all(a is b for a, b in zip(tensors, [*params, *states(ours, params)], strict=True))
     assert len(set(addresses)) == len(addresses)
@@ -67,7 +67,7 @@ def test_addresses_of_parameters_and_state_stay():
 
 def test_parameters_and_state_outlive_the_optimizer_and_each_other():
     params = parameters()
-    ours = packed(torch_api.MaskedAdam(params))
+    ours = bucketed(torch_api.MaskedAdam(params))
     run([(ours, params)], 2)
     kept = [*params, ours.state[params[3]]["exp_avg"]]
     values = [t.detach().clone() for t in kept]
@@ -89,7 +89,7 @@ def test_parameters_and_state_outlive_the_optimizer_and_each_other():
 def trained_pair():
     params = parameters()
     start, others = clones(params), clones(params)
-    ours = packed(torch_api.MaskedAdam([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01), 13)
+    ours = bucketed(torch_api.MaskedAdam([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01), 13)
     runs = [(ours, params), (torch.optim.Adam(others, lr=0.01), others)]
     run(runs, 3)
     return runs, start
@@ -125,7 +125,7 @@ def test_state_edited_by_hand_is_gone_on_from_as_torch_does(edit):
             edit(optimizer, params[1])
         run(runs, 2)
     (ours, params), (theirs, others) = runs
-    near(params, others, start)
+    assert_near(params, others, start)
     assert [float(ours.state[p]["step"]) for p in params] == [float(theirs.state[q]["step"]) for q in others]
 
 
@@ -141,7 +141,7 @@ def test_replaced_data_goes_back_into_its_row_when_nobody_holds_the_old():
         run(runs, 2)
         assert params[1].data_ptr() == address
         assert jax_buffers.located(params[1].detach())[0] is memory
-    near(params, runs[1][1], start)
+    assert_near(params, runs[1][1], start)
 
 
 HOLD = {"the tensor": lambda p: p.data, "a view": lambda p: p.data[1:3], "a view of a view": lambda p: p.detach().view(-1)[3:][::2]}
@@ -157,7 +157,7 @@ def test_old_data_that_somebody_holds_keeps_its_values(hold):
         ps[1].data = new.clone()
     run(runs, 4)
     assert torch.equal(held, values)
-    near(params, others, start)
+    assert_near(params, others, start)
     assert len({p.data_ptr() for p in params}) == len(params)
 
 
@@ -178,14 +178,14 @@ def test_old_state_that_somebody_holds_keeps_its_values(edit):
     assert kept
     run(runs, 3)
     assert same([held[i] for i in kept], [values[i] for i in kept])
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["a dead row", "a row of another optimizer"])
 def test_rows_that_had_no_part_in_the_step_are_followed_too(second):
     params = parameters(shapes=[(10,)] * 6)
     start, others = clones(params), clones(params)
-    runs = [(packed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
+    runs = [(bucketed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
     run(runs, 2)
     moving = [(torch_api.MaskedSGD(params[3:], lr=0.1), params[3:]), (torch.optim.SGD(others[3:], lr=0.1), others[3:])] if second else runs
     some_only = random_grads if second else lambda ps: [None, *random_grads(ps[1:])]
@@ -195,7 +195,7 @@ def test_rows_that_had_no_part_in_the_step_are_followed_too(second):
     assert {jax_buffers.located(p.detach())[0] for p in params} == {runs[0][0]._leaves[5].memory}
     del held
     run(runs, 2)
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 def test_a_model_in_bfloat16_between_steps():
@@ -207,16 +207,16 @@ def test_a_model_in_bfloat16_between_steps():
     start = parameters(shapes=[(10,), (4, 4), (3, 5), (2, 5), (7,)])
     make = lambda model: torch_api.MaskedAdam(model.parameters(), lr=0.01)  # noqa: E731
     one, other = Model(start), Model(start)
-    ours = packed(make(one))
-    with no_packs():
+    ours = bucketed(make(one))
+    with without_buckets():
         theirs = make(other)
         runs = [(ours, list(one.parameters())), (theirs, list(other.parameters()))]
         for convert in (lambda model: model, lambda model: model.bfloat16(), lambda model: model.float()):
             convert(one)
             convert(other)
             run(runs, 3)
-    near(runs[0][1], runs[1][1], start, 1e-6)
-    assert set(slots(theirs)) == {None}
+    assert_near(runs[0][1], runs[1][1], start, 1e-6)
+    assert set(bucket_rows(theirs)) == {None}
 
 
 # ---------------------------------------------------------------------- masks, several optimizers
@@ -245,7 +245,7 @@ def test_freezing_and_thawing_leaves_the_moments_of_others(keep):
             theirs.state.pop(others[i])
     assert same(others_state(), before)
     run(runs, 3)
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 @pytest.mark.parametrize("coarse_first", [True, False])
@@ -259,19 +259,19 @@ def test_two_optimizers_of_coarser_and_finer_groups_over_the_same_parameters(coa
     made = {i: ours[i]() for i in order}
     for _ in range(6):
         for i in order:
-            run([(made[i], params), (theirs[i], others)], 1, some)
-    near(params, others, start)
+            run([(made[i], params), (theirs[i], others)], 1, random_subset)
+    assert_near(params, others, start)
 
 
 def test_a_finer_optimizer_over_half_of_a_pack():
     params = parameters(shapes=[(10,)] * 8)
     start, others = clones(params), clones(params)
-    ours = packed(torch_api.MaskedAdam(params, lr=0.01)), torch_api.MaskedSGD(params[:4], lr=0.1)
+    ours = bucketed(torch_api.MaskedAdam(params, lr=0.01)), torch_api.MaskedSGD(params[:4], lr=0.1)
     theirs = torch.optim.Adam(others, lr=0.01), torch.optim.SGD(others[:4], lr=0.1)
     for _ in range(4):
         run([(ours[0], params), (theirs[0], others)], 1)
         run([(ours[1], params[:4]), (theirs[1], others[:4])], 1)
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 # ---------------------------------------------------------------------- checkpoints and copies
@@ -287,7 +287,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 def test_copies_go_on_by_themselves(copied):
     params = parameters(shapes=[(10,)] * 6)
-    ours = packed(torch_api.MaskedAdam(params, lr=0.01), 6)
+    ours = bucketed(torch_api.MaskedAdam(params, lr=0.01), 6)
     run([(ours, params)], 3)
     values = clones(params)
     twin, twins = copied((ours, params))
@@ -296,27 +296,27 @@ def test_copies_go_on_by_themselves(copied):
     assert not {p.data_ptr() for p in params} & {p.data_ptr() for p in twins}
     twin, twins = copied((ours, params))
     run([(ours, params), (twin, twins)], 4)
-    near(twins, params, values)
+    assert_near(twins, params, values)
     assert [t.untyped_storage().nbytes() for t in states(twin, twins)] == [t.nbytes for t in states(ours, params)]
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 def test_copies_are_packed_too(copied):
     params = parameters(shapes=[(10,)] * 6)
-    ours = packed(torch_api.MaskedAdam(params, lr=0.01), 6)
+    ours = bucketed(torch_api.MaskedAdam(params, lr=0.01), 6)
     run([(ours, params)], 1)
     twin, twins = copied((ours, params))
     run([(twin, twins)], 2)
-    packed(twin, 6)
+    bucketed(twin, 6)
 
 
 def test_parameters_of_another_dtype_are_packed_again():
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-    ours = packed(torch_api.MaskedAdam(model.parameters(), lr=0.01), 12)
+    ours = bucketed(torch_api.MaskedAdam(model.parameters(), lr=0.01), 12)
     run([(ours, list(model.parameters()))], 1)
     model.bfloat16()
     run([(ours, list(model.parameters()))], 2)
-    packed(ours, 12)
+    bucketed(ours, 12)
 
 
 def test_state_dicts_load_from_torch_and_into_it_in_the_middle():
@@ -327,9 +327,9 @@ def test_state_dicts_load_from_torch_and_into_it_in_the_middle():
     run(runs, 2)
     ours.load_state_dict(saved[1])
     theirs.load_state_dict(saved[0])
-    run(runs, 3, some)
-    near(params, others, start)
-    assert {leaf.memory for leaf in packed(ours, 13)._active} == memories
+    run(runs, 3, random_subset)
+    assert_near(params, others, start)
+    assert {leaf.memory for leaf in bucketed(ours, 13)._active} == memories
     assert [t.untyped_storage().nbytes() for t in states(ours, params)] == [t.nbytes for t in states(ours, params)]
     for name, tensor in ours.state_dict()["state"][3].items():
         torch.testing.assert_close(tensor, theirs.state_dict()["state"][3][name], rtol=1e-5, atol=1e-8)
@@ -345,9 +345,9 @@ def test_a_state_dict_of_leaves_by_themselves_with_state_for_some_only():
     with torch.no_grad():
         for p, q in zip(params, others, strict=True):
             p.copy_(q)
-    ours = packed(make(params), 13)
+    ours = bucketed(make(params), 13)
     ours.load_state_dict(theirs.state_dict())
-    run([(ours, params), (theirs, others)], 4, some)
+    run([(ours, params), (theirs, others)], 4, random_subset)
     run([(ours, params), (theirs, others)], 1)
-    near(params, others, start)
+    assert_near(params, others, start)
     assert [float(ours.state[p]["step"]) for p in params] == [float(theirs.state[q]["step"]) for q in others]

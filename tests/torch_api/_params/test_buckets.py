@@ -4,7 +4,19 @@ import optax
 import pytest
 import torch
 from oracles import clones, random_grads, same, set_grads
-from packing import by_themselves, feed, near, packed, parameters, run, same_states, slots, some, states, two_sets
+from packing import (
+    alternating_grads,
+    assert_near,
+    bucket_rows,
+    bucketed,
+    parameters,
+    random_subset,
+    run,
+    same_states,
+    states,
+    step_all,
+    unbucketed_twin,
+)
 
 import bridge
 import torch_api
@@ -28,14 +40,14 @@ def test_steps_with_other_gradients_missing_at_each_are_torchs_and_compile_nothi
     masked, original, options = PAIRS[name]
     params = parameters()
     start, others = clones(params), clones(params)
-    ours, theirs = packed(masked(params, lr=0.01, **options), 13), original(others, lr=0.01, **options)
+    ours, theirs = bucketed(masked(params, lr=0.01, **options), 13), original(others, lr=0.01, **options)
     run([(ours, params), (theirs, others)], 1)
     before, compiled = ours.cache_info(), bridge.compilations()
     for _ in range(20):
-        grads = some(params)
+        grads = random_subset(params)
         values = [p.detach().clone() for p in params]
         held = [{name: tensor.clone() for name, tensor in ours.state[p].items()} for p in params]
-        feed([(ours, params), (theirs, others)], grads)
+        step_all([(ours, params), (theirs, others)], grads)
         for p, g, value, state in zip(params, grads, values, held, strict=True):
             assert torch.equal(p, value) == (g is None)
             assert all(torch.equal(tensor, state[name]) == (g is None) for name, tensor in ours.state[p].items())
@@ -43,7 +55,7 @@ def test_steps_with_other_gradients_missing_at_each_are_torchs_and_compile_nothi
     assert bridge.compilations() == compiled, "which rows live is no part of a program"
     assert (after.programs, after.compilations) == (before.programs, before.compilations)
     assert after.misses > before.misses
-    near(params, others, start)
+    assert_near(params, others, start)
     for p, q in zip(params, others, strict=True):
         assert "step" not in theirs.state[q] or float(ours.state[p]["step"]) == float(theirs.state[q]["step"])
 
@@ -72,11 +84,11 @@ def test_numbers_are_those_of_leaves_by_themselves(name):
     masked, dtype, options, in_bits = ALONE[name]
     make = lambda params: masked(params, lr=0.01, **options)  # noqa: E731
     params = parameters(dtype, FEW)
-    start, ours = clones(params), packed(make(params), 4)
-    theirs, others = by_themselves(make, params)
+    start, ours = clones(params), bucketed(make(params), 4)
+    theirs, others = unbucketed_twin(make, params)
     lacking = [True, False, False, False, True, False, True]  # two sets, because each is a program where leaves are alone
     for step in range(20):
-        feed(
+        step_all(
             [(ours, params), (theirs, others)], [g if step % 3 or on else None for g, on in zip(random_grads(params), lacking, strict=True)]
         )
     if in_bits:
@@ -84,17 +96,17 @@ def test_numbers_are_those_of_leaves_by_themselves(name):
         assert not any(torch.equal(p, s) for p, s in zip(params, start, strict=True))
         same_states(ours, params, theirs, others)
         return
-    near(params, others, start)
+    assert_near(params, others, start)
     if "ema_decay" in options:
-        near(*([o.state[p]["ema_param"] for p in ps] for o, ps in ((ours, params), (theirs, others))), start)
+        assert_near(*([o.state[p]["ema_param"] for p in ps] for o, ps in ((ours, params), (theirs, others))), start)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.complex64, marks=pytest.mark.slow)], ids=str)
 def test_torchs_numbers_in_other_types(dtype):
     params = parameters(dtype)
     start, others = clones(params), clones(params)
-    run([(packed(torch_api.MaskedAdam(params, lr=0.01)), params), (torch.optim.Adam(others, lr=0.01), others)], 20)
-    near(params, others, start)
+    run([(bucketed(torch_api.MaskedAdam(params, lr=0.01)), params), (torch.optim.Adam(others, lr=0.01), others)], 20)
+    assert_near(params, others, start)
 
 
 def test_channels_last_and_transposed_parameters_keep_their_strides_in_a_pack():
@@ -105,18 +117,18 @@ def test_channels_last_and_transposed_parameters_keep_their_strides_in_a_pack():
 
     params = laid_out()
     strides, start, others = [p.stride() for p in params], clones(params), clones(params)
-    ours, theirs = packed(torch_api.MaskedAdamW(params, lr=0.01)), torch.optim.AdamW(others, lr=0.01)
+    ours, theirs = bucketed(torch_api.MaskedAdamW(params, lr=0.01)), torch.optim.AdamW(others, lr=0.01)
     contiguous = lambda ps: [torch.randn(p.shape) for p in ps]  # noqa: E731 - strides other than the parameter's
     run([(ours, params), (theirs, others)], 5)
     run([(ours, params), (theirs, others)], 5, contiguous)
-    near(params, others, start)
+    assert_near(params, others, start)
     assert strides == [p.stride() for p in params] == [ours.state[p]["exp_avg"].stride() for p in params]
 
 
 def test_gradients_that_require_grad_or_are_not_contiguous():
     params = parameters(shapes=[(4, 4)] * 6)
     start, others = clones(params), clones(params)
-    runs = [(packed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
+    runs = [(bucketed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
     given = [
         torch.randn(8, 8)[::2, 1::2],
         torch.randn(4, 4).t(),
@@ -132,7 +144,7 @@ def test_gradients_that_require_grad_or_are_not_contiguous():
             p.grad = torch.autograd.grad((p**3).sum(), p, create_graph=True)[0]
             assert p.grad.requires_grad
             optimizer.step()
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 def test_lr_scale_and_decay_share_packs_with_numbers_of_each_row():
@@ -143,12 +155,12 @@ def test_lr_scale_and_decay_share_packs_with_numbers_of_each_row():
     ours = torch_api.MaskedAdamW(
         list(zip(names, params, strict=True)), lr=0.01, weight_decay=0.3, decay_mask=lambda name, p: "norm" not in name, lr_scale=scale
     )
-    packed(ours)
+    bucketed(ours)
     assert len({leaf.memory for leaf in ours._active}) == 1
     assert len({leaf.row for leaf in ours._active}) == 4
     groups = [{"params": [p], "lr": 0.005 if i < 4 else 0.02, "weight_decay": 0.0 if i % 2 else 0.3} for i, p in enumerate(others)]
-    run([(ours, params), (torch.optim.AdamW(groups), others)], 10, some)
-    near(params, others, start)
+    run([(ours, params), (torch.optim.AdamW(groups), others)], 10, random_subset)
+    assert_near(params, others, start)
 
 
 def test_state_that_begins_with_a_number_of_its_own_group():
@@ -156,21 +168,21 @@ def test_state_that_begins_with_a_number_of_its_own_group():
     params = parameters(shapes=[(10,)] * 6)
     start, others = clones(params), clones(params)
     split = lambda ps: [{"params": ps[::2], "lr": 0.01}, {"params": ps[1::2], "lr": 0.05}]  # noqa: E731
-    ours = packed(torch_api.MaskedRprop(split(params)), 6)
+    ours = bucketed(torch_api.MaskedRprop(split(params)), 6)
     assert len({leaf.memory for leaf in ours._active}) == 1
     run([(ours, params), (torch.optim.Rprop(split(others)), others)], 3)
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 def test_state_that_begins_later_begins_with_the_numbers_of_then():
     params = parameters(shapes=[(10,)] * 6)
     start, others = clones(params), clones(params)
-    runs = [(packed(torch_api.MaskedRprop(params, lr=0.01), 6), params), (torch.optim.Rprop(others, lr=0.01), others)]
+    runs = [(bucketed(torch_api.MaskedRprop(params, lr=0.01), 6), params), (torch.optim.Rprop(others, lr=0.01), others)]
     run(runs, 2, lambda ps: [None, None, *random_grads(ps[2:])])
     for optimizer, _ in runs:
         optimizer.param_groups[0]["lr"] = 0.1
     run(runs, 3)
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 @pytest.mark.slow
@@ -178,15 +190,15 @@ def test_an_option_of_one_of_two_groups_that_share_a_pack():
     params = parameters(shapes=[(10,)] * 8)
     start, others = clones(params), clones(params)
     split = lambda ps: [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.03}]  # noqa: E731
-    ours, theirs = packed(torch_api.MaskedSGD(split(params), lr=0.01, momentum=0.9)), torch.optim.SGD(split(others), lr=0.01, momentum=0.9)
+    ours, theirs = bucketed(torch_api.MaskedSGD(split(params), lr=0.01, momentum=0.9)), torch.optim.SGD(split(others), lr=0.01, momentum=0.9)
     runs = [(ours, params), (theirs, others)]
     assert len({leaf.memory for leaf in ours._active}) == 1
     for option in ({"maximize": True}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": False, "nesterov": False}):
-        run(runs, 3, some)
+        run(runs, 3, random_subset)
         for optimizer, _ in runs:
             optimizer.param_groups[1].update(option)
     run(runs, 3)
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 # ---------------------------------------------------------------------- all gradients together
@@ -195,17 +207,17 @@ def test_an_option_of_one_of_two_groups_that_share_a_pack():
 def test_the_norm_is_over_live_rows_and_as_torchs():
     params = parameters()
     start, others = clones(params), clones(params)
-    ours, theirs = packed(torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=0.7), 13), torch.optim.SGD(others, lr=0.1)
+    ours, theirs = bucketed(torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=0.7), 13), torch.optim.SGD(others, lr=0.1)
     for step in range(8):
         size = (100.0, 0.01)[step % 2]  # what the rows of the step before held would dominate
-        grads = [g if g is None else size * g for g in some(params, 0.6)]
+        grads = [g if g is None else size * g for g in random_subset(params, 0.6)]
         set_grads(params, grads)
         set_grads(others, grads)
         torch.nn.utils.clip_grad_norm_([p for p in others if p.grad is not None], 0.7)
         ours.step()
         theirs.step()
         assert all((p.grad is None) == (g is None) or torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 def scaled_step(optimizer, params, grads, scale=8.0):
@@ -219,11 +231,11 @@ def scaled_step(optimizer, params, grads, scale=8.0):
 def test_of_a_scaled_loss_a_bad_row_skips_all_unless_it_is_dead(bad, bound):
     params = parameters()
     start, others = clones(params), clones(params)
-    ours = packed(torch_api.MaskedAdam(params, lr=0.01, fused=True, max_grad_norm=bound), 13)
+    ours = bucketed(torch_api.MaskedAdam(params, lr=0.01, fused=True, max_grad_norm=bound), 13)
     theirs = torch_api.MaskedAdam(others, lr=0.01, max_grad_norm=bound)
     grads = random_grads(params)
     scaled_step(ours, params, grads)
-    feed([(theirs, others)], grads)
+    step_all([(theirs, others)], grads)
     values, state, spoiled = clones(params), [t.clone() for t in states(ours, params)], random_grads(params)
     spoiled[2][5] = bad
     scaled_step(ours, params, spoiled)
@@ -234,16 +246,16 @@ def test_of_a_scaled_loss_a_bad_row_skips_all_unless_it_is_dead(bad, bound):
         grads = random_grads(params)
         grads[2] = None  # its row still holds what was not finite
         scaled_step(ours, params, grads)
-        feed([(theirs, others)], grads)
+        step_all([(theirs, others)], grads)
     assert ours.skipped_steps == 1
     assert torch.equal(params[2], values[2])
-    near(params, others, start)
+    assert_near(params, others, start)
 
 
 def test_grad_scaler_goes_through_packs_as_through_torch():
     params = parameters()
     start, others = clones(params), clones(params)
-    runs = [(packed(torch_api.MaskedAdamW(params, lr=0.01, fused=True)), params), (torch.optim.AdamW(others, lr=0.01, fused=True), others)]
+    runs = [(bucketed(torch_api.MaskedAdamW(params, lr=0.01, fused=True)), params), (torch.optim.AdamW(others, lr=0.01, fused=True), others)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in runs]
     for step in range(8):
         targets = random_grads(params)
@@ -256,7 +268,7 @@ def test_grad_scaler_goes_through_packs_as_through_torch():
             scaler.update()
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert runs[0][0].skipped_steps == 2
-    near(params, others, start, 1e-5)
+    assert_near(params, others, start, 1e-5)
 
 
 # ---------------------------------------------------------------------- what may not be packed
@@ -279,8 +291,8 @@ def test_what_looks_at_whole_tensors_is_not_packed(make):
     params = parameters(shapes=[(4, 4)] * 6)
     optimizer = make(params)
     run([(optimizer, params)], 2)
-    assert slots(optimizer) == [None] * 6
-    packed(torch_api.MaskedAdam(parameters(shapes=[(4, 4)] * 6)), 6)  # these shapes can be
+    assert bucket_rows(optimizer) == [None] * 6
+    bucketed(torch_api.MaskedAdam(parameters(shapes=[(4, 4)] * 6)), 6)  # these shapes can be
 
 
 # Of these each row is updated as a tensor of its own, which is what it is where rows are no longer than the tensors.
@@ -298,11 +310,11 @@ def test_what_sums_over_a_tensor_is_packed_where_no_row_is_longer(make):
     params = [*parameters(shapes=[(4, 4), (2, 8), (16,)] * 2), *parameters(shapes=[(3, 5), (10,)] * 4)]
     start = clones(params)
     ours = make(params)
-    theirs, others = by_themselves(make, start)
-    run([(ours, params), (theirs, others)], 6, two_sets())
+    theirs, others = unbucketed_twin(make, start)
+    run([(ours, params), (theirs, others)], 6, alternating_grads())
     assert {leaf.shape.numel() for leaf in ours._active if leaf.slot is not None} == {16}
-    assert sum(slot is not None for slot in slots(ours)) == 6
-    near(params, others, start)
+    assert sum(slot is not None for slot in bucket_rows(ours)) == 6
+    assert_near(params, others, start)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -310,7 +322,7 @@ def test_optax_transformations_of_single_elements_are_packed():
     params = parameters(shapes=[(4, 4), (10,)] * 3)
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, optax.adamw, learning_rate=0.01)  # noqa: E731
-    ours = packed(make(params), 6)
-    theirs, others = by_themselves(make, start)
-    run([(ours, params), (theirs, others)], 5, two_sets())
-    near(params, others, start)
+    ours = bucketed(make(params), 6)
+    theirs, others = unbucketed_twin(make, start)
+    run([(ours, params), (theirs, others)], 5, alternating_grads())
+    assert_near(params, others, start)

@@ -7,7 +7,7 @@ import optax
 import pytest
 import torch
 from oracles import clones, movement_error, random_grads, run_pair, set_grads
-from packing import by_themselves, packed
+from packing import bucketed, unbucketed_twin
 
 import torch_api
 from bridge._compiler import update
@@ -49,7 +49,7 @@ def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SINGLY_ON", set())
         patch.setattr(bucket_state, "SINGLY_ON", set())
-        other, theirs = by_themselves(make, ours)
+        other, theirs = unbucketed_twin(make, ours)
     start = [p.detach().clone() for p in ours]
     for _ in range(steps):
         for p, q, g in zip(ours, theirs, random_grads(ours) if grads is None else grads(ours), strict=True):
@@ -70,7 +70,7 @@ def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
 def test_numbers_are_those_of_leaves_by_themselves(make):
     ours = parameters()
     optimizer, _ = compared(make, ours)
-    packed(optimizer, 7)
+    bucketed(optimizer, 7)
     by_itself = [leaf.param for leaf in optimizer._active if leaf.slot is None]
     assert any(p is ours[7] for p in by_itself)  # its row would be longer than it is
     assert all(pack.singly for each in optimizer._launches.latest for pack in each.packs)
@@ -84,7 +84,7 @@ def test_numbers_are_those_of_leaves_by_themselves(make):
 def test_every_dtype(dtype):
     ours = parameters(dtype)
     optimizer, _ = compared(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01), ours, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6)
-    packed(optimizer, 4)
+    bucketed(optimizer, 4)
 
 
 @pytest.mark.parametrize("norm", [None, 0.5])
@@ -138,7 +138,7 @@ def test_strided_parameters_and_gradients():
             q.grad = p.grad.clone()
         optimizer.step()
         other.step()
-    packed(optimizer, 3)
+    bucketed(optimizer, 3)
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
@@ -179,7 +179,7 @@ def test_a_train_step_updates_them():
         b.zero_grad()
         loss_of(other, x, y).backward()
         b.step()
-    packed(a, 4)
+    bucketed(a, 4)
     assert max(map(movement_error, one.parameters(), other.parameters(), start)) < 1e-4
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from oracles import FUSES, NumpyAdam, clones, movement_error, random_grads, set_grads
-from packing import programs, states, take_few_for_many
+from packing import lower_addressing_thresholds, programs, states
 
 import bridge
 import torch_api
@@ -53,7 +53,7 @@ def decisive(optimizer):
 @pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
 @pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
 def test_rows_are_read_where_they_lie_and_move_as_torchs(bound, monkeypatch):
-    take_few_for_many(monkeypatch, 8)
+    lower_addressing_thresholds(monkeypatch, 8)
     monkeypatch.setattr(plan, "_LEAST", 1)
     monkeypatch.setattr(streaming_stats, "_LEAST", 1)
     params, ours_by, theirs_by = parameters(), scaler(), scaler()

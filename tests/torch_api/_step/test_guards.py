@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from oracles import clones, random_grads, same, set_grads
-from packing import near
+from packing import assert_near
 
 import bridge
 import torch_api
@@ -152,5 +152,5 @@ def test_in_another_mode_the_answer_is_the_same(mode, monkeypatch):
         with mode():
             optimizer.step()
         theirs.step()
-    near(params, others, start)
+    assert_near(params, others, start)
     assert bridge.compilations() == compiled

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, moves_of_scaled_steps, norm_of, program, pure
+from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, which_scaled_steps_move, norm_of, program, pure
 from oracles import CLOSE, clones, movement_error, random_grads, random_params, set_grads
-from packing import by_themselves, near, packed, run, slots, two_sets
+from packing import alternating_grads, assert_near, bucket_rows, bucketed, run, unbucketed_twin
 from sampling import sampled
 
 import torch_api
@@ -32,7 +32,7 @@ def test_twenty_steps_equal_optax(name):
     params, tx = random_params(shapes=SHAPES), TRANSFORMATIONS[name]()
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
     optimizer = moved(tx, params, grads)
-    assert sum(slot is not None for slot in slots(optimizer)) == PACKED.get(name, SMALL)
+    assert sum(slot is not None for slot in bucket_rows(optimizer)) == PACKED.get(name, SMALL)
     expected, bound = pure(tx, start, grads), (10 if name == "prodigy" else 1) * 3 * CLOSE
     assert max(map(movement_error, params, expected, start)) < bound
     with pytest.raises(AssertionError):  # the broken sibling
@@ -45,7 +45,7 @@ def test_leaves_that_turn_out_to_be_different_are_updated_by_themselves(name, mo
     monkeypatch.setattr(separability, "kinds", lambda problem, extra: (0,) * len(problem.specs))
     params = random_params(shapes=SHAPES[4:])
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
-    packed(moved(TRANSFORMATIONS[name](), params, grads), 8)
+    bucketed(moved(TRANSFORMATIONS[name](), params, grads), 8)
     assert max(map(movement_error, params, pure(TRANSFORMATIONS[name](), start, grads), start)) < 3 * CLOSE
 
 
@@ -59,7 +59,7 @@ def test_a_callback_sees_the_leaves_of_packs(monkeypatch):
 
     params = random_params(shapes=SHAPES[:5])
     start, grads = [p.detach().clone() for p in params], random_grads(params)
-    packed(moved(optax.GradientTransformation(lambda params: optax.EmptyState(), update), params, [grads]))
+    bucketed(moved(optax.GradientTransformation(lambda params: optax.EmptyState(), update), params, [grads]))
     jax.effects_barrier()
     assert seen == pytest.approx([torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item()], rel=1e-5)
     for p, g, s in zip(params, grads, start, strict=True):
@@ -114,7 +114,7 @@ def test_numbers_that_wait_for_one_another_are_computed_in_few_rounds(monkeypatc
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     params = random_params(shapes=[(24, 16)] * 12 + [(48,)] * 12)
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
-    packed(moved(tx, params, grads), 24)
+    bucketed(moved(tx, params, grads), 24)
     assert len(rounds) <= batch_rows._ROUNDS
     assert max(map(movement_error, params, pure(tx, start, grads), start)) < 1e-5
 
@@ -145,10 +145,10 @@ def test_gradients_that_are_missing_at_times(name):
     params = random_params(shapes=SHAPES)
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, TRANSFORMATIONS[name]())  # noqa: E731
-    ours = packed(make(params), SMALL)
-    theirs, others = by_themselves(make, start)
-    run([(ours, params), (theirs, others)], 6, two_sets())
-    near(params, others, start, 3e-6)
+    ours = bucketed(make(params), SMALL)
+    theirs, others = unbucketed_twin(make, start)
+    run([(ours, params), (theirs, others)], 6, alternating_grads())
+    assert_near(params, others, start, 3e-6)
     for p, q in zip(params, others, strict=True):
         assert ours.state[p].keys() == theirs.state[q].keys()
         for key, tensor in ours.state[p].items():
@@ -163,7 +163,7 @@ def test_numbers_of_their_own_are_those_of_each_row(monkeypatch):
 
     def ours():
         params = [torch.nn.Parameter(x.clone()) for x in start]
-        packed(moved(tx(), params, grads, lr_scale=scales), SMALL)
+        bucketed(moved(tx(), params, grads, lr_scale=scales), SMALL)
         return params
 
     def wanted():
@@ -226,8 +226,8 @@ def test_frozen_leaves_of_a_pack_keep_their_bits_and_have_no_state():
 @pytest.mark.parametrize("bad", [0, -1])
 def test_an_update_that_is_skipped_keeps_all_bits(bad):
     params = random_params(shapes=SHAPES[:9])
-    optimizer = packed(torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)), fused=True), 9)
-    assert moves_of_scaled_steps(optimizer, params, bad) == [True, True, False, True]
+    optimizer = bucketed(torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)), fused=True), 9)
+    assert which_scaled_steps_move(optimizer, params, bad) == [True, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -243,22 +243,22 @@ def test_what_is_kept_beside_the_state(options, dtype):
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, clipped(optax.adamw(0.05)), **options)  # noqa: E731
     ours = make(params)
-    assert sum(slot is not None for slot in slots(ours)) == (0 if options.get("stochastic_rounding") else 9)  # it draws for each element
-    theirs, others = by_themselves(make, start)
+    assert sum(slot is not None for slot in bucket_rows(ours)) == (0 if options.get("stochastic_rounding") else 9)  # it draws per element
+    theirs, others = unbucketed_twin(make, start)
     run([(ours, params), (theirs, others)], 20)
     rounded = dtype is torch.bfloat16
-    near(params, others, start, 1e-2 if rounded else 1e-6)
+    assert_near(params, others, start, 1e-2 if rounded else 1e-6)
     if options.get("ema_decay"):
         with ours.ema_params(), theirs.ema_params():
-            near(params, others, start, 1e-2 if rounded else 1e-6)
+            assert_near(params, others, start, 1e-2 if rounded else 1e-6)
 
 
 def test_checkpoints_of_packs_and_of_leaves_by_themselves_load_into_each_other():
     params = random_params(shapes=SHAPES)
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, TRANSFORMATIONS["schedule-free"]())  # noqa: E731
-    ours = packed(make(params), SMALL)
-    theirs, others = by_themselves(make, start)
+    ours = bucketed(make(params), SMALL)
+    theirs, others = unbucketed_twin(make, start)
     run([(ours, params), (theirs, others)], 3)
     one, other = ours.state_dict(), theirs.state_dict()
     for group in (one, other):
@@ -272,7 +272,7 @@ def test_checkpoints_of_packs_and_of_leaves_by_themselves_load_into_each_other()
     ours.load_state_dict(other)
     theirs.load_state_dict(one)
     run([(ours, params), (theirs, others)], 3)
-    near(params, others, start, 3e-6)
+    assert_near(params, others, start, 3e-6)
 
 
 def test_sums_of_a_pack_are_one_loop_also_of_what_is_computed():

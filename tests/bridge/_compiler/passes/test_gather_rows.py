@@ -17,7 +17,19 @@ import torch
 from expecttest import assert_expected_inline
 from jaxprs import printed
 from oracles import NumpyAdam, clones, movement_error, random_grads, run_pair, set_grads
-from packing import ODD, apart, misaligned, near, programs, read_elsewhere, run, same_states, slots, states, take_few_for_many
+from packing import (
+    ODD,
+    assert_near,
+    bucket_rows,
+    lower_addressing_thresholds,
+    misaligned,
+    programs,
+    read_wrong_rows,
+    run,
+    same_states,
+    separate_twin,
+    states,
+)
 
 import bridge
 import torch_api
@@ -55,7 +67,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch):
-    take_few_for_many(monkeypatch, 8)
+    lower_addressing_thresholds(monkeypatch, 8)
 
 
 def parameters(dtype=torch.float32, shapes=SHAPES):
@@ -71,10 +83,10 @@ def leaves_at_once(optimizer):
 def test_numbers_are_those_of_leaves_by_themselves_and_nothing_is_stored(make):
     ours = parameters()
     optimizer = make(ours)
-    other, theirs = apart(make, ours)
+    other, theirs = separate_twin(make, ours)
     start = [p.detach().clone() for p in ours]
     run([(optimizer, ours), (other, theirs)], 20)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
     assert sum(leaf.count for leaf in leaves_at_once(optimizer)) == AT_ONCE
     assert not any(program.stores for program in programs(optimizer))
     for program in programs(optimizer):
@@ -110,9 +122,9 @@ def test_gathers_that_are_shared_are_stored_and_the_bucket_is_dissolved(monkeypa
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = adamw(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 20)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
     assert not leaves_at_once(optimizer)
-    assert set(slots(optimizer)) == {None}
+    assert set(bucket_rows(optimizer)) == {None}
     tried = [program for plan, program in cache._programs.items() if any(leaf.at_once for leaf in plan.leaves)]
     assert any(program.stores for program in tried if program.plan.leaves[0].spec.shape == (130 * 256,))
 
@@ -130,7 +142,7 @@ def test_numbers_are_torchs_and_the_papers():
             each.step()
         g = grads[0].double().numpy()
         x, y = reference.step(x, g), broken.step(y, g)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
     assert movement_error(ours[0], torch.from_numpy(x), start[0]) < 1e-5
     assert movement_error(ours[0], torch.from_numpy(y), start[0]) > 1e-3
 
@@ -140,8 +152,8 @@ def test_two_types_are_two_programs():
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = adamw(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 20)
-    near(ours[:8], theirs[:8], start[:8], 1e-5)
-    near(ours[8:], theirs[8:], start[8:], 1e-12)
+    assert_near(ours[:8], theirs[:8], start[:8], 1e-5)
+    assert_near(ours[8:], theirs[8:], start[8:], 1e-12)
     assert sorted(leaf.spec.dtype for leaf in leaves_at_once(optimizer)) == ["float32", "float64"]
     assert len(programs(optimizer)) == 2
 
@@ -200,13 +212,13 @@ def test_only_the_kind_whose_rows_are_mostly_without_a_gradient_is_dissolved():
     ours = parameters(shapes=[(160, 256)] * 8 + [(160, 320)] * 8 + [(128, 128)] * 8)
     theirs, start = clones(ours), clones(ours)
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
-    assert None not in slots(optimizer)
+    assert None not in bucket_rows(optimizer)
     run([(optimizer, ours), (other, theirs)], 3, lambda params: live_but(params, {*range(6), *range(16, 22)}))
     apart = [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None]
     assert apart == [(160, 256)] * 8, "of the others most have a gradient, or rows are small"
     run([(optimizer, ours), (other, theirs)], 3)
     assert [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None] == apart, "they stay by themselves"
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
 
 
 def test_a_bucket_is_of_bounded_size(monkeypatch):
@@ -215,7 +227,7 @@ def test_a_bucket_is_of_bounded_size(monkeypatch):
     optimizer = adamw(ours)
     theirs, start = clones(ours), clones(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 3)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
     assert sorted(leaf.count for leaf in leaves_at_once(optimizer)) == [2, 3, 3]
     assert len(programs(optimizer)) == 1
 
@@ -239,13 +251,13 @@ def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
 
 @pytest.mark.parametrize("shift", [1, 128 * 128])
 def test_the_oracle_sees_gradients_read_elsewhere(monkeypatch, shift):
-    monkeypatch.setattr(address_space.Places, "__call__", read_elsewhere(shift))
+    monkeypatch.setattr(address_space.Places, "__call__", read_wrong_rows(shift))
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     space = [torch.randn(128 * 128 + 16)[: 128 * 128].view(128, 128) for _ in ours]
     run_pair(adamw(ours), ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 3, lambda _: space)
     with pytest.raises(AssertionError):
-        near(ours, theirs, start, 1e-4)
+        assert_near(ours, theirs, start, 1e-4)
 
 
 GATHERED = {
@@ -261,12 +273,12 @@ def test_what_cannot_be_read_so_is_gathered(name):
     make, dtype = GATHERED[name]
     ours = parameters(dtype, [(160, 160)] * 9)
     optimizer = make(ours)
-    other, theirs = apart(make, ours)
+    other, theirs = separate_twin(make, ours)
     start = [p.detach().clone() for p in ours]
     run([(optimizer, ours), (other, theirs)], 8)
-    near(ours, theirs, start, 1e-2 if name.startswith("half") else 1e-6)
+    assert_near(ours, theirs, start, 1e-2 if name.startswith("half") else 1e-6)
     assert not any(program.scattered for program in programs(optimizer))
-    assert sorted(slots(optimizer)) == list(range(9))
+    assert sorted(bucket_rows(optimizer)) == list(range(9))
 
 
 def test_a_scaled_loss_gathers_and_goes_on_at_once():
@@ -294,7 +306,7 @@ def test_a_scaled_loss_gathers_and_goes_on_at_once():
 def test_a_norm_given_later_is_over_the_gradients():
     ours = parameters()
     optimizer = adamw(ours)
-    other, theirs = apart(adamw, ours)
+    other, theirs = separate_twin(adamw, ours)
     start = clones(ours)
     run([(optimizer, ours), (other, theirs)], 2)
     optimizer.max_grad_norm = other.max_grad_norm = 0.5
@@ -302,7 +314,7 @@ def test_a_norm_given_later_is_over_the_gradients():
     assert not any(program.scattered for program in programs(optimizer))
     optimizer.max_grad_norm = other.max_grad_norm = None
     run([(optimizer, ours), (other, theirs)], 2)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
 
 
 def test_a_checkpoint_goes_both_ways(tmp_path):
@@ -310,7 +322,7 @@ def test_a_checkpoint_goes_both_ways(tmp_path):
     optimizer = adamw(ours)
     run([(optimizer, ours)], 3)
     torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    other, _theirs = apart(adamw, ours)
+    other, _theirs = separate_twin(adamw, ours)
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     again = clones(ours)
     third = adamw(again)
@@ -417,7 +429,7 @@ def test_packs_of_several_sizes_share_a_trace(name):
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = getattr(torch_api, f"Masked{name}")(ours, lr=0.01)
     run_pair(optimizer, ours, getattr(torch.optim, name)(theirs, lr=0.01), theirs, 20)
-    near(ours, theirs, start, 5e-5)
+    assert_near(ours, theirs, start, 5e-5)
     assert len(leaves_at_once(optimizer)) == 5
 
 
@@ -435,7 +447,7 @@ def test_a_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypat
         assert programs(optimizer)[0].scattered is (shape[1] == 20)
         for p in (*ours, *theirs):
             p.data = p.data.to(memory_format=torch.channels_last if p.is_contiguous() else torch.contiguous_format)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])
 
@@ -453,7 +465,7 @@ def test_gradients_in_another_order_than_their_parameters_are_copied_for_the_ste
         *counts, alone = [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in [*(p.grad for p in ours), torch.zeros(3)]]
         assert max(counts) == alone
     assert not any(p.is_contiguous() for p in ours)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
 
 
 def test_an_error_can_be_shown_with_all_variables(monkeypatch):
@@ -482,7 +494,7 @@ def test_a_default_device_changes_nothing():
         optimizer.step()
     other.step()
     assert leaves_at_once(optimizer)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
 
 
 class Coefficients(NamedTuple):
@@ -504,7 +516,7 @@ def test_a_vector_that_all_share_is_no_part_of_a_row():
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = torch_api.OptaxOptimizer(ours, shared_vector())
     run_pair(optimizer, ours, torch.optim.SGD(theirs, lr=0.0075, momentum=0.9), theirs, steps=4)
-    near(ours, theirs, start, 1e-5)
+    assert_near(ours, theirs, start, 1e-5)
     assert not leaves_at_once(optimizer)
 
 
