@@ -190,7 +190,8 @@ def test_an_option_of_one_of_two_groups_that_share_a_pack():
     params = parameters(shapes=[(10,)] * 8)
     start, others = clones(params), clones(params)
     split = lambda ps: [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.03}]  # noqa: E731
-    ours, theirs = bucketed(torch_api.MaskedSGD(split(params), lr=0.01, momentum=0.9)), torch.optim.SGD(split(others), lr=0.01, momentum=0.9)
+    ours = bucketed(torch_api.MaskedSGD(split(params), lr=0.01, momentum=0.9))
+    theirs = torch.optim.SGD(split(others), lr=0.01, momentum=0.9)
     runs = [(ours, params), (theirs, others)]
     assert len({leaf.memory for leaf in ours._active}) == 1
     for option in ({"maximize": True}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": False, "nesterov": False}):
@@ -255,7 +256,10 @@ def test_of_a_scaled_loss_a_bad_row_skips_all_unless_it_is_dead(bad, bound):
 def test_grad_scaler_goes_through_packs_as_through_torch():
     params = parameters()
     start, others = clones(params), clones(params)
-    runs = [(bucketed(torch_api.MaskedAdamW(params, lr=0.01, fused=True)), params), (torch.optim.AdamW(others, lr=0.01, fused=True), others)]
+    runs = [
+        (bucketed(torch_api.MaskedAdamW(params, lr=0.01, fused=True)), params),
+        (torch.optim.AdamW(others, lr=0.01, fused=True), others),
+    ]
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in runs]
     for step in range(8):
         targets = random_grads(params)
