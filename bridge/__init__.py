@@ -1,4 +1,4 @@
-"""The JAX side of maskbridge, and the way between torch and jax."""
+"""The JAX side of maskbridge: update rules, masks, traced torch code, and conversion between torch and jax."""
 
 from . import matrix_rules, rules
 from ._autograd.jax_function import jax_function
@@ -86,4 +86,4 @@ __all__ = [
     "write_buffers",
 ]
 
-_multi_output_fusion.request()  # before jax starts a client
+_multi_output_fusion.request()  # before jax starts a client, which reads the flag

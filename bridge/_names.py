@@ -1,4 +1,4 @@
-"""Names of parameters: dotted names, key paths, nested dicts, and suggestions for a misspelled name."""
+"""Names of parameters: dotted names, key paths, nested dicts, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def path_name(path: Sequence[object]) -> str:
-    """The dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
+    """Return the dotted name of a pytree key path: (DictKey('head'), GetAttrKey('weight')) -> 'head.weight'."""
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
@@ -19,9 +19,9 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module") 
 
 
 def without_wrappers(names: Sequence[str]) -> list[str]:
-    """The names as they are in the model without wrappers.
+    """Return the names without the prefixes that wrappers add.
 
-    A first `module` (DistributedDataParallel, DataParallel, AveragedModel) counts as a wrapper's where all names have it.
+    A leading `module` (DistributedDataParallel, DataParallel, AveragedModel) counts as a wrapper's prefix only if every name has it.
     """
     split = [[part for part in name.split(".") if part not in _WRAPPERS] for name in names]
     while split and all(len(parts) > 1 and parts[0] == "module" for parts in split):
@@ -30,13 +30,13 @@ def without_wrappers(names: Sequence[str]) -> list[str]:
 
 
 def near(text: str, names: Iterable[str]) -> str:
-    """The tail of an error about a name: the nearest known ones, or some of them."""
+    """Return the end of an error message about an unknown name: the closest known names, or else the first known names."""
     known = sorted(set(names))
     return _question(text, known) or "Known names: " + ", ".join(known[:8]) + (", ..." if len(known) > 8 else "") + "."
 
 
 def near_and_all(text: str, names: Iterable[str]) -> str:
-    """The tail of an error about a name of which there are few: the nearest known ones, and all."""
+    """Return the end of an error message about an unknown name among few: the closest known names, then all known names."""
     known = sorted(set(names))
     return f"{_question(text, known)} Known: {', '.join(known)}.".lstrip()
 
@@ -52,10 +52,10 @@ Path = tuple[str, ...]
 
 
 def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
-    """Dotted names to the nested dict that jax users know: ('head.weight', w) -> {'head': {'weight': w}}.
+    """Return named leaves as the nested dict that jax users know: ('head.weight', w) -> {'head': {'weight': w}}.
 
     Raises:
-      ValueError: a name is given twice, or is both a leaf and the prefix of another.
+      ValueError: A name is given twice, or is both a leaf and the prefix of another name.
     """
     tree: dict[str, Any] = {}
     for name, leaf in named:
@@ -72,7 +72,7 @@ def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
 
 
 def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nest`: a nested dict to a flat one by dotted name."""
+    """Return a nested dict as a flat dict by dotted name. This is the inverse of `nest`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -83,14 +83,14 @@ def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def mapping(tree: object, what: str, source: str) -> Mapping[str, Any]:
-    """The tree, which must be a nested dict as `source` gives it."""
+    """Return the tree. Raise TypeError if it is no nested dict, and name the function of `bridge` that gives one."""
     if not isinstance(tree, Mapping):
         raise TypeError(f"{what} is {type(tree).__name__}; expected a nested dict, as bridge.{source}(module) gives.")
     return tree
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Further name -> first name, for each parameter that the module holds under several names."""
+    """Return a dict from each further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -101,9 +101,10 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def tree_paths(names: Sequence[str]) -> tuple[Path, ...]:
-    """The names as paths in a nested dict; as keys of a flat one if a name is also the prefix of another, or is there twice.
+    """Return the names as key paths of one tree.
 
-    Two models may have parameters of one name in one optimizer: the second is then called 'weight#2'.
+    The tree is a nested dict. It is a flat dict if a name occurs twice or is also the prefix of another name. Two models in one optimizer
+    may have parameters of the same name: the second one is then called 'weight#2'.
     """
     paths = tuple(tuple(name.split(".")) for name in names)
     whole = set(paths)

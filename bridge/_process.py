@@ -1,4 +1,4 @@
-"""State of this process and thread around our calls: jax's settings, 64-bit types, Python's collector, forks, cores, torch.compile."""
+"""State of the process and of the thread: jax settings, 64-bit types, garbage collection, forks, cores, torch.compile."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import numpy as np
 from ._compat.jax import client_started
 from ._compat.torch import DYNAMO, disable_dynamo
 
-X64: Callable[[bool], AbstractContextManager[object]] = jax.enable_x64  # without a call of ours, for a warm step
+X64: Callable[[bool], AbstractContextManager[object]] = jax.enable_x64  # a warm step calls this one, to save a frame
 
 
 def x64(on: bool = True) -> AbstractContextManager[object]:
-    """A context in which jax keeps 64-bit types, or does not; local to the thread, never the global flag."""
+    """Return a context in which jax keeps 64-bit types, or does not. It is local to the thread and leaves the global flag alone."""
     return X64(on)
 
 
@@ -33,24 +33,24 @@ undisturbed = frozenset((False, None, "allow")).issuperset
 
 
 def calm() -> AbstractContextManager[object]:
-    """A context for this thread: 64-bit types on; no search for NaN and infinity, no `disable_jit`, no transfer guard."""
+    """Return a context for calls in this thread: 64-bit types, no checks for NaN or infinity, no `disable_jit`, no transfer guard."""
     return X64(True) if undisturbed(settings(jax.config)) else calmed()
 
 
 @contextmanager
 def calmed(wide: bool = True) -> Iterator[None]:
-    """The context of `calm`, whatever the settings are."""
+    """Enter the context of `jax_context` without looking at the current settings."""
     with X64(wide), jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
 
 
 def looks_for_nan() -> bool:
-    """Whether the user has jax look for NaN or infinity in results."""
+    """Return whether jax checks results for NaN or infinity."""
     return _config.jax_debug_nans or _config.jax_debug_infs
 
 
 def refuse_not_finite(owner: str, values: Iterable[tuple[str, jax.Array | np.ndarray]], consequence: str = "") -> None:
-    """Raise for NaN in one of these named arrays under `jax_debug_nans`, and for infinity under `jax_debug_infs`."""
+    """Raise FloatingPointError if a named array has NaN under `jax_debug_nans`, or infinity under `jax_debug_infs`."""
     kinds = [("NaN", jnp.isnan, "jax_debug_nans"), ("infinity", jnp.isinf, "jax_debug_infs")]
     kinds = [kind for kind in kinds if getattr(_config, kind[2])]
     for name, value in values if kinds else ():
@@ -63,34 +63,35 @@ def refuse_not_finite(owner: str, values: Iterable[tuple[str, jax.Array | np.nda
 
 @contextmanager
 def default_settings(wide: bool = True) -> Iterator[None]:
-    """A context to trace and compile in: types of 64 bits or not, no `disable_jit`, no transfer guard, no mesh of `jax.set_mesh`."""
+    """Set the context for tracing and compiling: 64-bit types or not, no `disable_jit`, no transfer guard, no mesh of `jax.set_mesh`."""
     with X64(wide), jax.disable_jit(False), jax.transfer_guard("allow"), without_mesh():
         yield
 
 
 @contextmanager
 def default_promotion() -> Iterator[None]:
-    """jax's default promotion of dtypes and ranks, for which optax is written."""
+    """Set jax's default promotion of dtypes and ranks, which optax expects."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def without_mesh() -> AbstractContextManager[object]:
-    """A context without the mesh of `jax.set_mesh`, over whose devices jax would spread what is made."""
+    """Return a context without the mesh of `jax.set_mesh`. Under the mesh, jax would spread new arrays over several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty:
         return nullcontext()
     try:
         return jax.set_mesh(None)  # pyright: ignore[reportArgumentType]
-    except ValueError:  # within a function that jax traces
+    except ValueError:  # jax refuses this inside a function that it traces
         return nullcontext()
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's cyclic collector waits: what a trace makes stays, and it would look through all of the process's objects again and again.
+    """Pause Python's cyclic garbage collector.
 
-    Where several threads are here, it goes on when the first that came leaves.
+    What a trace creates stays alive, and the collector would walk all objects of the process again and again. If several threads are in
+    this context, the first one that leaves resumes the collector.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -106,16 +107,15 @@ _R = TypeVar("_R")
 
 
 def not_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function at which torch.compile breaks its graph, and which then runs as it is.
+    """Return the function so that torch.compile breaks its graph there and runs the function uncompiled.
 
-    torch's own decorator waits for the first call; the public one would import dynamo here, which takes as long as
-    torch itself.
+    torch's public decorator imports dynamo at once, which takes as long as importing torch. This one imports dynamo at the first call.
     """
     return disable_dynamo(function)
 
 
 def not_traced_where_imported(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`not_traced`, which does not import dynamo for a call: where nothing has, nothing compiles."""
+    """Return what `disable_torch_compile` returns, but never import dynamo for it: unless dynamo is imported, nothing compiles."""
     outside = not_traced(function)
 
     @functools.wraps(function)
@@ -135,7 +135,7 @@ def _after_fork() -> None:
 
 
 def was_forked() -> bool:
-    """Whether this process was forked from one in which jax had started."""
+    """Return whether this process was forked from one in which jax had started."""
     return _forked
 
 
@@ -143,6 +143,6 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def refuse_fork() -> None:
-    """Raise in a process that was forked after jax had started."""
+    """Raise RuntimeError if this process was forked after jax had started."""
     if _forked:
         raise RuntimeError("this process was forked after jax had started, and jax hangs in such a child. Start it with 'spawn'.")

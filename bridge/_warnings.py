@@ -1,4 +1,4 @@
-"""The warning about compiled programs, and whose line it names."""
+"""The warning about late compilation, and the user's line that it names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 
 class CompilationWarning(UserWarning):
-    """A step after the first compiled a program, or a function compiled one for each of many signatures; the text says why."""
+    """A step after the first compiled a program, or a function compiled one for each of many signatures. The text says why."""
 
 
 def stack_level() -> int:
-    """The stack level, seen from the caller, of the frame that called the step: the first that is neither torch's nor ours."""
+    """Return the stack level, seen from the caller, of the nearest frame that belongs neither to torch nor to maskbridge."""
     level, frame = 0, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "torch_api", "bridge"):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""`doctor()`: what stands between torch and jax in this process and on this machine, each finding with its fix."""
+"""`doctor()`: a report of problems that keep torch and jax from working together in this process, each with its fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._process import was_forked
 from ._xla.multi_output_fusion import FUSION_FLAG, SWITCH
 from .environment import Facts, gather
 
-# As pyproject.toml has them: at least, and below.
+# The ranges of pyproject.toml: the least version, and the first that is not supported.
 BOUNDS = {
     "jax": ("0.8", "0.12"),
     "jaxlib": ("0.8", "0.12"),
@@ -24,7 +24,10 @@ OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 
 
 class Finding(NamedTuple):
-    """`level`: "ok", "note" (worth knowing), "warning" (slower, or a trap ahead) or "error" (something does not work)."""
+    """One line of the report.
+
+    level: "ok", "note" (worth knowing), "warning" (slower, or likely to cause an error later) or "error" (something does not work).
+    """
 
     check: str
     level: str
@@ -33,7 +36,7 @@ class Finding(NamedTuple):
 
 
 class Report:
-    """The findings as text when printed; `rows` has them as dicts, `exit_code` is 1 if one is an error, else 0."""
+    """The findings. It prints as text, `rows` has the findings as dicts, and `exit_code` is 1 if one is an error, else 0."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self.rows = [finding._asdict() for finding in findings]
@@ -56,23 +59,23 @@ class Report:
 
 
 def doctor(start: bool = False) -> Report:
-    """Look at this process and machine, and say what is in the way of torch and jax together, with the fix for each.
+    """Report problems between torch and jax in this process and on this machine, with the fix for each.
 
-    Reads only: no flag is changed, and jax is not started, which might take a GPU. What only a running jax tells (its devices,
-    whether XLA heard the flag of `XLA_FLAGS`, the fast calls) is left open until jax has started, or with `start=True`.
-    `python -m bridge` prints the report from the shell; its exit code is the report's.
+    The function only reads: it changes no flag and does not start jax, which might take a GPU. Some checks need a running jax: its devices,
+    whether XLA has read the flag in `XLA_FLAGS`, and the fast calls for import and export. They are left open until jax has started.
+    `python -m bridge` prints the same report, and exits with its exit code.
 
     Args:
-      start: start jax as its first use would, with the devices and the memory that this takes.
+      start: Start jax, as its first use would. jax then takes devices and their memory.
 
     Returns:
-      A `Report`: text when printed, `rows` of check, level, found and fix, and `exit_code`.
+      A `Report`. It prints as text; `rows` has check, level, found and fix of each finding; `exit_code` is 1 if one is an error.
     """
     return diagnosed(gather(was_forked(), start))
 
 
 def diagnosed(facts: Facts) -> Report:
-    """The report on facts, wherever they come from."""
+    """Return the report on an `Environment`, of this process or of any other."""
     return Report([finding for check in _CHECKS for finding in check(facts)])
 
 
@@ -167,7 +170,7 @@ def _preallocation(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "preallocation",
             WARNING,
-            "jax takes 75% of the GPU's memory at its first use, and torch finds the rest",
+            "jax takes 75% of the GPU's memory at its first use, and torch gets the rest",
             "XLA_PYTHON_CLIENT_PREALLOCATE=false (or XLA_PYTHON_CLIENT_MEM_FRACTION=.3), before jax is imported",
         )
     else:
@@ -180,7 +183,7 @@ def _x64(facts: Facts) -> Iterator[Finding]:
             "x64", NOTE, "on: 0.5 in your own JAX code makes float64", "jax_enable_x64 is not needed: float64 parameters work without"
         )
     else:
-        yield Finding("x64", OK, "off: to_jax keeps float64 and int64, jnp.asarray and jnp.zeros make 32 bits of them")
+        yield Finding("x64", OK, "off: to_jax keeps float64 and int64, jnp.asarray and jnp.zeros make 32-bit arrays")
 
 
 def _flags(facts: Facts) -> Iterator[Finding]:
@@ -189,9 +192,9 @@ def _flags(facts: Facts) -> Iterator[Finding]:
     slower = "Adam moves 40 bytes a parameter on the CPU instead of 28"
     newer = "another jaxlib (0.8 to 0.10 know it)"
     if FUSION_FLAG in flags and facts.fuses is not False:
-        yield Finding("XLA flags", OK, f"{text}: {'heard' if facts.fuses else 'set, jax will read it when it starts'}")
+        yield Finding("XLA flags", OK, f"{text}: {'XLA has read it' if facts.fuses else 'set, jax will read it when it starts'}")
     elif asks and facts.fuses is not False:
-        yield Finding("XLA flags", OK, f"{text}; each update asks for {FUSION_FLAG} by itself")
+        yield Finding("XLA flags", OK, f"{text}; each update asks for {FUSION_FLAG}")
     elif asks:
         yield Finding("XLA flags", WARNING, f"this jaxlib does not know {FUSION_FLAG}; {slower}", newer)
     elif FUSION_FLAG in flags:
@@ -225,18 +228,18 @@ def _fast_paths(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "fast paths",
             NOTE,
-            f"{' and '.join(slow)} by jax's public call: 20 us a tensor instead of 4",
-            "this jax or torch has other private names than those known; report it",
+            f"{' and '.join(slow)} by jax's public call, which takes several times as long",
+            "this jax or torch has other private names than maskbridge knows; report it",
         )
     else:
         yield Finding(
-            "fast paths", OK, "chosen when jax starts" if facts.importer is None else "import and export by the calls beneath jax's own"
+            "fast paths", OK, "chosen when jax starts" if facts.importer is None else "import and export skip jax's public wrappers"
         )
     if not facts.counts_holders:
         yield Finding(
             "write-back",
             WARNING,
-            "this torch does not tell who holds a storage: every parameter is updated by a copy",
+            "this torch does not tell how many tensors use a storage: every parameter is updated by a copy",
             "a torch between 2.8 and 2.13, or report it",
         )
 

@@ -1,4 +1,4 @@
-"""What is true of this process and its machine for torch and jax together: only read, nothing started and nothing changed."""
+"""Read the state of this process and machine that matters to torch and jax together. Nothing is changed or started."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ _SIZES = (1, 3, 16, 100, 1000, 4097)
 
 @dataclass(frozen=True)
 class Facts:
-    """Versions by package (None: not installed), the environment, and what both sides see.
+    """The versions, settings and devices of a process, for `bridge.doctor`.
 
-    `torch_gpus`, by torch's count, which opens no device. `jax_devices`: platform and number of each, None as long as jax has not
-    started; `failure`: why it cannot. `plugins`: jax's for accelerators. What only a running jax tells is None before: `fuses`,
-    whether XLA writes two results of a program of ours from one loop (`by_program`: each can ask for it), and `importer`, `exporter`,
-    whether the calls beneath the public ones are used. `threads_end`: a step may end torch's threads. `misaligned`: sizes at which
-    torch gave memory that is not aligned to 64 bytes.
+    env: The environment variables.
+    versions: The version of each package, None if it is not installed.
+    torch_gpus: The number of GPUs by torch's count, which opens no device.
+    plugins: jax's installed plugins for accelerators.
+    jax_devices: Platform and number of jax's devices; None until jax has started.
+    start_error: Why jax cannot start; None if it can, or has not tried.
+    fuses_outputs: Whether XLA writes two results of our programs from one loop; None until jax has started.
+    has_per_program_flag: Whether a single program can ask for that.
+    misaligned_sizes: Sizes at which torch gave memory that is not aligned to 64 bytes.
+    has_fast_import, has_fast_export: Whether the calls below jax's public ones are used; None until jax has started.
+    has_use_count: Whether torch tells how many tensors use a storage.
+    openmp_can_pause: Whether a step can end torch's OpenMP threads.
     """
 
     env: Mapping[str, str]
@@ -66,12 +73,17 @@ class Facts:
 
     @property
     def may_start_gpu(self) -> bool:
-        """Whether jax, once it starts, may take an accelerator."""
+        """Return whether jax may take an accelerator when it starts."""
         return bool(self.plugins) and self.env.get("JAX_PLATFORMS", "").split(",")[0] != "cpu"
 
 
 def gather(forked: bool = False, start: bool = False) -> Facts:
-    """The facts of this process. `forked`: whether it was forked from one in which jax had started. `start`: start it first."""
+    """Return the `Environment` of this process.
+
+    Args:
+      forked: Whether this process was forked from one in which jax had started.
+      start_jax: Start jax first.
+    """
     devices, failure = _devices() if (start or client_started()) and not forked else (None, None)
     started = devices is not None
     has_cpu = started and _has_cpu()
@@ -111,11 +123,11 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> tuple[tuple[tuple[str, int], ...] | None, str | None]:
-    """Platform and number of jax's devices, or why there are none."""
+    """Return platform and number of jax's devices, or why there are none."""
     found: dict[str, int] = {}
     try:
         devices = jax.local_devices()
-    except Exception as error:  # noqa: BLE001 - jax raises RuntimeError, and AssertionError without a text
+    except Exception as error:  # noqa: BLE001 - jax raises RuntimeError, or AssertionError without a text
         return None, " ".join(str(error).split()) or type(error).__name__
     for device in devices:
         found[device.platform] = found.get(device.platform, 0) + 1
@@ -130,14 +142,14 @@ def _has_cpu() -> bool:
 
 
 def _fuses() -> bool:
-    """Whether XLA's CPU compiler writes two results from one loop for us, read from a small compiled program."""
-    anew = time.time_ns() % 2**20 / 2**10  # else the persistent cache may answer for a process that asked in time
+    """Return whether XLA's CPU compiler writes two results from one loop in our programs, by the text of a small executable."""
+    anew = time.time_ns() % 2**20 / 2**10  # a new constant, so that the persistent cache of another process does not answer
 
     def two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x * anew, jnp.sin(x) + x
 
     with jax.default_device(dlpack.cpu()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a cache that cannot be used, which has its own finding
+        warnings.simplefilter("ignore")  # an unusable cache has a finding of its own
         text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1024,), "float32")), fused=True).as_text()
     return (text or "").count(" fusion(") == 1
 

@@ -1,4 +1,4 @@
-"""The public path of the equations in `bridge.rules.matrix`."""
+"""A public path of the update rules in `bridge.rules.matrix`."""
 
 from .rules.matrix import NS_COEFFICIENTS, adafactor, muon, muon_with, newton_schulz
 
