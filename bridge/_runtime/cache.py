@@ -1,4 +1,4 @@
-"""The executables of this process by plan."""
+"""The process-wide cache of update executables by plan. Optimizers with equal plans share an executable."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .executable import Program
 _compilations = 0
 
 
-# All that live, for whoever has the same plan; those asked for last, which live whether an optimizer uses them or not. Each takes 40 to
-# 160 of the 65530 mappings of memory that Linux lets a process have, and XLA's compiler ends a process that is out of them.
+# `_programs` has all executables that are alive. `_recent` keeps those alive that were requested last, also where no optimizer uses them.
+# The number is bounded because each executable takes memory mappings, of which Linux gives a process a limited number. XLA's compiler
+# aborts the process when none is left.
 _programs: WeakValueDictionary[Plan, Program] = WeakValueDictionary()
 _recent: dict[Plan, Program] = {}
 _PROGRAMS_KEPT = 128
@@ -24,9 +25,9 @@ _programs_lock = threading.Lock()
 
 
 def programs(plans: Sequence[Plan]) -> list[Program]:
-    """The programs of plans, compiled when a plan is first seen in this process, several at once: a thread for each core.
+    """Return the executables of plans. Compile those that this process has not, several at once in a pool of threads.
 
-    Those of most kinds of leaves, which take longest to compile, are traced first; the others are while those are compiled.
+    Plans with many classes of leaves compile longest, so they are traced first and compile while the others are traced.
     """
     global _compilations
     with _programs_lock:
@@ -45,13 +46,13 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
         finally:
             wait(compiling.values())
         for each in compiling.values():
-            each.result()  # or its error
+            each.result()  # raises the error of a failed compilation
         for program in new.values():
             program.ready()
         _compilations += len(new)
         _programs.update(new)
         found |= new
-        for plan, program in found.items():  # the last to go
+        for plan, program in found.items():  # most recently used last
             _recent.pop(plan, None)
             _recent[plan] = program
         while len(_recent) > max(_PROGRAMS_KEPT, len(found)):
@@ -60,11 +61,11 @@ def programs(plans: Sequence[Plan]) -> list[Program]:
 
 
 def compilations() -> int:
-    """How many programs have been compiled in this process."""
+    """Return how many executables this process has compiled."""
     return _compilations
 
 
 def count_compilation() -> None:
-    """Count a program that was compiled elsewhere."""
+    """Count an executable that is compiled outside this cache."""
     global _compilations
     _compilations += 1

@@ -1,4 +1,4 @@
-"""One compiled update."""
+"""The compiled update of a plan: traced, optimized, compiled, and for a step of one executable called inline."""
 
 # jax and torch declare some of the functions used here in part.
 # pyright: reportUnknownMemberType=false
@@ -25,28 +25,27 @@ from bridge._xla.probes import held, several_results
 from . import streaming_stats
 from .outline import Pieces, cut
 
-# Elements up to which a program keeps to one core, and operations for them all: then waking the others takes longer than what they save,
-# all but one share of the time. AdamW of 2^18 elements, 40 operations each: 142 us on one of two cores, 148 on both; of 2^19 242 and 198.
+# The most elements of a program, and the most operations, for which one core is faster: waking the other threads takes longer than their
+# share of the work.
 ON_ONE_CORE = (1 << 17) * CORES // max(CORES - 1, 1)
 _OPERATIONS = 40 * ON_ONE_CORE
-# Loops, for each core, that are many: XLA's threads share them while the calling thread does its own work, where that would be one thread
-# too much (0.94 times as long with 48 of 2^19 elements, as long with 16). Where those have few elements on average, and none half of
-# all, each runs on one core, several at a time, and none waits for its other half: MobileNet-v2 took 0.95 times as long, DenseNet-121
-# 0.99; ResNet-50, whose loops are longer, would take 1.02.
+# A program has many loops if there are this many for each core. The calling thread works beside XLA's threads then, which are one too
+# many for inline execution. Where the loops are short on average and none has half of all elements, each loop runs on one core and
+# several run at once: no loop waits for its other half.
 _LOOPS_A_CORE, _SHORT_LOOP = 16, 1 << 17
-# Elements of a loop beside which the order of all that is small makes no difference (GPT-2 small: 0.99 to 1.01 times as long in XLA's).
+# The average elements of a loop above which the schedule of small loops makes no difference.
 _LONG_LOOP = 1 << 20
-# Elements that may be stored between loops in whatever order: a fraction of the 32 MiB from which the C library gives memory back. Where
-# XLA does not write several results from one loop, which is asked once (0.14 s), it stores an array of each loop more, of all at once.
+# The most elements that XLA may store between loops for its own schedule of loops: a fraction of the size at which the C library returns
+# memory to the system. XLA stores one more array for each loop if it cannot write several results from one loop.
 _LITTLE = 1 << 20
 
 
 class Program:
-    """One compiled update, and where it is one of several under a common norm or finite check the measure of its gradients.
+    """One compiled update, with the executable of its gradient statistics if several executables share a norm or a finite check.
 
-    `calls_back`: it calls Python while it runs, which may fail half-way (a line search, a debugging print).
-    `scattered`: it reads gradients where they lie. `pieces`: what is to be compiled before it is `ready`, that which reads the leaves of
-    the plan that are `far` among it.
+    has_callback: the program calls Python while it runs (a line search, a debugging print), which may fail halfway.
+    reads_grads_by_address: the program reads gradients at their own addresses, through the process-wide array.
+    stats_executable: computes the statistics of the gradients before the update; None where no statistics are shared.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -60,17 +59,17 @@ class Program:
         self._are_mixed = len(sizes) > _LOOPS_A_CORE and self.elements <= len(sizes) * _LONG_LOOP
         self._cut: Pieces | None = None
         self._own: list[Piece] = []
-        self._written: Serialized | None = None  # the update as it is read again
-        self._from_cache = False  # jax has read the update from its persistent cache
+        self._written: Serialized | None = None  # the serialized update, from which it can be loaded again
+        self._from_cache = False  # whether jax has loaded the update from its persistent cache
         arguments = abstract(plan)
-        # What the compiler is asked, it is asked while the update is traced.
+        # Probe the compiler in other threads while this thread traces the update.
         known = meanwhile(of_update, plan.device)
         may_be_ordered = meanwhile(several_results) if self._are_mixed and plan.device.platform == "cpu" else None
         with default_settings(), default_promotion():
             jitted = functools.partial(jax.jit, functools.partial(stepped, plan), donate_argnums=(0, 1))
             traced, donated = jitted().trace(*arguments), len(jax.tree.leaves(arguments[:2]))
             if not all(properties_of(traced.jaxpr).used_inputs[:donated]):
-                # State of which only a constant is written (optax.adafactor's): jax would leave it out, and the result lie elsewhere.
+                # jax drops an argument that is not read, such as state that is overwritten (optax.adafactor's). Its result would move.
                 traced = jitted(keep_unused=True).trace(*arguments)
             properties = properties_of(traced.jaxpr)
             self.calls_back = properties.has_callback
@@ -92,13 +91,13 @@ class Program:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What is to be compiled before it is `ready`, that which reads the leaves of the plan that are `far` among it."""
+        """Everything to compile before `finish_compiling`, with the executables that stream over large gradients."""
         plan = self.plan
         far = (streaming_stats.piece(dtype, plan.clip, plan.scaled, plan.device) for dtype in plan.far_dtypes)
         return [*(self._cut.pieces if self._cut is not None else ()), *self._own, *far]
 
     def ready(self) -> None:
-        """All pieces are compiled."""
+        """Take the results of compilation. All of `lazy_executables` must be compiled."""
         if "update" in vars(self):
             return
         compiled = [piece.compiled for piece in self._own]
@@ -109,14 +108,14 @@ class Program:
 
     @functools.cached_property
     def update(self) -> Executable:
-        """The compiled update."""
-        return loaded(cast(Serialized, self._written), self.plan.device)  # as `alone` has left it
+        """The compiled update, for a step of several executables."""
+        return loaded(cast(Serialized, self._written), self.plan.device)  # `inline_executable` has dropped the compiled one
 
     @functools.cached_property
     def alone(self) -> Executable:
-        """The update for a step in which it is the only program: the thread that calls it then runs it, where that can be had.
+        """The update for a step of one executable. The calling thread runs it, where XLA supports that.
 
-        It is then all that is kept of it but bytes, from which `update` is read where somebody asks again.
+        Only its serialized form is kept then, and `update` is loaded from it on demand.
         """
         if self.calls_back or self._cut is not None or self._from_cache or (self._are_many and self.elements > ON_ONE_CORE):
             return self.update
@@ -129,12 +128,12 @@ class Program:
 
     @property
     def _either(self) -> Executable:
-        """The update in the form that is there."""
+        """The update in the form that is loaded."""
         return vars(self).get("update") or self.alone
 
     @property
     def bytes_accessed(self) -> float:
-        """By the compiler's count; for `reading` the gradients are counted, once."""
+        """The bytes that the update reads and writes, by the compiler's count. Gradients read for statistics count once more."""
         far = sum(
             leaf.size * (leaf.count or 1) * jnp.dtype(leaf.gradient_dtype).itemsize for leaf in self.plan.leaves if self.plan.far(leaf)
         )
@@ -142,18 +141,18 @@ class Program:
         return bytes_accessed(update) - held(update) + (bytes_accessed(self.measure) if self.measure else 0.0) + far
 
     def _counted(self) -> jax.stages.Compiled:
-        """The update compiled to be counted alone, of a memory as large as what is read of it: the compiler counts all that there is."""
+        """Compile the update for counting bytes. The process-wide array has only the size that is read, since the compiler counts all."""
         with default_settings(), default_promotion():
             lowered = jax.jit(functools.partial(stepped, self.plan), donate_argnums=(0, 1)).lower(*abstract(self.plan, counted=True))
         return compiled(lowered, True, of_update(self.plan.device))
 
     @property
     def _rows(self) -> list[int]:
-        """The bytes of each pack that is updated `at_once`."""
+        """The bytes of each bucket whose gradients the program reads by address."""
         return [math.prod(leaf.buffer[0]) * jnp.dtype(leaf.spec.dtype).itemsize for leaf in self.plan.leaves if leaf.at_once]
 
     @functools.cached_property
     def stores(self) -> bool:
-        """Whether XLA stores something as large as a pack that is to be updated `at_once`, so in more than one loop."""
+        """Whether XLA materializes an array as large as a bucket whose gradients are read by address, and so needs several loops."""
         needed = cast(jax.stages.Compiled, self._either).memory_analysis() if self._rows else None
         return needed is not None and needed.temp_size_in_bytes >= min(self._rows)

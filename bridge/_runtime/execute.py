@@ -1,6 +1,6 @@
-"""THE compiled update: (params, grads, state, hyperparams) -> (params, state), as one XLA program or, of many leaves, a few.
+"""Run the executables of one step on one device: (params, grads, state, hyperparams) -> (params, state).
 
-Parameters and state are donated and come back at their own addresses; gradients are only read.
+Parameters and state are donated, and their new values have the same addresses. Gradients are only read.
 """
 
 # jax and torch declare some of the functions used here in part.
@@ -43,8 +43,11 @@ _elements, _calls_back, _read, _room = (
 
 
 class Outcome(NamedTuple):
-    """What a step leaves behind: whether a memory came to lie elsewhere; of scaled gradients the new count of skipped updates, else an
-    empty list."""
+    """The result of a step on one device.
+
+    moved: whether a result has another address than the buffer that was donated for it.
+    skip_counts: with a loss scale the new count of skipped updates, else empty.
+    """
 
     moved: bool
     skipped: list[jax.Array]
@@ -62,24 +65,22 @@ def run(
     scaling: Sequence[jax.typing.ArrayLike],
     landed: list[_L],
 ) -> Outcome:
-    """One step on one device: every program, in order, then a wait for all of their results, which are then in the tensors.
-
-    To be called within a transaction.
+    """Call every executable of a step in order, wait for all results, and put them into the tensors. Call it within a transaction.
 
     Args:
-      launches: what is updated.
-      grads: the gradients of all live leaves.
-      hyperparams: float64 (width,): ONES times 1.0, the norm bound, then the rows.
-      extra: the arrays among the further arguments, in the order of the plans' `extra`.
-      scaling: of `scaled` plans the loss scale and the count of infinities found, float32, and the count of skipped
-        updates, int32; all of shape (1,).
-      landed: gets each launch whose results are in the tensors, also where an error is raised.
+      launches: the executables, each with the buffers that it is called on.
+      grads: the gradients of all leaves that have one.
+      hyperparams: float64 vector: `ONES` times 1.0, the norm bound, then the hyperparameter rows.
+      extra: the arrays among the user's extra arguments, in the order of the plans' `extra`.
+      scaling: with a loss scale the scale and the count of infinities found, float32, and the count of skipped updates, int32, all of
+        shape (1,); else empty.
+      completed: receives each launch whose results are in the tensors, also if an error is raised.
     """
     if _process._forked:
         refuse_fork()
     flight, skipped, side_by_side = _Flight(launches, landed), [], []
     flight.room, flight.may_fail = sum(map(_room, launches)), any(map(_calls_back, launches))
-    # A norm over all must be known before the first program begins; else each begins while the next is made ready.
+    # A norm over all gradients must be known before the first update; else an executable runs while the next call is prepared.
     waves = (launches,) if launches[0].program.plan.measured else zip(launches)
     further, after = (list(extra), list(scaling)), []
     device, reader, elements = launches[0].program.plan.device, launches[0].reader, sum(map(_elements, launches))
@@ -95,7 +96,7 @@ def run(
                     launch.prepare()
                 if launch.mirrored:
                     foreach_copy_(launch.mirrors, launch.mirrored)
-                for positions, rows in launch.joined:  # in half the time of a copy of each
+                for positions, rows in launch.joined:  # faster than a copy for each row
                     torch.cat(list(map(grads.__getitem__, positions)), out=rows)
                 if launch.gathered:
                     foreach_copy_(launch.targets, list(map(grads.__getitem__, launch.gathered)))
@@ -132,19 +133,19 @@ def run(
                 for memory, array in zip(memories, arrays, strict=True):
                     memory.array = array
                 if not on_cpu and len(flight.landing) > 1 and not flight.may_fail:
-                    flight.landing[-2][0].clear()  # torch's stream waits once, for the last
+                    flight.landing[-2][0].clear()  # torch's stream waits once, for the last executable
                 torch.autograd.graph.increment_version(launch.params)
-                del own, old  # arrays that were donated: gone while the program runs, not behind it
+                del own, old  # the donated arrays are freed while the program runs
     return Outcome(flight.moved, skipped)
 
 
 @functools.lru_cache(64)
 def _on_device(numbers: bytes, device: Device) -> jax.Array:
-    """float64 numbers on a device: most steps have those of the step before."""
+    """Copy the float64 hyperparameters to a device. Most steps have those of the step before, which are cached."""
     return jax.device_put(np.frombuffer(numbers), device)
 
 
 def _collected(launches: Sequence[Launch]) -> bool:
-    """Collect the numbers of these launches; whether the stream of a GPU was then asked for anything that they read."""
+    """Collect the scalars of these launches. Return whether that, or a gather, has used a GPU's stream."""
     copies = [cells.collect() for launch in launches for cells in launch.scalars]
     return any(copies) or any(launch.rows or launch.mirrored for launch in launches)

@@ -1,4 +1,4 @@
-"""The time from the first donation until all results are where torch looks."""
+"""Wait for the results of running executables, and put them where torch reads them."""
 
 # Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
@@ -33,19 +33,19 @@ _memory, _address, _pointer, _is_deleted = (
 )
 
 
-APART = 256  # bytes between two results in memory, at most
+APART = 256  # the most bytes of padding between two results in memory
 
 
 _L = TypeVar("_L", bound=Launch)
 
 
 class Landing(NamedTuple):
-    """What to wait for after one call, and where its results belong.
+    """The results of one call that are not in the tensors yet.
 
-    tokens: arrays that are there when the call has ended.
-    memories: those that `arrays`, results of the call, lie in.
-    scalars: the cells, and for each of them the vector of its new values.
-    copied: the arguments of `write_back`: results that are copied into tensors.
+    tokens: arrays that are ready when the call has ended.
+    buffers: the buffers that were donated for `arrays`, the results of the call.
+    scalars: scalar vectors, and for each its array of new values.
+    copied_back: the arguments of `write_back` for results that are copied into tensors.
     """
 
     tokens: list[jax.Array]
@@ -58,25 +58,25 @@ class Landing(NamedTuple):
 
 
 class _Flight(Generic[_L]):
-    """The time from the first donation until all results are where torch looks."""
+    """A context manager from the first donation until all results are where torch reads them."""
 
     __slots__ = ("copies", "landed", "landing", "launches", "may_fail", "moved", "on_cpu", "order", "reader", "results", "room")
-    on_cpu: bool  # whether the programs run there
-    may_fail: bool  # whether some may fail while they run
+    on_cpu: bool  # whether the executables run on a CPU
+    may_fail: bool  # whether an executable may fail while it runs
 
     def __init__(self, launches: Sequence[_L], landed: list[_L]) -> None:
         self.launches, self.landed = launches, landed
         self.landing: list[Landing] = []
-        self.results: tuple[list[Any], ...] = [], [], [], [], []  # as of `write_back`
-        self.copies: list[list[torch.Tensor]] = []  # of gradients that are read where they lie
+        self.results: tuple[list[Any], ...] = [], [], [], [], []  # the arguments of `write_back`
+        self.copies: list[list[torch.Tensor]] = []  # copies of gradients that are read by address
         self.room = 0  # bytes that the calls allocate for results which are copied
         self.moved = False
-        self.reader: Reader | None = None  # of gradients that must stay until it has read them
-        self.order: int | None = None  # of this thread's executions, to go back to
+        self.reader: Reader | None = None  # reads gradients, which must stay alive until it has finished
+        self.order: int | None = None  # the thread's execution stream, to restore
 
     def __enter__(self) -> _Flight[_L]:
         if self.room:
-            try:  # while nothing has changed: XLA asks for it when it has taken what is donated
+            try:  # XLA allocates it only after donation; here a failure changes nothing
                 np.empty(self.room, np.uint8)
             except MemoryError as error:
                 error.add_note("The step needs this memory for its results, which are copied. Nothing was updated.")
@@ -86,14 +86,13 @@ class _Flight(Generic[_L]):
     def __exit__(self, *_: object) -> None:
         landing, each = zip(self.launches, self.landing, strict=False), None
         try:
-            # All results of one execution become ready together. Without this wait a call may still be reading the
-            # gradients while torch zeroes them: seen with large operands, never with small ones.
+            # All results of one execution become ready together. Without this wait a call might read gradients while torch zeroes them.
             for each in landing:
                 launch, (tokens, memories, arrays, scalars, copied) = each
-                try:  # the addresses are known from the beginning, and looking at them costs nothing while the program runs
+                try:  # the addresses are known before the program ends, so compare them while it runs
                     self.moved |= elsewhere(memories, arrays)
                 finally:
-                    if self.on_cpu:  # as wait_for, which would ask them
+                    if self.on_cpu:  # as `wait_for` does, without its check of the device
                         for token in tokens:
                             token.block_until_ready()
                     else:
@@ -123,7 +122,7 @@ class _Flight(Generic[_L]):
                     write_back(*self.results, on_cpu=self.on_cpu)
 
     def _land_after(self, failed: tuple[_L, Landing], others: Iterable[tuple[_L, Landing]]) -> None:
-        """Of a call that failed delete what holds the error, not values: it would be passed on; see those behind it to their end."""
+        """Wait for the calls after a failed one, and delete results of all these that hold an error: later calls would pass it on."""
         for launch, (tokens, memories, arrays, scalars, copied) in (failed, *others):
             try:
                 wait_for(tokens, self.may_fail)
@@ -132,7 +131,7 @@ class _Flight(Generic[_L]):
                 self.landed.append(launch)
                 for results, new in zip(self.results, copied, strict=True):
                     results += new
-            except Exception:  # noqa: BLE001 - the first is being raised
+            except Exception:  # noqa: BLE001 - the first error is already being raised
                 _delete_errors(arrays)
             self.moved |= elsewhere(
                 [m for m, x in zip(memories, arrays, strict=True) if not x.is_deleted()], [x for x in arrays if not x.is_deleted()]
@@ -140,16 +139,16 @@ class _Flight(Generic[_L]):
 
 
 def _delete_errors(arrays: Sequence[jax.Array]) -> None:
-    """Delete those that hold the error of a failed execution, not values: they would pass it on to whatever takes them."""
+    """Delete arrays that hold the error of a failed execution: executables that take such an array fail with the same error."""
     for array in arrays:
         try:
             array.block_until_ready()
-        except Exception:  # noqa: BLE001 - whatever the program failed with, which is being raised
+        except Exception:  # noqa: BLE001 - the error of the program, which is already being raised
             array.delete()
 
 
 def flight(device: Device, launch: _L, room: int, may_fail: bool, landed: list[_L]) -> _Flight[_L]:
-    """The flight of one program that is no update alone; `room`: as of a launch; `may_fail`: while it runs; `landed`: as of `run`."""
+    """Make the context of one executable that is not only an update, with the values that `run` would compute from its launch."""
     if _process._forked:
         refuse_fork()
     alone = _Flight([launch], landed)
@@ -158,10 +157,10 @@ def flight(device: Device, launch: _L, room: int, may_fail: bool, landed: list[_
 
 
 def elsewhere(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> bool:
-    """Whether a result of a donated call lies elsewhere than the memory that it was computed in.
+    """Return whether a result has another address than the buffer that was donated for it.
 
-    So it is where something outside held a buffer (a numpy view of one of `jax.live_arrays()`, say) and XLA copied it.
-    Tensors over that memory must then look again: see `jax_buffers.renewed`.
+    XLA copies a donated buffer that somebody else references, such as a NumPy view of an array from `jax.live_arrays()`. Tensors over
+    the buffer must then be rebound.
     """
     if list(map(_pointer, arrays)) == list(map(_address, memories)):
         return False

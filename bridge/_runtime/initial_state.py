@@ -1,4 +1,4 @@
-"""What the state of a transformation begins with: read from its traced `init`, so that state of one number needs no program."""
+"""Make the initial state of a transformation. `init` is traced, so that state with equal elements needs no executable."""
 
 # jax and torch declare some of the functions used here in part.
 # pyright: reportUnknownMemberType=false
@@ -22,17 +22,26 @@ from bridge._ir.jaxpr import inlined, numbers_of, slice_of
 from bridge._memory import allocation
 from bridge._process import default_settings, x64
 
-# Fields of state, what each begins with, and the leaf that they belong to.
+# State fields, their initial values, and the leaf that they belong to (None for shared state).
 _Column: TypeAlias = tuple[Sequence[Field], Sequence[np.generic], Spec | None]
 
 
 def begin_buffers(
     problem: Problem, values: Sequence[float], params: Sequence[jax.Array], known: Arrays[np.generic] | None = None
 ) -> Arrays[jax.Array]:
-    """`begin` for buffers, with buffers as result that nothing else has, because all are donated.
+    """Make initial state in buffers that nothing else references, because a step donates all of them.
 
-    An `init` may hand out the parameters, one array twice, or a constant of its own (Muon's coefficients): what is no single number
-    is copied, each original let go before the next is. `known`: as of `separability.begun`, of this problem; `init` is then not traced.
+    An `init` may return a parameter, one array twice, or a constant of its own (Muon's coefficients). So each array whose elements are
+    not all equal is copied, and each original is freed before the next copy.
+
+    Args:
+      problem: the transformation and its leaves.
+      values: the hyperparameters.
+      params: the parameters, flat.
+      initial_values: the initial scalar of each field, where all are known (`separability.begun`). `init` is not traced then.
+
+    Returns:
+      The buffers, in the structure of `init`'s result.
     """
     device = next(iter(params[0].devices()))
     if known is not None:
@@ -58,13 +67,13 @@ def begin_buffers(
 
 
 def _full(kinds: Sequence[tuple[tuple[int, ...], np.ndarray | np.generic]], device: Device) -> list[jax.Array]:
-    """Arrays of these shapes, each of one number in its type."""
+    """Make arrays of these shapes, each filled with a scalar in its dtype."""
     return allocation.filled([(shape, number.dtype, number.item()) for shape, number in kinds], device)
 
 
 @functools.lru_cache(1024)
 def constants(problem: Problem, values: tuple[float, ...]) -> tuple[float | complex | None, ...]:
-    """For each field of a leaf that is updated by itself the number that all its elements begin with; None if there is no such number."""
+    """Return for each state field of a separate leaf the initial value of all its elements, or None where elements differ."""
     with x64():
         closed, _ = _traced(problem, values)
     number_of, outvars = numbers_of(closed.jaxpr), iter(closed.jaxpr.outvars)
@@ -73,7 +82,7 @@ def constants(problem: Problem, values: tuple[float, ...]) -> tuple[float | comp
 
 
 def _traced(problem: Problem, values: tuple[float, ...]) -> tuple[ClosedJaxpr, Arrays[jax.ShapeDtypeStruct]]:
-    """The program from flat leaves to the buffers of the state, without calls, and what it gives as an `Arrays`."""
+    """Trace `init` on flat leaves, without calls. Return the jaxpr and the structure of its result, flat state buffers."""
     numbers = [float(v) if problem.row.scaled else np.float64(v) for v in values]
     plan, specs = layout(problem), problem.specs
 

@@ -1,4 +1,4 @@
-"""What an executable is called with."""
+"""The arguments of an executable that stay the same from step to step."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from .streaming_stats import Reader
 
 
 class HasMemory(Protocol):
-    """What has the memory of an in-place leaf."""
+    """A leaf that may have a jax buffer, which is donated and replaced."""
 
     @property
     def memory(self) -> Memory | None: ...
 
 
 class Launch(ABC):
-    """A program over some of the live leaves, and where their arrays are: what stays the same from step to step.
+    """An executable over some of the leaves with a gradient, with the buffers that it is called on.
 
-    In plan order: leaves by themselves come before packs.
+    All sequences are in the plan's order: separate leaves come before buckets.
 
-    room: bytes on a CPU that a call allocates for results which are copied.
-    reader: what measures the large gradients of all launches of a step, at the first of them; None where nothing does.
-    inplace: what has the `memory` of each in-place leaf; its array is donated and replaced.
-    params: the tensors over those, whose version changes.
-    state: the memories of the state of every leaf, then of the shared state; likewise.
-    scalars: the scalars of leaves by themselves, by dtype.
-    kept, kept_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
-    kept_operands: from those tensors to arguments; a ValueError where the storage of one was freed or made smaller.
-    positions: which of the step's gradients are arguments; `flat`: from those, and then `rows`, to arguments; `AllPlaces` where
-      they are read where they lie.
-    rows: the packs of gradients that are gathered. joined: of each that all its rows' gradients fill, one behind the other, which those
-      are, and its rows as torch.cat wants them; gathered: which gradients belong into the others; `targets`: the place of each there.
-    mirrored, mirrors: tensors of state that the user has put there and that stay where they are, and the tensors over `state` that are
-      updated in their place: copied from them before the call, and back after it.
-    masks: a boolean array per leaf with `elements`.
-    offsets: int32 (leaves, those of packs one by one): where in the hyperparams the numbers of its row begin.
-    live: boolean, one for each row of each pack: whether that row is updated.
+    copied_result_bytes: bytes that a call allocates on a CPU for results which are copied.
+    streaming_stats: computes the statistics of the large gradients of a whole step, on the first launch; None where nothing does.
+    inplace: the leaves with a `jax_buffer`, whose array is donated and replaced.
+    params: the tensors that alias those buffers; a call increments their version.
+    state: the buffers of the state of all leaves, then of shared state; donated and replaced too.
+    scalars: the scalar state of separate leaves, by dtype.
+    copied_back, copied_back_dim_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
+    copied_back_as_arguments: from those tensors to arguments. Raises a ValueError where a storage was freed or made smaller.
+    argument_positions: the gradients of the step that are arguments, by position.
+    as_arguments: from those gradients, and then `bucket_grads`, to arguments; `AllPlaces` where gradients are read by address.
+    bucket_grads: the buffers that gradients of buckets are gathered into.
+    cat_gathers: for each bucket whose rows all have a gradient, the positions of those and its buffer as `torch.cat` takes it.
+    copy_gathers, copy_targets: the positions of the gradients of all other buckets, and the row of each in the buffer.
+    mirrored, mirrors: tensors of state that the user has assigned and that keep their addresses, and the tensors over `state` that stand
+      in for them. Values are copied from the former before the call and back after it.
+    masks: a boolean array for each leaf with an `element_mask`.
+    row_offsets: int32, for each leaf and each row of a bucket: where its hyperparameter row begins.
+    active_rows: boolean, for each row of each bucket: whether the row is updated.
 
-    Program, packs and rows are there from the start; the rest is found when the first call is due, while those before it run.
+    The executable, the buckets and `bucket_grads` are set by the constructor. `prepare` sets the rest before the first call, while
+    earlier executables run.
     """
 
     __slots__ = (
@@ -79,4 +81,4 @@ class Launch(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Find all that a call needs."""
+        """Set all fields that a call needs."""

@@ -1,4 +1,4 @@
-"""torch's OpenMP threads, which wait for their next operation by spinning, on the cores that XLA's program would use."""
+"""Pause torch's OpenMP threads, which wait for their next operation by spinning, on cores that an XLA program needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 SOFT = 1  # omp_pause_soft, https://www.openmp.org/spec-html/5.0/openmpsu157.html
-# Elements that a program must update for each thread of torch: below, starting the threads again costs more than their spinning.
+# The least elements that a program updates for each torch thread: below, restarting the threads costs more than their spinning.
 ELEMENTS_A_THREAD = 1 << 17
 
 
 def _found() -> Callable[[int], int] | None:
-    """`omp_pause_resource_all` of the OpenMP runtime that torch itself is linked to (OpenMP 5.0); None with MASKBRIDGE_OPENMP=0."""
+    """Find `omp_pause_resource_all` (OpenMP 5.0) in the runtime that torch is linked to. Return None with MASKBRIDGE_OPENMP=0."""
     if os.environ.get("MASKBRIDGE_OPENMP") == "0" or "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib", "torch_cpu.dll"):
@@ -28,6 +28,6 @@ def _found() -> Callable[[int], int] | None:
     return None
 
 
-# Ends the threads that torch's last operation on this thread has left: torch starts them again with its next parallel
-# operation, in some tens of microseconds. Those of other Python threads' operations stay. None where the runtime has it not.
+# Ends the threads that torch's last operation on this thread has left. torch starts them again with its next parallel operation. Threads
+# of operations on other Python threads stay. None where the runtime has no such function.
 pause = _found()

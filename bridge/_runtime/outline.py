@@ -1,4 +1,4 @@
-"""Executables of many equal calls: what is alike is compiled once."""
+"""Outlining: parts of a program that are equal are compiled once, and the program becomes a sequence of calls."""
 
 # Not strict: most values here are results of functions that jax declares in part.
 # pyright: standard

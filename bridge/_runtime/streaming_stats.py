@@ -1,9 +1,8 @@
-"""What must be known of large gradients before an update, read where they lie at the speed of memory.
+"""Compute the norm and the finite check of large gradients before an update, by reading each gradient at its address.
 
-A core that reads one place after the other waits for memory; from eight places at once it gets up to half as many bytes again, which the
-library that XLA's CPU compiler hands sums to does not do. So each core has a program that loops over parts of gradients, eight at
-a turn. The same few programs read all gradients, whichever they are: where they begin is given as numbers, as in
-`bridge._memory.address_space`.
+A core that reads one array from start to end waits for memory. It reads faster from eight places at once, which the sum of XLA's CPU
+compiler does not do. So each core runs an executable that loops over parts of gradients, eight in each iteration. The executables serve
+all gradients of a dtype: they receive the addresses as numbers, as `bridge._memory.address_space` describes.
 """
 
 # jax and torch declare some of the functions used here in part.
@@ -41,16 +40,18 @@ _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 @functools.cache
 def piece(dtype: str, clip: bool, scaled: bool, device: Device) -> Piece:
-    """The program of one core: from (memory, numbers, order, scaling, after) to what `grad_stats.found_in` finds, float64 (2,).
+    """Compile the executable of one core: (memory, numbers, order, scaling, after) -> statistics as of `grad_stats`, float64 (2,).
 
-    memory, numbers: all memory, as `dtype` and as int64. order: int64 (4,): where in `numbers` the parts begin, and how many turns take
-    eight each; where the rests begin, and how many. The parts are places in `memory`, first those of the first place of each turn. A rest
-    is two numbers: a part, and how many of its first elements do not count. scaling: [float32 (1,)] the scale of the loss, if `scaled`.
-    after: float64 (1,), which is there when the program may begin.
+    memory, numbers: the process-wide array as `dtype` and as int64.
+    order: int64 (4,): where in `numbers` the parts begin, the number of iterations over eight parts, where the remainders begin, and
+      their number. A part is an index into `memory`; the first parts of all iterations come first, then the second ones. A remainder is
+      two numbers: a part, and how many of its first elements do not count.
+    scaling: [float32 (1,)], the loss scale, if `scaled`.
+    after: float64 (1,), which is ready when the executable may begin.
     """
 
     def program(memory: jax.Array, numbers: jax.Array, order: jax.Array, scaling: list[jax.Array], after: jax.Array) -> jax.Array:
-        parts, turns, rests, count = (order + after.astype(np.int64)).astype(np.uint64)  # of signed ones lax asks whether they are negative
+        parts, turns, rests, count = (order + after.astype(np.int64)).astype(np.uint64)  # lax checks signed indices for negative ones
 
         def number(i: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(numbers, (i,), (1,))[0].astype(np.uint64)
@@ -61,7 +62,7 @@ def piece(dtype: str, clip: bool, scaled: bool, device: Device) -> Piece:
         def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
             def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
                 terms = [term(part(parts + np.uint64(n) * turns + i)) for n in range(_PLACES)]
-                while len(terms) > 1:  # in pairs, whose sums wait for no other
+                while len(terms) > 1:  # in pairs, which do not depend on each other
                     terms = list(map(operator.add, terms[::2], terms[1::2]))
                 return sums + terms[0]
 
@@ -90,13 +91,13 @@ def _times(count: jax.Array, body: Callable[[jax.Array, jax.Array], jax.Array], 
 
 
 class Reader:
-    """The gradients of a step that are measured where they lie, by calls of one program for each core.
+    """Streams over the large gradients of a step, on each core with one executable, and sums up the statistics.
 
-    What it reads, and what it tells the programs, it holds until `end`.
+    It keeps the tables and the copies of gradients that the executables read until `finish_reading`.
 
     Args:
-      gradients: of each the position among those of the step, the elements and the dtype.
-      clip, scaled, device: as of `piece`, which must be compiled when it is called.
+      gradients: for each gradient its position in the step, its number of elements and its dtype.
+      clip, scaled, device: as for `streaming_stats_executable`, which must be compiled before the first call.
     """
 
     def __init__(self, gradients: Sequence[tuple[int, int, str]], clip: bool, scaled: bool, device: Device) -> None:
@@ -106,7 +107,7 @@ class Reader:
         self._found: list[jax.Array] = []
 
     def __call__(self, grads: Sequence[torch.Tensor], scaling: Sequence[jax.typing.ArrayLike]) -> jax.Array:
-        """Begin to read, behind whatever this thread has asked jax for before; what will be found."""
+        """Start reading after all that this thread has dispatched to jax, and return the statistics as an array."""
         if openmp.pause:
             openmp.pause(openmp.SOFT)
         after, (before, *others) = streams.opened(np.zeros(1), self._device, _process.CORES)
@@ -116,14 +117,14 @@ class Reader:
                     streams.choose(order)
                     self._found.append(kind.piece.compiled(kind.memory, self._numbers, share, list(scaling[:1]), after))
             return _total(self._found)
-        except BaseException:  # raised again, when nothing is read any more
+        except BaseException:  # raised again once nothing reads the gradients
             self.end()
             raise
         finally:
             streams.choose(before)
 
     def end(self) -> None:
-        """Wait until all is read."""
+        """Wait until all gradients are read, and release them."""
         for found in self._found:
             found.block_until_ready()
         self._found = []
@@ -139,10 +140,12 @@ _total: Callable[[list[jax.Array]], jax.Array] = jax.jit(_sum)
 
 
 class _Kind:
-    """Gradients of one dtype: each cut in parts, the last of which may be a rest, and those dealt out to the cores.
+    """The gradients of one dtype, cut into parts that are distributed over the cores.
 
-    `_table` has the numbers that the programs read: parts, then rests. `_of` says whose each of them is, and `_within` where in that
-    gradient it begins; `_at` is where it stands in the table.
+    Parts that do not fill an iteration, and the ends of gradients, are remainders.
+
+    `_table` has the numbers that the executables read: parts, then remainders. For each of them `_gradient_of_part` has its gradient,
+    `_offset_in_gradient` where it begins there, and `_table_index` its position in the table.
     """
 
     def __init__(self, dtype: np.dtype, gradients: Sequence[tuple[int, int]], piece: Piece) -> None:
@@ -154,7 +157,7 @@ class _Kind:
         whole, ragged = sizes // PART, np.flatnonzero(sizes % PART)
         turns = int(whole.sum()) // (_PLACES * cores)
         count = turns * _PLACES * cores
-        # The end of a gradient is a part that reaches back into the one before.
+        # The end of a gradient is a part that overlaps the one before it.
         self._of = np.concatenate([cast(np.ndarray, np.repeat(np.arange(len(sizes)), whole)), ragged])
         starts: list[np.ndarray] = [np.arange(n) * PART for n in whole.tolist()]
         self._within = np.concatenate([*starts, sizes[ragged] - PART])
@@ -170,7 +173,7 @@ class _Kind:
         ]
 
     def shares(self, grads: Sequence[torch.Tensor]) -> list[np.ndarray]:
-        """What the program of each core is told, of these gradients of a step; those that are not dense are copied."""
+        """Return the argument `order` of each core for these gradients. Gradients that are not dense are copied."""
         own = list(map(grads.__getitem__, self._positions))
         starts, size = list(map(_address, own)), self.memory.itemsize
         if not all(map(_is_contiguous, own)) or any(start % size for start in starts):

@@ -1,4 +1,4 @@
-"""Transactions: signals wait until all results of a step are in place, and threads take turns on each device."""
+"""Transactions: signal handlers wait until all results of a step are in place, and each device serves one thread at a time."""
 
 # Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
@@ -16,26 +16,28 @@ from typing import Any
 import jax
 import torch
 
-_MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # the last two tell a job that its time is over
+_MAY_HAVE = "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2"  # schedulers send the last two before they end a job
 _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(getattr(signal, name) for name in _MAY_HAVE if hasattr(signal, name)))
-_SECONDS = 0.1  # between two looks at signals that have arrived while another thread has its turn
+_SECONDS = 0.1  # between two checks for signals while another thread has the lock
 
 _locks: dict[Hashable, threading.RLock] = {}
 
 
 class Transaction:
-    """The time in which memory changes that torch, other threads and other optimizers look at: all of it changes, or nothing.
+    """A context manager for changes of memory that torch, other threads and other optimizers read: all of it changes, or nothing.
 
-    A handler that raises in the middle would leave parameters without their state, so in the main thread handlers written in Python wait
-    for the end. Then each is called once for each signal, in the order of arrival, also where the transaction raises, or the handler of
-    another signal. Two threads may donate the same buffers, since parameters may have several optimizers, and those of separate
-    parameters share packs. So there is one lock for each device, which a thread may hold several times.
+    A signal handler that raises halfway would leave parameters without their state. So in the main thread handlers written in Python are
+    deferred to the end. Then each is called once for each signal, in the order of arrival, also if the transaction or an earlier handler
+    raises.
 
-    A signal may arrive at any bytecode. Therefore a handler is noted before it is replaced, no lock is taken or released while a handler
-    may raise, and handlers come back last.
+    Two threads may donate the same buffer: a parameter may have several optimizers, and parameters of several optimizers may share a
+    bucket. So there is one reentrant lock for each device.
+
+    A signal may arrive at any bytecode. Therefore a handler is recorded before it is replaced, no lock is acquired or released while a
+    handler may raise, and handlers are restored last.
 
     Args:
-      devices: those whose memory changes, in an order that is the same for all transactions.
+      devices: the devices whose memory changes, in an order that is the same for all transactions.
     """
 
     __slots__ = ("_arrived", "_devices", "_handlers", "_interruptible", "_taken")
@@ -75,17 +77,17 @@ class Transaction:
             try:
                 for number, handler in self._handlers.items():
                     replaced = signal.signal(number, handler)
-                    if replaced not in (self._note, handler):  # by a handler that has set another
+                    if replaced not in (self._note, handler):  # a handler has set another one, which stays
                         signal.signal(number, replaced)
                 given_back = True
-            except BaseException as raised:  # noqa: BLE001 - a handler that is back has raised; the others must be given back, too
+            except BaseException as raised:  # noqa: BLE001 - a restored handler has raised; restore the others too
                 error = _behind(error, raised)
-        if self._arrived or error is not None:  # handlers are back, so no more arrive
+        if self._arrived or error is not None:  # all handlers are restored, so no more signals are deferred
             self._deliver(error)
 
     @contextmanager
     def interruptible(self) -> Generator[None, None, None]:
-        """A part in which handlers do not wait: it takes long, as compiling does, and an error in it changes no memory."""
+        """Return a context in which handlers run at once. It is for long work that changes no memory, such as compilation."""
         try:
             self._interruptible = True
             self._deliver()
@@ -94,24 +96,24 @@ class Transaction:
             self._interruptible = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Stands in for each handler."""
+        """Take the place of each handler: record the signal, or call the handler within `interruptible`."""
         if self._interruptible:
-            with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():  # not in the trace that it interrupts
+            with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():  # keeps the handler out of a trace that it interrupts
                 self._handlers[number](number, frame)
         else:
             self._arrived.append((number, frame))
 
     def _deliver(self, error: BaseException | None = None) -> None:
-        """Call the handlers of all signals that have arrived, also behind one that raises.
+        """Call the handlers of all deferred signals, also after one that raises.
 
-        Then raise the last error, with those before it as its context.
+        Then raise the last error, with the earlier ones as its context.
         """
         while self._arrived:
             try:
                 number, frame = self._arrived[0]
-                del self._arrived[0]  # no call in between, in which another handler could raise
+                del self._arrived[0]  # without a call in between, in which another handler could raise
                 self._handlers[number](number, frame)
-            except BaseException as raised:  # noqa: BLE001 - raised below, after the other handlers
+            except BaseException as raised:  # noqa: BLE001 - raised below, after the other handlers have run
                 error = _behind(error, raised)
         if error is not None:
             raise error
@@ -124,7 +126,7 @@ def _behind(before: BaseException | None, error: BaseException) -> BaseException
 
 
 def _after_fork() -> None:
-    """In a child, which has one thread: those that hold locks or wait with signals are not in it."""
+    """Reset locks and handlers in a forked child: the threads that hold the locks and defer the signals do not exist there."""
     _locks.clear()
     for number in _HELD_SIGNALS:
         handler: Any = signal.getsignal(number)
