@@ -1,7 +1,7 @@
-"""Containers that hold tensors: those of torch as pytrees of jax, and a search in those that jax does not look into.
+"""Containers that hold tensors: torch's own, registered as pytrees of jax, and a search in objects that jax treats as leaves.
 
-The named results of torch functions (`torch.max(x, 1)`) and `PackedSequence` are registered with jax when this package is imported. The
-batch sizes of a `PackedSequence` are a part of the tree's structure: recurrent layers loop by their values.
+Importing this module registers the named results of torch functions (`torch.max(x, 1)`) and `PackedSequence` with jax. The batch sizes of a
+`PackedSequence` belong to the tree's structure, because recurrent layers loop by their values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _register_results() -> None:
             keys = map(GetAttrKey, names) if len(names) == len(x) else map(SequenceKey, range(len(x)))
             return list(zip(keys, x, strict=True)), None
 
-        with suppress(ValueError):  # somebody has registered it before
+        with suppress(ValueError):  # another package has registered the type already
             jax.tree_util.register_pytree_with_keys(kind, flatten, functools.partial(_result, kind), flatten_func=_plain)
 
 
@@ -56,7 +56,7 @@ def _packed(x: PackedSequence) -> tuple[list[torch.Tensor | None], tuple[int, ..
 
 
 def _unpacked(sizes: tuple[int, ...], values: Iterable[object]) -> PackedSequence:
-    """A PackedSequence of any values: its own constructor asks them for their device."""
+    """Return a `PackedSequence` of any values. Its own constructor would read their device."""
     data, *indices = values
     with torch.DisableTorchFunction():
         batch_sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
@@ -69,12 +69,16 @@ with suppress(ValueError):
 
 
 def with_values(x: Mapping[Any, object], values: Mapping[Any, _V], attributes: Mapping[str, object] | None = None) -> Mapping[Any, _V]:
-    """A mapping of the same type with other values, such as a batch of a tokenizer; a dict where that could share memory with `x`.
+    """Return a mapping of the same type with other values, or a dict if the new mapping could share memory with `x`.
 
-    It is made without code of its class, which could write into `x`. `attributes` replace those of `x`; where one has the name and the
-    value of an item, it follows the item.
+    An example is a batch of a tokenizer. The new mapping is made without code of its class, which could write into `x`.
+
+    Args:
+      x: The mapping.
+      values: The items of the new mapping.
+      attributes: The attributes of the new mapping, those of `x` by default. An attribute that repeats an item of `x` follows the new item.
     """
-    with suppress(Exception):  # whatever a class does with a value that it does not know
+    with suppress(Exception):  # a class may raise anything for a value that it does not know
         new = _made(x, values)
         for name, value in (own_attributes(x) if attributes is None else attributes).items():
             object.__setattr__(new, name, value)
@@ -86,7 +90,7 @@ def with_values(x: Mapping[Any, object], values: Mapping[Any, _V], attributes: M
 
 
 def _made(x: Mapping[_K, object], values: Mapping[_K, _V]) -> Mapping[_K, _V]:
-    """A new mapping of the type of `x` that has items and no other attributes."""
+    """Return a new mapping of the type of `x` that has these items and no other attributes."""
     if isinstance(x, UserDict):
         new: Any = object.__new__(type(x))
         vars(new)["data"] = dict(values)
@@ -103,13 +107,13 @@ def _made(x: Mapping[_K, object], values: Mapping[_K, _V]) -> Mapping[_K, _V]:
 
 
 def _repeated(x: Mapping[Any, object]) -> list[str]:
-    """The attributes of a mapping that are its items."""
+    """Return the names of attributes that repeat an item of the mapping."""
     own = _get(x, "__dict__", {})
     return [] if own is x else [name for name, value in own.items() if name in x and x[name] is value]
 
 
 def own_attributes(x: Mapping[Any, object]) -> dict[str, object]:
-    """The attributes of a mapping that are no items."""
+    """Return the attributes of a mapping that do not repeat an item."""
     own = _get(x, "__dict__", {})
     repeated = _repeated(x)
     found = {name: value for name, value in own.items() if own is not x and name not in repeated}
@@ -122,7 +126,7 @@ _UNSET = object()
 
 
 def _get(x: object, name: str, default: object) -> Any:
-    """An attribute without code of the class: a mapping may look for any name among its items."""
+    """Return an attribute without running code of the class: a mapping may look for any name among its items."""
     try:
         return object.__getattribute__(x, name)
     except AttributeError:
@@ -144,14 +148,14 @@ _SIMPLE = (
     torch.Tensor,
     jax.Array,
 )
-_OWN = ("jax", "jaxlib", "bridge", "torch_api")  # whose functions and programs are objects
-_MANY = 1000  # objects that are looked at
+_OWN = ("jax", "jaxlib", "bridge", "torch_api")  # packages whose objects are not searched: functions, executables
+_MANY = 1000  # the search ends after so many objects
 
 
 def holds(x: object, kind: type | tuple[type, ...]) -> str | None:
-    """Where a leaf of jax's, a container or an object, holds an instance of `kind`: the way there by attributes and keys; None if nowhere.
+    """Return the path of attributes and keys to an instance of `kind` in a leaf of jax's; None if there is none.
 
-    It looks into the containers and the attributes of objects, not into what functions close over.
+    The search looks into containers and the attributes of objects, not into the closures of functions.
     """
     pending, seen = [(x, "")], set()
     for value, place in pending:
@@ -182,7 +186,7 @@ def _parts(x: object) -> list[tuple[str, object]]:
 
 
 def _slots(kind: type) -> list[str]:
-    """The names of the slots of a class and of those that it is derived from."""
+    """Return the names of the slots of a class and of its bases."""
     own = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     names = [name for slots in own for name in ((slots,) if isinstance(slots, str) else slots)]
     return [name for name in names if not name.startswith("__")]

@@ -1,7 +1,7 @@
-"""Tensors and arrays between torch and jax: the only file that touches DLPack.
+"""Convert tensors and arrays between torch and jax. This is the only module that uses DLPack.
 
-Zero-copy means that both sides see the same bytes, in both directions: a write through torch is visible in the jax
-array, although jax calls it immutable. Import afresh after a write; a jax array that was printed keeps the old values
+Zero-copy means that both sides see the same bytes: a write through torch is visible in the jax array, although jax calls the array
+immutable. Import again after a write, because a jax array that was printed keeps the old values
 (https://github.com/jax-ml/jax/issues/19123).
 """
 
@@ -24,13 +24,13 @@ from bridge._process import x64
 
 from .tensor_storage import shortage
 
-# jax refuses a zero-copy view of CPU memory below this alignment (XLA's cpu_function_runtime.h, MinAlign), and a program on a GPU
-# an argument below the second (xla/service/gpu/buffer_allocations, kEntryParameterAlignBytes).
+# The alignment in bytes that zero-copy needs. On the CPU jax refuses less (XLA's cpu_function_runtime.h, MinAlign). On a GPU a program
+# refuses an argument with less (xla/service/gpu/buffer_allocations, kEntryParameterAlignBytes).
 ALIGNMENT, ALIGNMENT_GPU = 64, 16
 
 
 def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
-    """`bridge.to_jax` of a tensor or of a pytree without modules: same arguments, results and errors."""
+    """Do what `bridge.to_jax` does, for a tensor or a pytree without modules: same arguments, results and errors."""
     if isinstance(tree, torch.Tensor):
         return _tensor_to_jax(tree, copy, "")
     return jax.tree_util.tree_map_with_path(
@@ -39,7 +39,7 @@ def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
 
 
 def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
-    """`bridge.to_torch` of an array or of a pytree that jax knows: same arguments, results and errors."""
+    """Do what `bridge.to_torch` does, for an array or a pytree that jax knows: same arguments, results and errors."""
     if isinstance(tree, jax.Array):
         return _array_to_torch(tree, copy, "")
     return jax.tree_util.tree_map_with_path(
@@ -48,10 +48,10 @@ def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
 
 
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; where its elements lie elsewhere than it says (a subclass that wraps other tensors, zeros without memory), a copy.
+    """Return the tensor, or a copy if the tensor has no memory of its own (a subclass that wraps other tensors, lazy zeros).
 
     Raises:
-      ValueError: it has no elements that could be read: its storage was resized, or there never were any.
+      ValueError: The elements cannot be read: the storage was resized, or the copy fails.
     """
     why, cause = shortage(tensor), None
     if not why:
@@ -59,9 +59,9 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         try:
-            copy.copy_(tensor.detach())  # what that gives may be of the subclass
+            copy.copy_(tensor.detach())  # the detached tensor may be of the subclass
             return copy
-        except Exception as error:  # noqa: BLE001 - a subclass may raise anything; it is the cause of the error below
+        except Exception as error:  # noqa: BLE001 - a subclass may raise anything
             why, cause = f"it has no memory, and a copy of it fails ({error})", error
     raise ValueError(
         f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} was given, expected a tensor with elements that can be read: {why}. "
@@ -70,11 +70,11 @@ def with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
-    """Order what torch does next after the executions that gave `tokens`, in order, results that nobody donates.
+    """Order torch's next operations after executions. `tokens` are results of these executions, in order, that nobody donates.
 
-    On the CPU this waits: jax dispatches asynchronously and may still be reading torch's memory. On a GPU nothing
-    waits on the host: the export makes torch's current stream wait for the last execution, which runs after the others;
-    but of one that `may_fail` while it runs, the host must wait for the error, because jaxlib 0.11 crashes at such an export.
+    On the CPU this waits, because jax dispatches asynchronously and may still read torch's memory. On a GPU the host does not wait: the
+    export makes torch's current stream wait for the last execution, which runs after the others. If an execution `may_fail`, the host
+    waits for its error, because jaxlib 0.11 crashes when the result of a failed execution is exported.
     """
     if not tokens:
         return
@@ -88,7 +88,7 @@ def wait_for(tokens: Sequence[jax.Array], may_fail: bool = False) -> None:
 
 
 def behind_torch(device: Device) -> jax.Array:
-    """A zero on a GPU that is there when all has ended that torch's current stream was asked for: what takes it runs after that."""
+    """Return a zero on the GPU that is ready when torch's current stream has done its work. A program that takes it runs after that."""
     return _importer("cuda")(_zero(device.local_hardware_id), device)
 
 
@@ -99,12 +99,12 @@ def _zero(index: int) -> torch.Tensor:
 
 
 def cpu() -> Device:
-    """jax's CPU, or a RuntimeError with the remedy where jax was told to do without."""
+    """Return jax's CPU device. Raise a RuntimeError with the remedy if jax has none."""
     return _jax_device("cpu", 0)
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The jax device that holds the tensor's memory, or a RuntimeError with the remedy; never another device."""
+    """Return the jax device that holds the tensor's memory. Raise a RuntimeError with the remedy if jax does not see that device."""
     return _jax_device(tensor.device.type, tensor.device.index or 0)
 
 
@@ -120,7 +120,7 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
             )
         tensor, copy = with_memory(tensor), None
     if tensor.is_conj() or tensor.is_neg():
-        # The raw capsule would drop these bits without a word and hand over the unconjugated memory.
+        # A DLPack capsule has no such bits: jax would get the memory without the conjugation or negation.
         if copy is False:
             raise ValueError(
                 f"to_jax: {_title(tensor, name)} is a lazy conjugate or negative. Pass copy=None, or resolve_conj()/resolve_neg() first."
@@ -131,7 +131,7 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
     importer, device, alignment = _route(tensor.device)
     try:
         if tensor.data_ptr() % alignment:
-            raise ValueError("unaligned")  # jax would copy it, or refuse it with an error of its own
+            raise ValueError("unaligned")  # jax would copy the tensor, or raise an error of its own
         return importer(tensor, device)
     except (RuntimeError, ValueError, BufferError) as error:
         if copy is False:
@@ -140,16 +140,16 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
 
 
 def _wraps_others(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie elsewhere than it says: in tensors that a subclass wraps, or nowhere, as zeros without memory."""
+    """Return whether a tensor with elements has no address: a subclass that wraps other tensors, or lazy zeros."""
     try:
         return not torch.Tensor.data_ptr(tensor) and tensor.numel() > 0
-    except RuntimeError:  # a tensor of a transformation of torch.func, which no import takes
+    except RuntimeError:  # a tensor inside a torch.func transformation, which no import takes
         return False
 
 
 def _not_exportable(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
-        return "is on the meta device and has no memory. Materialise it first (to_empty)."
+        return "is on the meta device and has no memory. Materialize it first (to_empty)."
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}; expected torch.strided. Convert it with to_dense()."
     return "requires grad, and jax cannot see torch's graph. Pass tensor.detach()."
@@ -171,7 +171,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The permutation of dimensions under which the tensor is contiguous (identity for contiguous); None if there is none."""
+    """Return the permutation of dimensions that makes the tensor contiguous, the identity if it is; None if there is none."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
     sizes, strides = tensor.shape, tensor.stride()
@@ -195,7 +195,7 @@ def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Ten
         )
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"{title} is a random key, which torch has not. Pass jax.random.key_data(key); wrap_key_data makes a key of it again."
+            f"{title} is a random key, and torch has no such type. Pass jax.random.key_data(key); wrap_key_data turns it back."
         )
     if len(array.devices()) != 1:
         raise ValueError(f"{title} is sharded over {len(array.devices())} devices; expected one. Pass array.addressable_shards[i].data.")
@@ -213,13 +213,13 @@ def _array_to_torch(array: jax.Array, copy: bool | None, name: str) -> torch.Ten
 def _jax_device(platform: str, index: int) -> Device:
     backend = {"cuda": "gpu"}.get(platform, platform)
     try:
-        devices = jax.local_devices(backend=backend)  # after jax.distributed.initialize, `jax.devices` has those of other processes too
+        devices = jax.local_devices(backend=backend)  # `jax.devices` also lists other processes, after jax.distributed.initialize
     except (RuntimeError, AssertionError) as error:
         said = f"jax said: {(str(error).splitlines() or [type(error).__name__])[0]}"
         asked: str | None = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         if platform == "cpu" and asked and "cpu" not in asked.split(","):
             raise RuntimeError(
-                f"jax has no CPU device, but memory on the CPU is to be seen by it: JAX_PLATFORMS is {asked!r}. Set "
+                f"jax has no CPU device, but it must see memory on the CPU: JAX_PLATFORMS is {asked!r}. Set "
                 f"JAX_PLATFORMS={asked},cpu, or unset it, before jax starts. {said}"
             ) from error
         raise RuntimeError(
@@ -236,19 +236,22 @@ def _jax_device(platform: str, index: int) -> Device:
 
 @functools.cache
 def _route(device: torch.device) -> tuple[Callable[[torch.Tensor, Device], jax.Array], Device, int]:
-    """For tensors on one torch device: the way in, the jax device, and the alignment that the way asks for."""
+    """Return, for tensors on one torch device, the function that imports them, the jax device, and the alignment that it needs."""
     platform = device.type
     return _importer(platform), _jax_device(platform, device.index or 0), ALIGNMENT if platform == "cpu" else ALIGNMENT_GPU
 
 
 @functools.cache
 def _importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array]:
-    """The way in for one platform: the two C calls beneath the public one where they work, else the public one."""
+    """Return the function that imports tensors on a platform: jaxlib's private calls if they work, else jax's public function."""
     return _raw_importer(platform) or _public_import
 
 
 def _raw_importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array] | None:
-    """`jax.dlpack.from_dlpack` costs five times the calls beneath it; the name of jax's is private and moves (lucidrains/jax2torch#6)."""
+    """Return an import by jaxlib's private calls, or None if they do not work here.
+
+    `jax.dlpack.from_dlpack` takes several times as long. The private name moves between releases (lucidrains/jax2torch#6).
+    """
     from_capsule, capsule = array_from_capsule, torch.utils.dlpack.to_dlpack
     if from_capsule is None:
         return None
@@ -257,7 +260,7 @@ def _raw_importer(platform: str) -> Callable[[torch.Tensor, Device], jax.Array] 
         return from_capsule(capsule(tensor), device, None, False)
 
     def ordered(tensor: torch.Tensor, device: Device) -> jax.Array:
-        number = device.get_stream_for_external_ready_events()  # that jax waits for before it reads the array
+        number = device.get_stream_for_external_ready_events()  # jax waits for this stream before it reads the array
         _stream(number, tensor.device).wait_stream(torch.cuda.current_stream(tensor.device.index))
         return from_capsule(capsule(tensor), device, number, False)
 
@@ -290,7 +293,7 @@ def _exporter() -> Callable[[jax.Array], torch.Tensor]:
 
 
 def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
-    """The counterpart of `_raw_importer`, for arrays on the CPU; others go the public way."""
+    """Return an export of arrays by private calls, or None if they do not work here. Arrays on a GPU take the public function."""
     calls = _cpu_calls()
     if calls is None:
         return None
@@ -305,12 +308,12 @@ def _raw_exporter() -> Callable[[jax.Array], torch.Tensor] | None:
 
 @functools.cache
 def _cpu_calls() -> tuple[Callable[[jax.Array, None], object], Callable[[object], torch.Tensor]] | None:
-    """From an array to a capsule, and from that to a tensor."""
+    """Return the calls from an array to a capsule and from the capsule to a tensor; None if they do not work here."""
     to_capsule, from_capsule = capsule_from_array, tensor_from_capsule
     if to_capsule is None:
         return None
     try:
-        # The first export may stand in a function that jax traces, or behind a guard of transfers.
+        # The first export may happen inside a function that jax traces, or under a transfer guard.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             probe = jax.numpy.zeros(ALIGNMENT, device=cpu())
         found = from_capsule(to_capsule(probe, None)).data_ptr() == probe.unsafe_buffer_pointer()

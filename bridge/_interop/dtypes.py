@@ -1,4 +1,4 @@
-"""Dtypes of torch, numpy and jax, and which of them have 64 bits."""
+"""Dtypes of torch, numpy and jax, and conversion between 64-bit and 32-bit types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class HasDtype(Protocol):
-    """A tensor of torch, an array of jax or numpy, or what describes one."""
+    """A torch tensor, a jax or numpy array, or a description of one."""
 
     @property
     def dtype(self) -> object: ...
@@ -31,20 +31,20 @@ EXTENSION_DTYPES = {
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """The numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
+    """Return the numpy (or ml_dtypes) dtype with the same bits as a torch dtype."""
     if dtype in EXTENSION_DTYPES:
         return np.dtype(EXTENSION_DTYPES[dtype][1])
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
-# What crosses as it is; an array of another type, such as a random key, stays jax's.
+# The dtypes that torch and jax share. An array of another dtype, such as a random key, cannot become a tensor.
 _TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _TYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 IN_TORCH = {str(numpy_dtype(t)): t for t in _TYPES}
 
 
 def crosses(aval: HasDtype) -> bool:
-    """Whether torch has its type."""
+    """Return whether torch has the dtype of an array."""
     return str(aval.dtype) in IN_TORCH
 
 
@@ -52,17 +52,17 @@ _NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex
 
 
 def is_wide(x: HasDtype) -> bool:
-    """Whether a tensor or an array has 64 bits an element, 128 of complex ones."""
+    """Return whether a tensor or an array has a 64-bit dtype, or complex128."""
     return str(x.dtype).removeprefix("torch.") in ("float64", "int64", "uint64", "complex128")
 
 
 def keeps(asked: bool | None, flag: bool, given: Iterable[HasDtype]) -> bool:
-    """Whether a program keeps 64 bits: as `asked`, or where jax's flag says so or something that it is given has them."""
+    """Return whether a program keeps 64-bit types: as requested, else if jax's x64 flag is on or an input has a 64-bit dtype."""
     return asked if asked is not None else flag or any(map(is_wide, given))
 
 
 def narrow(leaf: _T) -> _T | torch.Tensor | jax.Array:
-    """Of 64 bits, 32."""
+    """Return a tensor or an array with its 64-bit dtype made 32-bit; anything else unchanged."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to(_NARROW.get(leaf.dtype, leaf.dtype))
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and is_wide(leaf):
@@ -71,6 +71,6 @@ def narrow(leaf: _T) -> _T | torch.Tensor | jax.Array:
 
 
 def canonical(x: object) -> jax.Array:
-    """An array as jit would take it: 64 bits only where x64 is on."""
+    """Return an array with the dtype that `jax.jit` would give it: 64-bit only if x64 is on."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jax.dtypes.canonicalize_dtype(x.dtype))

@@ -1,7 +1,7 @@
-"""Whether the storage of a tensor still holds all elements of the tensor.
+"""Check that the storage of a tensor still holds all elements of the tensor.
 
-`tensor.untyped_storage().resize_()` frees a storage or makes it smaller (FSDP and offloading do), and the tensors over the storage keep
-their shapes. A program that reads a tensor by its address would then read memory that belongs to nobody.
+`tensor.untyped_storage().resize_()` frees a storage or shrinks it (FSDP and offloading do), but tensors over the storage keep their shapes.
+A program that reads such a tensor by its address would read freed memory.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-# One C call for each tensor. torch.UntypedStorage has its length in bytes.
+# Each of these is one C call per tensor. The length of a torch.UntypedStorage is its size in bytes.
 storage_of, offset_of = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
 _bytes_of, _is_contiguous = torch.Tensor.nbytes.__get__, torch.Tensor.is_contiguous  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def shortage(tensor: torch.Tensor) -> str:
-    """Return why the elements of a tensor cannot be read, for an error text; '' where its storage reaches to the last of them.
+    """Return why the elements of a tensor cannot be read, for an error message; '' if the storage holds them all.
 
-    A tensor without a storage of its own (sparse, or a subclass that wraps other tensors) lacks nothing.
+    A tensor without a storage of its own (sparse, or a subclass that wraps other tensors) counts as readable.
     """
     try:
         held = len(storage_of(tensor))
@@ -32,7 +32,7 @@ def shortage(tensor: torch.Tensor) -> str:
 
 
 def bytes_needed(tensor: torch.Tensor) -> int:
-    """Return how many bytes a storage needs to hold the last element of the tensor; 0 for a tensor without elements."""
+    """Return how many bytes a storage needs to hold the last element of the tensor; 0 if the tensor has no elements."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -40,11 +40,11 @@ def bytes_needed(tensor: torch.Tensor) -> int:
 
 
 def first_short(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Return the position of the first tensor with a `shortage`; None where there is none."""
+    """Return the position of the first tensor whose elements cannot be read; None if all can."""
     try:
         whole = not any(map(offset_of, tensors)) and all(map(_is_contiguous, tensors))
         if whole and list(map(len, map(storage_of, tensors))) == list(map(_bytes_of, tensors)):
             return None
-    except RuntimeError:  # one has no storage
+    except RuntimeError:  # a tensor has no storage
         pass
     return next((i for i, tensor in enumerate(tensors) if shortage(tensor)), None)

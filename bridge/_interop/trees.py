@@ -1,4 +1,4 @@
-"""Pytrees, modules and module trees between torch and jax: the public functions."""
+"""The public functions that convert pytrees and modules between torch and jax."""
 
 from __future__ import annotations
 
@@ -19,36 +19,46 @@ from .containers import holds
 
 
 def module_tree(module: torch.nn.Module, copy: bool | None = False) -> dict[str, Any]:
-    """The module's parameters as a nested dict of `jax.Array`s over the same memory (no copy).
+    """Return the module's parameters as a nested dict of `jax.Array`s over the same memory.
 
-    `copy` is that of `to_jax`: False: an error for a parameter that jax cannot see as it lies, such as one from a file that begins at no
-    multiple of 64 bytes. None: a copy of that parameter. True: a copy of all.
+    A tied parameter appears once, under its first name, as in `module.named_parameters()`. `tied_names` lists the other names.
+    Call it again after every write by torch: jax may have cached the values that it read before.
 
-    A tied parameter appears once, under its first name, as in `module.named_parameters()`; `tied_names` says which.
-    Import afresh after every torch write: jax may have cached what it read before.
+    Args:
+      module: The module.
+      copy: As in `to_jax`. False: raise an error for a parameter that jax cannot view, for example one loaded from a file at an address
+        that is not aligned to 64 bytes. None: copy such a parameter. True: copy all parameters.
+
+    Returns:
+      A nested dict: 'head.weight' is at ['head']['weight']. Each array aliases its parameter, unless it was copied.
 
     Raises:
-      ValueError: a parameter cannot be seen by jax without a copy, and copy is False; the text names it.
+      ValueError: jax cannot view a parameter without a copy, and copy is False. The text names the parameter.
     """
     return nest(dlpack.to_jax({name: p.detach() for name, p in module.named_parameters()}, copy=copy).items())
 
 
 def module_buffers(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's buffers as `module_tree` has the parameters, those left out of `state_dict` too.
+    """Return the module's buffers as a nested dict of `jax.Array`s, including buffers that `state_dict` leaves out.
 
-    No copy, but of a buffer that jax cannot see as it lies (expanded, or a part of another). Import afresh after a torch write.
+    Each array aliases its buffer. A buffer that jax cannot view (an expanded tensor, or a part of another) is copied. Call it again after
+    every write by torch.
     """
     return nest(dlpack.to_jax({name: b.detach() for name, b in module.named_buffers()}, copy=None).items())
 
 
 def write_buffers(module: torch.nn.Module, buffers: Mapping[str, Any]) -> None:
-    """Write a nested dict of arrays, as `module_function` gives it, into the module's buffers: in place, converted to their dtype.
+    """Write a nested dict of arrays, as `module_function` returns it, into the module's buffers, in place.
 
-    All is checked before anything is written.
+    Values are converted to the dtype of their buffer. Nothing is written unless all values fit.
+
+    Args:
+      module: The module.
+      buffers: A nested dict with one array for each buffer of the module.
 
     Raises:
       TypeError: buffers is no dict.
-      ValueError: a name that the module has not, one that is missing, or another shape.
+      ValueError: A name is missing, is no buffer of the module, or has another shape.
     """
     new, own = unnest(mapping(buffers, "write_buffers: buffers", "module_buffers")), dict(module.named_buffers())
     if new.keys() != own.keys():
@@ -68,22 +78,22 @@ def to_jax(tree: PyTree, copy: bool | None = False) -> PyTree:
     """View torch tensors as jax arrays, on the same device and over the same memory.
 
     Args:
-      tree: a tensor, or any pytree of jax's that holds tensors (dicts and lists with None in them, a state_dict, an Equinox
-        module, a registered dataclass, a named result of torch such as `torch.max(x, 1)`); leaves of other types come back
-        unchanged. An `nn.Module`, by itself or in the tree, becomes the nested dict of its parameters, detached, as by
-        `module_tree`. Its buffers are no parameters and are left out: `module_buffers` has them.
+      tree: A tensor, or any pytree that holds tensors (dicts and lists with None in them, a state_dict, an Equinox module, a
+        registered dataclass, a named result of torch such as `torch.max(x, 1)`). Leaves of other types come back unchanged. An
+        `nn.Module`, alone or in the tree, becomes the nested dict of its detached parameters, as by `module_tree`. Its buffers are
+        left out: `module_buffers` returns them.
       copy: False: zero-copy or an error. None: zero-copy where possible, else a copy on the same device. True: a copy.
 
     Returns:
-      `jax.Array`s of equal shape and dtype (64-bit types stay 64-bit, whatever jax's global flag says). With copy=False
-      each aliases its tensor and keeps it alive.
+      `jax.Array`s of the same shape and dtype. 64-bit types stay 64-bit, whatever jax's global flag says. An array that was not copied
+      aliases its tensor and keeps it alive.
 
     Raises:
-      ValueError: a tensor requires grad, is sparse, on the meta device, a lazy conjugate or negative, strided or
-        expanded, or not aligned to 64 bytes. The text names the leaf and what to do.
-      TypeError: a container or object that jax does not know as a pytree (deque, namespace, UserDict, distribution) holds tensors,
-        which would stay behind in silence.
-      RuntimeError: jax does not see a tensor's device.
+      ValueError: A tensor requires grad, is sparse, on the meta device, a lazy conjugate or negative, strided or expanded, or not
+        aligned to 64 bytes. The text names the leaf and the remedy.
+      TypeError: Tensors are in a container or object that is no pytree to jax (deque, namespace, UserDict, distribution). They would
+        stay torch tensors without notice.
+      RuntimeError: jax does not see the device of a tensor.
     """
     return dlpack.to_jax(tree if isinstance(tree, torch.Tensor) else _opened("to_jax", tree, torch.Tensor), copy)
 
@@ -92,30 +102,34 @@ def to_torch(tree: PyTree, copy: bool | None = False) -> PyTree:
     """View jax arrays as torch tensors, on the same device and over the same memory.
 
     Args:
-      tree: a `jax.Array`, or any pytree that holds them (an Equinox module, flax's params, an optax state); leaves of other
-        types come back unchanged, and the tree keeps its type: an Equinox module then holds tensors.
-      copy: as in `to_jax`.
+      tree: A `jax.Array`, or any pytree that holds arrays (an Equinox module, flax's params, an optax state). Leaves of other types
+        come back unchanged. The tree keeps its type: an Equinox module then holds tensors.
+      copy: As in `to_jax`.
 
     Returns:
-      Tensors of equal shape and dtype. With copy=False writing to one writes to the jax array, and jax no longer
-      donates that array while the tensor lives.
+      Tensors of the same shape and dtype. A tensor that was not copied aliases its array: a write to the tensor changes the array, and
+      jax does not donate the array while the tensor lives.
 
     Raises:
-      ValueError: the array was donated or deleted, is a tracer or sharded over several devices, or has a dtype that torch lacks.
-      TypeError: as in `to_jax`.
+      ValueError: The array was donated or deleted, is a tracer, is sharded over several devices, or has a dtype that torch lacks.
+      TypeError: As in `to_jax`.
     """
     return dlpack.to_torch(tree if isinstance(tree, jax.Array) else _opened("to_torch", tree, jax.Array), copy)
 
 
 def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
-    """Write a nested dict of arrays into the module's parameters, in place: the inverse of `module_tree`.
+    """Write a nested dict of arrays into the module's parameters, in place. This is the inverse of `module_tree`.
 
-    Parameters stay the same objects at the same addresses. The arrays (jax or numpy) are read once and not kept.
+    Parameters stay the same objects at the same addresses. The arrays are read once and not kept.
+
+    Args:
+      module: The module.
+      tree: A nested dict with a jax or numpy array for each parameter.
 
     Raises:
       TypeError: tree is no dict.
-      ValueError: a name is missing, or too many; an array has another shape, is a tracer or was donated; a dtype would lose
-        digits (float32 for a bfloat16 parameter: cast it first). Nothing is changed then.
+      ValueError: A name is missing or unknown; an array has another shape, is a tracer or was donated; or a dtype would lose digits
+        (float32 for a bfloat16 parameter: cast it first). Nothing is changed then.
     """
     what = "load_module_tree"
     given = {name: x for name, x in unnest(mapping(tree, f"{what}: tree", "module_tree")).items() if x is not None}
@@ -141,7 +155,7 @@ def load_module_tree(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
 
 
 def _opened(what: str, tree: PyTree, kind: type) -> PyTree:
-    """The tree with the parameters of modules in their place."""
+    """Return the tree with each module replaced by the nested dict of its parameters."""
 
     def opened(path: KeyPath, x: object) -> object:
         if isinstance(x, torch.Tensor | jax.Array):
