@@ -1,4 +1,4 @@
-"""optax's look-ahead over parameters that are no pairs."""
+"""`optax.lookahead` for plain parameters instead of pairs of fast and slow ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bridge._ir.types import PyTree
 
 
 class SlowState(NamedTuple):
-    """optax's own state, and the slow parameters that it leaves to the caller."""
+    """optax's own state, and the slow parameters, which optax leaves to the caller."""
 
     inner_state: optax.OptState
     slow: optax.Params
@@ -21,9 +21,18 @@ class SlowState(NamedTuple):
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: jax.typing.ArrayLike, reset_state: bool = False
 ) -> GradientTransformation:
-    """`optax.lookahead` over plain parameters, the fast ones: the slow ones are kept in the state as `slow`.
+    """`optax.lookahead` over plain parameters: these are the fast ones, and the state holds the slow ones as `slow`.
 
-    optax's own works on `LookaheadParams(fast, slow)`, which no torch parameter is. Arguments and numbers are optax's.
+    `optax.lookahead` itself takes `LookaheadParams(fast, slow)`, which torch parameters are not. Arguments and numbers are optax's.
+
+    Args:
+      fast_optimizer: the transformation of the fast parameters.
+      sync_period: the number of updates after which fast and slow parameters are synchronized.
+      slow_step_size: the step of the slow parameters towards the fast ones.
+      reset_state: whether synchronization resets the state of `fast_optimizer`.
+
+    Returns:
+      A transformation whose `update` needs `params`, and raises a ValueError without them.
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/_src/lookahead.py; Zhang et al., arXiv:1907.08610.
     """
@@ -31,7 +40,7 @@ def lookahead(
 
 
 def unpaired(paired: GradientTransformation) -> GradientTransformation:
-    """An `optax.lookahead` transformation as one over plain parameters."""
+    """Turn a transformation over `LookaheadParams` into one over plain parameters."""
 
     def init(params: optax.Params) -> SlowState:
         return SlowState(paired.init(optax.LookaheadParams.init_synced(params)), params)

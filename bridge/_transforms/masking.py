@@ -1,4 +1,4 @@
-"""optax transformations under masks and labels, with selectors in the place of trees of bools."""
+"""optax's masking transformations, with selectors in place of pytrees of bools and labels."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ __all__ = [
 ]
 
 
-_ABSENT = jax.ShapeDtypeStruct((), np.float32)  # stands where there is None
+_ABSENT = jax.ShapeDtypeStruct((), np.float32)  # in place of None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["elements"], meta_fields=["by_path"])
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The label of each leaf by its key path: static, so jit reads it while tracing and traces again for another.
+    """The label of each leaf by its key path. Labels are static: jit reads them while it traces, and traces again for others.
 
     `elements` holds a boolean array for each leaf of which only some elements are trained.
     """
@@ -74,24 +74,24 @@ class Labels:
 
 
 class ResolvedState(NamedTuple):
-    """optax's own `PartitionState`, and the `Labels` that init decided on."""
+    """optax's own `PartitionState`, and the `Labels` that `init` has resolved."""
 
     inner_state: optax.OptState
     labels: Any
 
 
 def masked(inner: GradientTransformation, mask: PyTree, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
-    """`optax.masked`: where the mask is False the RAW GRADIENT passes through, and is added to the parameters.
+    """`optax.masked`: where the mask is False, the RAW GRADIENT passes through as the update.
 
-    This is optax's meaning, unlike everywhere else in this project: it is for one link of a chain, such as weight decay on
-    some leaves. To leave parameters as they are, take `select` or `freeze`.
+    Only here does False have this meaning, which is optax's. Use `masked` for one transformation of a chain, such as weight decay on some
+    leaves. To leave parameters unchanged, use `select` or `freeze`.
 
     Args:
-      inner: the transformation for the leaves with True; only they have state.
-      mask: a pytree of bools over the parameters, a prefix of it, or a function from the parameters to one. Not a selector. A
-        callable pytree (an Equinox module) is a mask if it holds a bool and a function if it holds none; optax
-        takes a module without leaves, or with numbers only, for a mask that does not fit.
-      mask_compatible_extra_args: mask extra args that have the structure of the updates as well.
+      inner: the transformation for leaves with True. Only these leaves have state.
+      mask: a pytree of bools over the parameters, a prefix of one, or a function from the parameters to one; not a selector. A callable
+        pytree (an Equinox module) is a mask if it holds a bool, else a function. optax differs: it takes a module without leaves,
+        or with numbers only, for a mask that does not fit.
+      mask_compatible_extra_args: whether to mask extra args that have the structure of the updates too.
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_masking.py
     """
@@ -99,21 +99,22 @@ def masked(inner: GradientTransformation, mask: PyTree, *, mask_compatible_extra
 
 
 def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_args: bool = False) -> GradientTransformationExtraArgs:
-    """Optimize by `tx` where the mask is True; elsewhere the update is exactly zero, even for a gradient of NaN.
+    """Optimize with `tx` where the mask is True. Elsewhere the update is exactly zero, even for a gradient of NaN.
 
-    A leaf with False has no state, is in no norm that `tx` takes, and its gradient is not read. Extra args reach `tx`. In
-    a boolean array of the leaf's own shape False elements reach `tx` as zero gradients and get a zero update; their state
-    is allocated with the leaf's, and `update` finds the array in the state.
+    A leaf with False has no state and does not count in norms of `tx`, and its gradient is not read. A mask value may also be a boolean
+    array of the leaf's shape: False elements then reach `tx` as zero gradients and get a zero update. State is allocated for the whole
+    leaf, and the array is kept in the state.
 
     Args:
-      tx: any optax transformation.
-      mask: any selector (README), True = optimized; resolved when `init` sees the parameters, which may be tracers.
-      mask_compatible_extra_args: hide the frozen leaves of extra args that have the structure of the updates as well.
+      tx: any optax transformation. Extra args are passed on to it.
+      mask: any selector (README), True = optimized. It is resolved when `init` receives the parameters, which may be tracers.
+      mask_compatible_extra_args: whether to hide frozen leaves of extra args that have the structure of the updates too.
 
     Raises:
       ValueError, TypeError: from `init`, as `bridge.resolve_mask`; from `update`, for a leaf that `init` did not see.
 
-    Differs from `optax.transforms.selective_transform`: the polarity, selectors, extra args, and a spec that is asked only once.
+    Differs from `optax.transforms.selective_transform`: True means optimized, `mask` is a selector that is resolved once, and extra
+    args are passed on.
     """
 
     def resolve(params: optax.Params) -> PyTree:
@@ -123,18 +124,18 @@ def select(tx: GradientTransformation, mask: Selector, *, mask_compatible_extra_
 
 
 def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
-    """Zero update where `frozen` is True, others unchanged: a link of a chain, stateless but for what it has decided.
+    """Set updates to zero where `frozen` is True, and leave others unchanged. The only state is the resolved selector.
 
-    As the last link it freezes whatever stands before it; that still keeps state and reads gradients, which `select` avoids.
+    As the last transformation of a chain it freezes parameters, but those before it still have state and read gradients. `select` avoids
+    both.
 
     Args:
-      frozen: any selector (README), True = frozen, resolved when `init` sees the parameters. None is refused: in a
-        selector it means all, and here it reads like nothing.
+      frozen: any selector (README), True = frozen. It is resolved when `init` receives the parameters.
 
     Raises:
-      TypeError: `frozen` is None. Otherwise as `select`.
+      TypeError: `frozen` is None: a selector None means all leaves, and `frozen=None` looks like none. Otherwise as `select`.
 
-    Differs from `optax.transforms.freeze(mask)`: the argument says the polarity, selectors, extra args, and a spec that is asked only once.
+    Differs from `optax.transforms.freeze(mask)`: the argument's name says what True means, and it is a selector that is resolved once.
     """
     if frozen is None:
         raise TypeError("freeze: frozen=None says neither all nor nothing. Use True to freeze every leaf, False to freeze none.")
@@ -148,18 +149,18 @@ def freeze(*, frozen: Selector) -> GradientTransformationExtraArgs:
 def partition(
     transforms: Mapping[Any, GradientTransformation], param_labels: Selector, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformationExtraArgs:
-    """`optax.partition`, with labels from any selector, resolved once when `init` sees the parameters, and checked.
+    """`optax.partition` with labels from any selector. They are resolved once, when `init` receives the parameters, and checked.
 
     Args:
-      transforms: label -> transformation; the labels are of one type that sorts, such as strings.
-      param_labels: a pytree of labels over the parameters, a prefix of it (one label serves all), a function from the parameters
-        to one, a callable pytree that holds labels (an Equinox module), or any other selector (README).
+      transforms: label -> transformation. Labels have one type that sorts, such as str.
+      param_labels: a pytree of labels over the parameters, a prefix of one (one label serves all), a function from the parameters to one,
+        a callable pytree that holds labels (an Equinox module), or any other selector (README).
       mask_compatible_extra_args: as in `optax.partition`.
 
     Raises:
-      TypeError: labels that cannot be keys of a pytree together.
-      ValueError: from `init`: a leaf without a label, a label without a transformation, a transformation without a leaf. The
-        text names label, leaf and the nearest known labels. From `update`: a leaf that `init` did not see.
+      TypeError: the labels cannot be keys of one pytree.
+      ValueError: from `init`: a leaf without a label, a label without a transformation, or a transformation without a leaf. The
+        text names the label, the leaf and the nearest known labels. From `update`: a leaf that `init` did not see.
 
     Source: https://github.com/google-deepmind/optax/blob/v0.2.8/optax/transforms/_combining.py
     """
@@ -170,7 +171,7 @@ def partition(
 def _resolved(
     transforms: Mapping[Any, GradientTransformation], resolve: Callable[[optax.Params], PyTree], mask_compatible_extra_args: bool = False
 ) -> GradientTransformationExtraArgs:
-    """`optax.partition` by what `resolve(params)` says at init: a label for each leaf, or a boolean array of trained elements."""
+    """Return an `optax.partition` by the result of `resolve(params)` at `init`: for each leaf a label, or an array of trained elements."""
 
     def by(labels: PyTree) -> GradientTransformationExtraArgs:
         return optax.partition(transforms, lambda _: labels, mask_compatible_extra_args=mask_compatible_extra_args)
@@ -178,8 +179,8 @@ def _resolved(
     def init(params: optax.Params) -> ResolvedState:
         known_to_flax(Labels, _saved, _restored)
         if not jax.tree.leaves(params):
-            # Nothing to decide. optax's tree_map_params calls init with such a thing in the parameters' place, and maps over
-            # the real state opposite the result: one leaf, not a tree, keeps the real labels whole.
+            # optax's tree_map_params calls init with a placeholder for the parameters, and maps over the result together with the real
+            # state: one leaf in place of the labels keeps the real ones whole.
             return ResolvedState(by(params).init(params), False)
         labels = _labels(_with_absent(resolve, params))
         return ResolvedState(by(_tree(labels, params)).init(params), labels)
@@ -201,7 +202,7 @@ def _saved(labels: Labels) -> dict[str, dict[str, jax.Array]]:
 
 
 def _restored(labels: Labels, state: Mapping[str, Mapping[str, ArrayLike]]) -> Labels:
-    """Labels with the boolean arrays that flax has saved; which leaves are trained, init has decided."""
+    """Return the labels with the boolean arrays that flax has saved. The labels of leaves stay those that `init` has resolved."""
     found = {name: jnp.asarray(x) for name, x in state["elements"].items()}
     if found.keys() != labels.elements.keys():
         raise ValueError(
@@ -212,9 +213,9 @@ def _restored(labels: Labels, state: Mapping[str, Mapping[str, ArrayLike]]) -> L
 
 
 def _with_absent(resolve: Callable[[optax.Params], PyTree], params: optax.Params) -> PyTree:
-    """What `resolve` says of the params, None among them counting as leaves if it knows no answer without.
+    """Resolve over the params; if that fails, resolve again with placeholders for every None among them.
 
-    A torch optimizer shows None for parameters that are frozen or have no gradient; a pattern may be about these only.
+    A torch optimizer passes None for parameters that are frozen or have no gradient, and a pattern may match only these.
     """
     try:
         return resolve(params)
@@ -226,7 +227,7 @@ def _with_absent(resolve: Callable[[optax.Params], PyTree], params: optax.Params
 
 
 def _verdict(value: bool | np.bool_ | np.ndarray) -> object:
-    """The label for a mask's value; an array of elements stays what it is."""
+    """Return the label for a value of a mask. An array of elements is returned unchanged."""
     return value if np.ndim(value) else "trained" if value else "frozen"
 
 
@@ -241,7 +242,7 @@ def _labels(values: PyTree) -> Labels:
 
 
 def _tree(labels: Labels, like: PyTree) -> PyTree:
-    """The labels as a tree of the structure of `like`: the parameters where given, since a gradient may be None."""
+    """Return the labels in the structure of `like`: the parameters if given, since a gradient may be None."""
     known = dict(labels.by_path)
 
     def look_up(path: KeyPath, _: object) -> Hashable:
@@ -256,7 +257,7 @@ def _tree(labels: Labels, like: PyTree) -> PyTree:
 
 
 def _trained(labels: Labels, updates: optax.Updates) -> optax.Updates:
-    """The updates with zeros at the frozen elements of leaves that are masked by element."""
+    """Set updates to zero at the frozen elements of leaves that are masked by element."""
     if not labels.elements:
         return updates
 
@@ -268,7 +269,7 @@ def _trained(labels: Labels, updates: optax.Updates) -> optax.Updates:
 
 
 def _mask(spec: Selector, params: optax.Params) -> PyTree:
-    """`resolve_mask`, with optax's 0-d boolean arrays in a tree as the bools that they are."""
+    """Resolve a mask whose pytree may hold 0-d boolean arrays, as optax's may, in place of bools."""
 
     def plain(leaf: Any) -> object:
         return bool(leaf) if _is_bool(leaf) and np.ndim(leaf) == 0 and not isinstance(leaf, Tracer) else leaf
@@ -277,7 +278,7 @@ def _mask(spec: Selector, params: optax.Params) -> PyTree:
 
 
 def _plain(spec: PyTree, is_value: Callable[[object], bool]) -> PyTree:
-    """A callable pytree as what it is: a tree if it holds a value, its functions set aside; else a function and no pytree."""
+    """Make a callable pytree unambiguous: a tree with its functions removed if it holds a value, else a function that is no pytree."""
     if not callable(spec) or jax.tree_util.all_leaves([spec]):
         return spec
     if any(is_value(leaf) for leaf in jax.tree.leaves(spec)):
@@ -315,7 +316,7 @@ def _label_tree(spec: PyTree, params: optax.Params, transforms: Mapping[Any, obj
 
 
 def _prefix(spec: PyTree, params: optax.Params) -> PyTree:
-    """A tree of labels as optax reads it, where ('a', 'b') is a prefix and no list of patterns; None where it is no prefix."""
+    """Broadcast a prefix tree of labels as optax does: ('a', 'b') is a prefix here, not a list of patterns. None if it is no prefix."""
     try:
         return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), spec, params)
     except ValueError:
@@ -323,7 +324,7 @@ def _prefix(spec: PyTree, params: optax.Params) -> PyTree:
 
 
 def _check_labels(labels: PyTree, transforms: Mapping[Any, object], params: optax.Params) -> None:
-    """Each label has a transformation and each transformation a leaf; optax passes over the second in silence."""
+    """Raise if a label has no transformation or a transformation has no leaf; optax does not check the latter."""
     given = [(path_name(path), label) for path, label in jax.tree_util.tree_leaves_with_path(labels)]
     unknown = [(name, label) for name, label in given if label not in transforms]
     if unknown:
@@ -333,7 +334,7 @@ def _check_labels(labels: PyTree, transforms: Mapping[Any, object], params: opta
             f"such a label). {near(str(label), map(str, transforms))}"
         )
     used = [label for _, label in given]
-    absent = any(leaf is _ABSENT for leaf in jax.tree.leaves(params))  # those may have other labels than they show
+    absent = any(leaf is _ABSENT for leaf in jax.tree.leaves(params))  # placeholders may have other labels than they show
     idle = [label for label in transforms if label not in used and not absent]
     if idle:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Selectors: which parameters a mask, a label or a scale means."""
+"""Selectors: which parameters a mask, a label or a learning rate scale applies to."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ Kind = Literal["mask", "decay_mask", "labels", "labels_or_none", "lr_scale"]
 
 
 class Decision(NamedTuple):
-    """What a spec says of one leaf: a bool, a label or a boolean array of the leaf's shape, and the rule that said so."""
+    """The value that a selector gives one leaf (a bool, a label or a boolean array of the leaf's shape), and the rule that decided it."""
 
     value: Any
     rule: str
 
 
 class Leaves(NamedTuple):
-    """The leaves that a spec speaks about, in the order in which the answer comes back.
+    """The leaves that a selector is resolved for, in the order of the result.
 
-    `names` are dotted names; `named` is False where the caller had none and they only count positions. `tree` builds
-    the nested pytree of the leaves, for specs that are trees or callables on the tree. The spec was resolved before for
-    the first `resolved` leaves: only the others get a decision, and a pattern need not match any leaf. `by_argument_name`:
-    the name of its argument says what a function of one argument gets, the leaf's name or the tree; else it gets the tree, as in optax.
+    names: dotted names.
+    params: the leaves themselves.
+    tree: builds the nested pytree of the leaves, for selectors that are trees or functions of the tree.
+    has_names: False where the caller had no names, and `names` are only positions.
+    resolved_count: the selector was resolved before for so many of the first leaves. Only the others get a decision, and a pattern need
+      not match any leaf.
+    by_argument_name: whether a function of one argument gets the leaf's name or the tree by the name of its argument. If not, it
+      gets the tree, as in optax.
     """
 
     names: Sequence[str]
@@ -58,20 +62,20 @@ _PASS_NAMES = "Pass model.named_parameters() instead of model.parameters()."
 
 
 def column(spec: Selector, leaves: Leaves, kind: Kind = "mask", title: str | None = None) -> list[Decision]:
-    """Resolve a spec on the host, once, to one `Decision` per leaf (but the `resolved` ones).
+    """Resolve a selector on the host, once, to one `Decision` for each leaf after the first `resolved_count`.
 
     Args:
       spec: any form of the README's "Selectors".
       leaves: names, parameters and tree.
-      kind: "labels" wants hashable labels and a rule for every leaf, "labels_or_none" gives None to a leaf that no rule names;
-        the masks want bools (`mask` also boolean arrays of the leaf's own shape) and read a leaf that no rule names as False;
-        "lr_scale" wants numbers, 1 where no rule is.
-      title: what the spec is called in rules and errors; its kind if None.
+      kind: the values to expect. "labels": a hashable label for every leaf. "labels_or_none": the same, with None for a leaf that no
+        rule matches. "mask" and "decay_mask": bools, for "mask" also boolean arrays of the leaf's shape, and False for a leaf that no
+        rule matches. "lr_scale": numbers, and 1 for a leaf that no rule matches.
+      title: the name of the selector in rules and errors; its kind if None.
 
     Raises:
-      ValueError: a pattern, key, module or parameter matches no leaf; a tree has another structure; a leaf has no
-        label; a value has the wrong shape. The text names it, what was expected, and the nearest names.
-      TypeError: the spec or a value is of no known form.
+      ValueError: a pattern, key, module or parameter matches no leaf; a tree has another structure; a leaf has no label; a value has
+        the wrong shape. The text names the cause, what was expected, and the nearest names.
+      TypeError: the selector or a value has an unknown form.
     """
     title = kind.removesuffix("_or_none") if title is None else title
     decisions = _resolve(spec, leaves, kind, title)
@@ -80,7 +84,7 @@ def column(spec: Selector, leaves: Leaves, kind: Kind = "mask", title: str | Non
 
 
 def snapshot(spec: Selector) -> Selector:
-    """The spec in a form that can be resolved again: later changes of its dicts and lists do not reach it, and iterators become lists."""
+    """Copy a selector so that it can be resolved again: later changes of its dicts and lists have no effect, and iterators become lists."""
     if type(spec) is dict:
         return {key: snapshot(value) for key, value in spec.items()}
     if type(spec) in (list, tuple):
@@ -89,7 +93,7 @@ def snapshot(spec: Selector) -> Selector:
 
 
 def reads_names(spec: Selector) -> bool:
-    """Whether a spec may decide by the names of parameters: all do but values for all, modules, and the parameters themselves."""
+    """Return whether a selector may depend on names. Values for all leaves, modules and parameters do not."""
     if type(spec) in (list, tuple, set):
         pairs = all(isinstance(item, tuple) and len(item) == 2 for item in spec)
         return any(not isinstance(item[1], torch.nn.Parameter) and reads_names(item[0]) if pairs else reads_names(item) for item in spec)
@@ -97,7 +101,7 @@ def reads_names(spec: Selector) -> bool:
 
 
 def _checked(decision: Decision, name: str, param: Any, kind: Kind, title: str) -> Decision:
-    """A decision with its value in the kind's own type, or the error that names leaf and rule."""
+    """Return the decision with its value in the type of its kind, or raise an error that names leaf and rule."""
     value, rule = decision
     if kind in ("labels", "labels_or_none"):
         if value is _UNMATCHED or value is None:
@@ -134,17 +138,17 @@ def _checked_elements(value: Any, rule: str, name: str, shape: tuple[int, ...]) 
             f"mask: {name!r} got an array of shape {tuple(value.shape)} and dtype {dtype} from {rule}; expected shape "
             f"{shape} and dtype bool. For rows, expand a (rows, 1) mask to the full shape."
         )
-    if hasattr(value, "full_tensor"):  # a DTensor: every process asks for all of it
+    if hasattr(value, "full_tensor"):  # a DTensor: every process needs the whole mask
         value = value.full_tensor()
     if isinstance(value, torch.Tensor) and (why := shortage(value)):
         raise ValueError(f"mask: the tensor for {name!r} from {rule} cannot be read: {why}. Give a mask whose storage is whole.")
     array = value.detach().cpu().clone().numpy() if isinstance(value, torch.Tensor) else np.array(value)
-    # All True and all False are plain masks: no array rides along, and False allocates no state.
+    # Arrays that are all True or all False become bools: no array is stored then, and False allocates no state.
     return Decision(bool(array.flat[0]) if array.size and array.all() == array.any() else array, rule)
 
 
 def _resolve(spec: Selector, leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
-    """Dispatch on the form of the spec; the order matters (an Equinox module is both a callable and a pytree)."""
+    """Resolve a selector by its form. The order of the checks matters: an Equinox module is both a callable and a pytree."""
     if spec is None:
         value = True if kind in ("mask", "decay_mask") else _UNMATCHED
         return [Decision(value, f"{where}=None")] * len(leaves.names)
@@ -157,7 +161,7 @@ def _resolve(spec: Selector, leaves: Leaves, kind: Kind, where: str) -> list[Dec
         return _picked(_owned(spec.parameters(), leaves, rule), leaves, rule)
     if isinstance(spec, Mapping):
         if any(item is None or _is_node(item) for item in spec.values()) and _fits(spec, leaves):
-            return _by_tree(spec, leaves, where)  # lists or None below: only jax tells them from values
+            return _by_tree(spec, leaves, where)  # with lists or None below, which only jax tells from values
         return _by_prefix(spec, leaves, where)
     if (isinstance(spec, Iterable) and not _is_node(spec)) or type(spec) in (list, tuple, set):
         return _by_sequence(spec, leaves, kind, where)
@@ -177,7 +181,10 @@ def _picked(hits: set[int], leaves: Leaves, rule: str) -> list[Decision]:
 
 
 def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set[int]:
-    """Indices of the names that a glob (whole name, case counts) or a regex (`search`) matches, with or without wrappers; never none."""
+    """Return the indices of names that match a glob (whole name, case-sensitive) or a regex (`search`), with or without wrappers.
+
+    Raise a ValueError where none matches.
+    """
     if not leaves.named:
         raise ValueError(f"{where}: the pattern {_show(pattern)} needs parameter names. {_PASS_NAMES}")
     matches = pattern.search if isinstance(pattern, re.Pattern) else functools.partial(fnmatch.fnmatchcase, pat=pattern)
@@ -191,7 +198,7 @@ def _matching(pattern: str | re.Pattern[str], leaves: Leaves, where: str) -> set
 
 
 def _owned(params: Iterable[object], leaves: Leaves, rule: str) -> set[int]:
-    """Indices of the leaves that are these very objects; a frozen module may hold others, but not only others."""
+    """Return the indices of leaves that are among these objects. A module may hold frozen parameters too, but not only those."""
     index = {id(param): i for i, param in enumerate(leaves.params)}
     given = list(params)
     hits = {index[id(param)] for param in given if id(param) in index}
@@ -201,7 +208,7 @@ def _owned(params: Iterable[object], leaves: Leaves, rule: str) -> set[int]:
 
 
 def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
-    """A list of patterns, of parameters (or (name, parameter) pairs), or of (selector, value), first match winning."""
+    """Resolve a list of patterns, of parameters or (name, parameter) pairs, or of (selector, value) pairs where the first match wins."""
     items = list(spec)
     if not items:
         raise ValueError(f"{where}: an empty list selects nothing. Use False to freeze all, None to take all.")
@@ -213,7 +220,7 @@ def _by_sequence(spec: Iterable[Any], leaves: Leaves, kind: Kind, where: str) ->
         return _picked(_owned(items, leaves, rule), leaves, rule)
     pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
     if all(isinstance(item, bool | np.bool_) or _is_array(item) for item in jax.tree.leaves(items)) and (not pairs or _fits(spec, leaves)):
-        return _by_tree(spec, leaves, where)  # [(True, False), ...] over [(w, b), ...]: a selector is never only bools
+        return _by_tree(spec, leaves, where)  # as [(True, False), ...] over [(w, b), ...]: a list of bools is never a list of selectors
     if pairs:
         if all(isinstance(item[1], torch.nn.Parameter) for item in items):
             return _by_sequence([param for _, param in items], leaves, kind, where)
@@ -248,9 +255,9 @@ def _first_match(pairs: Sequence[tuple[Selector, object]], leaves: Leaves, kind:
 
 
 def _by_prefix(spec: Mapping[Any, object], leaves: Leaves, where: str) -> list[Decision]:
-    """A dict by module-path prefix, nested or dotted; the longest matching key wins and '' is every leaf.
+    """Resolve a dict by module-path prefix, nested or dotted. The longest matching key wins, and '' matches every leaf.
 
-    A dict that holds dicts is read as a tree over the parameters: then every leaf must be covered.
+    A dict that holds dicts is a tree over the parameters, and every leaf must be covered.
     """
     used: set[str] = set()
     flat = dict(_flat_items(spec, ()))
@@ -283,7 +290,15 @@ def _flat_items(spec: Mapping[Any, object], path: tuple[str, ...]) -> Iterable[t
 
 
 def _longest_prefix(flat: dict[str, object], known: dict[str, str], names: tuple[str, str], used: set[str], where: str) -> Decision:
-    """The value of the longest key that is a prefix of the name, given or without wrappers; `known`: the key of each form of it."""
+    """Return the value of the longest key that is a prefix of a name, with or without wrappers.
+
+    Args:
+      flat: values by key.
+      known: the key of each form of a key.
+      names: the name with and without wrappers.
+      used: receives the keys that match.
+      where: the name of the selector in the rule.
+    """
     prefixes = [parts[:n] for parts in (name.split(".") for name in dict.fromkeys(names)) for n in range(len(parts) + 1)]
     matching = [known[prefix] for prefix in map(".".join, sorted(prefixes, key=len, reverse=True)) if prefix in known]
     used.update(matching)
@@ -297,7 +312,7 @@ def _prefixes(names: Sequence[str]) -> set[str]:
 
 
 def _broadcast(spec: PyTree, tree: PyTree) -> PyTree:
-    """The values of a prefix tree, one for each leaf of the full one; a ValueError where it is no prefix."""
+    """Broadcast a prefix tree of values to the full tree. Raise a ValueError where it is no prefix."""
     values: list[object] = []
     jax.tree.map(lambda value, part: values.extend([value] * len(jax.tree.leaves(part))), spec, tree, is_leaf=_is_value)
     return jax.tree.unflatten(jax.tree.structure(tree), values)
@@ -316,7 +331,7 @@ def _fits(spec: PyTree, leaves: Leaves) -> bool:
 
 
 def _by_tree(spec: PyTree, leaves: Leaves, where: str) -> list[Decision]:
-    """A pytree of values over the parameters' tree, or a prefix of it."""
+    """Resolve a pytree of values over the parameters' tree, or a prefix of it."""
     tree = leaves.tree()
     try:
         full = _broadcast(spec, tree)
@@ -333,7 +348,7 @@ def _by_tree(spec: PyTree, leaves: Leaves, where: str) -> list[Decision]:
 
 
 def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
-    """A tree of other nodes (an Equinox module) as a dict by name, if its attributes have the parameters' names and leave none out."""
+    """Return a tree of other nodes (an Equinox module) as a dict by name, or None where its names do not cover the parameters."""
     flat = jax.tree_util.tree_flatten_with_path(spec, is_leaf=_is_value)[0]
     named = {path_name(path): value for path, value in flat if not callable(value)}
     names = without_wrappers(leaves.names)
@@ -344,8 +359,8 @@ def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
 
 
 def _by_call(spec: Callable[..., object], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
-    """(name, param) -> value or (name) -> value per leaf, or (tree) -> tree."""
-    title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # of a functools.partial its function's
+    """Resolve a function: (name, param) -> value or (name) -> value for each leaf, or (tree) -> tree."""
+    title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # a functools.partial has no name, but its function has
     gets = _arguments_of(spec, title, leaves, where)
     if gets == "tree":
         answer = spec(leaves.tree())
@@ -365,7 +380,7 @@ _FORMS = (
 
 
 def _arguments_of(function: Callable[..., object], title: str, leaves: Leaves, where: str) -> Literal["name", "tree", "both"]:
-    """What a selector function gets: the name and the parameter, the name, or the pytree of all parameters."""
+    """Return what a selector function expects: the name and the parameter, only the name, or the pytree of all parameters."""
     try:
         arity = required_arguments(function)
     except ValueError as error:  # some builtins have no signature
@@ -387,7 +402,7 @@ def _arguments_of(function: Callable[..., object], title: str, leaves: Leaves, w
 
 
 def required_arguments(function: Callable[..., object]) -> int:
-    """How many arguments a selector function must be given: 2 is (name, param); 1 is (tree), or where its argument says so (name)."""
+    """Count the required arguments of a selector function. 2 means (name, param); 1 means (tree), or (name) by the argument's name."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) and len(positional) < 2:
@@ -404,7 +419,7 @@ def _dtype(array: torch.Tensor | np.ndarray | jax.Array) -> str:
 
 
 def _acts(leaves: list[object]) -> bool:
-    """Whether a callable pytree with these leaves is a function, not a mask: it holds callables, or nothing at all."""
+    """Return whether a callable pytree with these leaves is a function and not a mask: it holds callables, or no leaf."""
     return not leaves or any(callable(leaf) for leaf in leaves)
 
 
@@ -417,7 +432,7 @@ def _show(pattern: str | re.Pattern[str]) -> str:
 
 
 def resolve_mask(spec: Selector, params: PyTree) -> PyTree:
-    """Resolve a mask spec to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
+    """Resolve a mask selector to a pytree of bools (or boolean arrays of the leaf's shape), True = optimized.
 
     Args:
       spec: any form of the README's "Selectors".
@@ -427,13 +442,26 @@ def resolve_mask(spec: Selector, params: PyTree) -> PyTree:
       A pytree of the structure of `params`; for a module a dict by parameter name.
 
     Raises:
-      ValueError, TypeError: as `bridge._transforms.selectors.column`.
+      ValueError: a pattern, key, module or parameter matches no leaf; a tree has another structure; a value has the wrong shape.
+        The text names the cause, what was expected, and the nearest names.
+      TypeError: the selector or a value has an unknown form.
     """
     return _resolve_tree(spec, params, "mask")
 
 
 def resolve_labels(spec: Selector, params: PyTree) -> PyTree:
-    """Resolve a label spec to a pytree of labels; as `resolve_mask`, but a leaf that no rule names is a ValueError."""
+    """Resolve a label selector to a pytree of labels.
+
+    Args:
+      spec: any form of the README's "Selectors".
+      params: as for `resolve_mask`.
+
+    Returns:
+      As `resolve_mask`, with labels.
+
+    Raises:
+      ValueError, TypeError: as `resolve_mask`; and a ValueError for a leaf that no rule matches.
+    """
     return _resolve_tree(spec, params, "labels")
 
 
