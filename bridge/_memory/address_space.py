@@ -1,4 +1,7 @@
-"""All memory of the process as one array, from which a program reads gradients where they lie."""
+"""The process's memory as one array, from which a program reads gradients by their addresses, without copying them.
+
+The array must never be read as a whole, and each address in it must belong to memory that is alive until the program has ended.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import torch
 from bridge._interop.dlpack import ALIGNMENT
 from bridge._interop.dtypes import numpy_dtype
 
-# The addresses that a process can have where pages have four levels; the first ones are nobody's.
+# The range of user addresses with four-level page tables. The first bytes belong to nobody.
 _END = 1 << 47
 BASE = ALIGNMENT
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
@@ -26,9 +29,10 @@ _address, _is_contiguous, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_conti
 
 
 class Scattered:
-    """Traced rows of one length that lie anywhere in memory.
+    """Rows of one length at any addresses, as a traced program sees them.
 
-    memory: as of `everything`. order: where each begins in `memory`, as of `bridge._compiler.passes.gather_rows`.
+    memory: The traced `process_memory`.
+    row_starts: The index in `memory` where each row begins; see `bridge._compiler.passes.gather_rows`.
     """
 
     __slots__ = ("dtype", "memory", "order", "shape")
@@ -38,7 +42,7 @@ class Scattered:
 
 
 class _Everything(np.ndarray):
-    """An array that must not be read where nobody asked: a traceback that shows variables would end the process."""
+    """An array that does not print its elements. A traceback that shows variables would otherwise crash the process."""
 
     def __repr__(self) -> str:
         return f"<all memory as {self.dtype}>"
@@ -51,25 +55,25 @@ class _Everything(np.ndarray):
 
 @functools.cache
 def everything(dtype: np.dtype) -> np.ndarray:
-    """All memory of this process as one array, which nobody may read as a whole."""
+    """Return all memory of this process as one array of this dtype. Nobody may read it as a whole."""
     size = (_END - BASE) // dtype.itemsize
     space: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(BASE)
     return _Everything((size,), dtype, space)
 
 
 class Places:
-    """From the gradients of the rows that have one to the arguments of `bridge._compiler.passes.gather_rows`: all memory, and where each
-    row begins in it.
+    """Turns gradients of a bucket's rows into the arguments of `gather_rows`: all memory, and the row starts in it.
 
-    Each is read where it lies, if it is dense in the order of its parameter's memory; else it is copied. `copies` holds those that were
-    made, until whoever called has seen the program to its end and clears it. Of a row without a gradient another's is read.
+    A gradient is read at its address if it is dense in the dimension order of its parameter's memory; otherwise it is copied. `copies`
+    holds the copies until the caller clears it, after the program has ended. For a row without a gradient, another row's gradient is
+    read.
 
     Args:
-      count: of all rows.
-      rows: those that the gradients belong to.
-      dtype: torch's.
-      order: of the dimensions of each gradient; None as they are.
-      zeros: how many stand behind where the rows begin.
+      row_count: The number of rows of the bucket.
+      rows: The row of each gradient.
+      dtype: torch's dtype of the gradients.
+      dim_orders: The order of dimensions of each gradient in its parameter's memory; None for the order that it has.
+      trailing_zeros: How many zeros follow the row starts.
     """
 
     def __init__(self, count: int, rows: Sequence[int], dtype: torch.dtype, order: Sequence[tuple[int, ...] | None], zeros: int) -> None:
@@ -93,7 +97,7 @@ class Places:
 
 
 class AllPlaces:
-    """`Places` of several packs, for one program: their arguments from the gradients of all of them."""
+    """The `RowAddresses` of several buckets, for one program: turns the gradients of all of them into arguments."""
 
     def __init__(self, places: Sequence[Places]) -> None:
         self._places = places
@@ -107,6 +111,6 @@ class AllPlaces:
 
 
 def dense(tensor: torch.Tensor, dims: tuple[int, ...] | None, size: int) -> torch.Tensor:
-    """The tensor itself if it is dense and where arrays may be, its dimensions in this order; else a copy."""
+    """Return the tensor itself if it is dense in this order of dimensions and aligned to its item size; else a copy."""
     tensor = (tensor if dims is None else tensor.permute(dims)).detach().resolve_neg().contiguous()
     return tensor if tensor.data_ptr() % size == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,6 +1,6 @@
-"""Parameters and state move into memory that jax owns, or stay where they must."""
+"""Move parameters and state into memory that jax owns, so that a program can donate it, or say why a tensor cannot move."""
 
-# jax and torch declare some of the functions used here in part.
+# jax and torch annotate some of these functions only in part.
 # pyright: reportUnknownMemberType=false
 # Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
@@ -28,10 +28,12 @@ from .ownership import is_owned
 
 
 class Placement(NamedTuple):
-    """How one tensor takes part: `memory` None means that results are copied into the tensor's own storage.
+    """The memory of a tensor after `adopt`.
 
-    `order` permutes the tensor's dimensions to the order of its memory (None: as they are); `why` is for the report;
-    `row` is the tensor's in a pack.
+    jax_buffer: The buffer that the tensor aliases; None if results are copied into the tensor's own storage.
+    dim_order: The permutation of the tensor's dimensions to their order in memory; None if they are in order.
+    reason: Why the tensor is where it is, for `report()`.
+    bucket_row: The row of the bucket that the tensor aliases; None if the tensor has a buffer of its own.
     """
 
     memory: Memory | None
@@ -53,25 +55,25 @@ def place(
     back: tuple[Memory, int] | None = None,
     ahead: Ahead | None = None,
 ) -> Placement:
-    """Move a parameter's bytes into jax-owned memory that it then looks into, where it owns its storage alone.
+    """Move a parameter's bytes into jax-owned memory that the parameter then aliases.
 
-    The tensor keeps shape, strides, dtype, device, values and identity; its `data_ptr` changes once. A tensor that is
-    in such memory already is left there. A tensor that shares its storage (a view, an alias, shared memory, a slice of
-    a flat buffer) or is not dense is left alone: replacing it would cut it off from the other holders.
+    The tensor keeps shape, strides, dtype, device, values and identity; its `data_ptr` changes once. A tensor that aliases jax-owned memory
+    already stays there. A tensor that is not dense or shares its storage (a view, an alias, shared memory, a slice of a flat buffer) stays
+    as it is: moving it would separate it from the tensors that share its storage.
 
     Args:
-      tensor: a dense CPU or CUDA tensor; a leaf, or detached.
+      tensor: A dense CPU or CUDA tensor, a leaf or detached.
       writeback: "inplace", or "copy" to leave every tensor where it is.
-      alone: whether a tensor that lies in a pack must have a memory of its own.
-      back: the row of a pack that is the tensor's; it returns there if it fits and no tensor looks into that row.
-      ahead: where the tensor's copy may have been begun.
+      needs_own_buffer: Whether a tensor in a row of a bucket must move to a buffer of its own.
+      previous_row: A bucket and the tensor's row in it. The tensor returns there if it fits and no tensor aliases that row.
+      prefetcher: The `CopyPrefetcher` that may have started a copy of the tensor.
     """
     order = dense_order(tensor)
     dims = None if order is None or order == tuple(range(tensor.ndim)) else order
     known, row = located(tensor)
     if known is not None and (row is None or not alone or writeback == "copy"):
         if row is not None:
-            known.holders[row] = weakref.ref(tensor)  # another may have looked there
+            known.holders[row] = weakref.ref(tensor)  # another tensor may have been there
         return Placement(known, dims, IN_PLACE, row) if writeback == "inplace" else Placement(None, dims, "asked for")
     copy = None if ahead is None else ahead.take(tensor)
     why = "asked for" if writeback == "copy" else cannot_own(tensor) if copy is None else ""
@@ -89,7 +91,7 @@ def place(
 
 
 def fits(tensor: torch.Tensor, memory: Memory, row: int) -> bool:
-    """Whether the row is as long as the tensor, of its dtype and device, and no tensor looks into it."""
+    """Return whether a row has the tensor's length, dtype and device, and no tensor aliases it."""
     if memory.lengths is None or memory.array.is_deleted() or row in memory.windows:
         return False
     same = np.dtype(memory.array.dtype) == numpy_dtype(tensor.dtype) and memory.array.devices() == {device_of(tensor)}
@@ -97,11 +99,11 @@ def fits(tensor: torch.Tensor, memory: Memory, row: int) -> bool:
 
 
 def pack(groups: Sequence[Sequence[torch.Tensor]]) -> list[Memory]:
-    """Move small tensors, each the only holder of its storage, side by side into the rows of new memories: those of a group into one.
+    """Move small tensors into the rows of new buckets.
 
-    Tensors of a group have one dtype and device. Each row begins at a multiple of 64 bytes, and each tensor gets a torch storage of
-    exactly its own bytes: saving one saves no other. Shape, strides, dtype, device, values and identity stay. The memories are there
-    at once: the system gives their pages while they are first written, which XLA does in several threads.
+    Each tensor is the only one over its storage. Tensors of a bucket have one dtype and device. Each row is aligned to 64 bytes, and each
+    tensor gets a torch storage of exactly its own bytes, so that saving one tensor does not save the others. Shape, strides, dtype, device,
+    values and identity stay. All buckets are allocated at once, because XLA then writes their pages in several threads.
     """
     kinds = [
         ((len(group), pack_width(group[0].dtype, max(tensor.numel() for tensor in group))), numpy_dtype(group[0].dtype), 0)
@@ -122,31 +124,33 @@ def _packed(tensors: Sequence[torch.Tensor], array: jax.Array) -> Memory:
 
 
 def pack_width(dtype: torch.dtype, elements: int) -> int:
-    """The elements of the shortest row that holds so many and leaves the next one aligned."""
+    """Return the least number of elements, at least as many as asked for, with which the next row of a bucket is aligned."""
     unit = max(ALIGNMENT // dtype.itemsize, 1)
     return -(-elements // unit) * unit
 
 
 def own(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Memory:
-    """A copy of the tensor's values in new jax-owned memory: its dtype and device, elements in the memory order of `like`.
+    """Return a new jax-owned buffer with the tensor's values, dtype and device; elements are in the memory order of `like`.
 
-    The buffer is flat: XLA's loops run over the innermost dimension, and a convolution's is 3 or 1 (57 ms
-    a step on ResNet-50 shapes where flat buffers take 31).
-    A 0-d tensor that is not `like` a parameter stays 0-d.
+    The array is flat, because XLA's loops run over the innermost dimension, which is only a few elements long in a convolution's weight.
+    A 0-d tensor stays 0-d unless `like` is given.
     """
     return register(_copy(tensor, like).block_until_ready())
 
 
 def _copy(tensor: torch.Tensor, like: torch.Tensor | None) -> jax.Array:
-    """What `own` holds, still being written."""
+    """Return the array of `copy_to_buffer`, which may still be being written."""
     (flat,) = operands([tensor], [None if like is None else dense_order(like)])
     return _fresh(flat.reshape(()) if like is None and not tensor.ndim else flat, device_of(tensor))
 
 
 class Ahead:
-    """Copies of parameters, begun before each parameter is to move into its own: XLA makes a copy in one thread, several in several.
+    """Starts copies of parameters before each parameter moves into its copy. XLA makes one copy in one thread, and several in several.
 
-    `most`: bytes of copies that are there before their parameters have moved. The values must not change until then.
+    The values of a parameter must not change until it has moved.
+
+    Args:
+      max_bytes: The most bytes of copies that exist before their parameters have moved.
     """
 
     def __init__(self, most: int) -> None:
@@ -155,12 +159,12 @@ class Ahead:
         self._begun: dict[int, jax.Array] = {}
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Begin the copy of a parameter that owns its storage alone: now, or when others have been taken."""
+        """Start the copy of a parameter that alone uses its storage, now or when other copies have been taken."""
         self._coming.append(tensor)
         self._go_on()
 
     def take(self, tensor: torch.Tensor) -> jax.Array | None:
-        """The copy, written; None where it was not begun. Others are begun when the next is taken: then this parameter has moved."""
+        """Return the finished copy; None if it was not started. The next call starts further copies: by then this parameter has moved."""
         self._go_on()
         copy = self._begun.pop(id(tensor), None)
         if copy is None:
@@ -171,21 +175,26 @@ class Ahead:
     def _go_on(self) -> None:
         while self._coming and self._bytes + self._coming[0].nbytes <= self._most:
             tensor = self._coming.popleft()
-            if located(tensor)[0] is None and not cannot_own(tensor):  # a tensor that reads it for the copy counts as a holder from then on
+            # Checked here, because the copy reads the tensor through a second one, which then counts as sharing its storage.
+            if located(tensor)[0] is None and not cannot_own(tensor):
                 self._begun[id(tensor)] = _copy(tensor, tensor)
                 self._bytes += tensor.nbytes
 
 
-# The address of the storage, and what is in it: address, elements, dtype and order of the dimensions.
+# The address of the storage; then address, number of elements, dtype and dimension order of the tensor.
 _Lent = tuple[int, int, int, torch.dtype, tuple[int, ...] | None]
 _lent: weakref.WeakValueDictionary[_Lent, jax.Array] = weakref.WeakValueDictionary()
 
 
 def lend(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array:
-    """A flat array over a tensor on the CPU that is only read, dimensions in this order. It holds the storage until `recall` deletes it.
+    """Return a flat array over a CPU tensor that programs only read. It keeps the storage alive until `delete_imports` deletes it.
+
+    Args:
+      tensor: The tensor.
+      dim_order: The order of its dimensions in the array; None for the order that they have.
 
     Raises:
-      ValueError: jax would copy it; see `to_jax`.
+      ValueError: jax would copy the tensor; see `to_jax`.
     """
     key = tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.numel(), tensor.dtype, order
     known = _lent.get(key)
@@ -195,21 +204,22 @@ def lend(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array:
 
 
 def recall(tensors: Iterable[torch.Tensor]) -> None:
-    """Delete the arrays of `lend` over the storages of these tensors, which are to own them alone. Who reads them lends them anew."""
+    """Delete the arrays of `import_read_only` over these tensors' storages, so that the tensors alone use them and can be adopted."""
     addresses: set[int] = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in _MAY_OWN} if _lent else set()
     for (address, *_), array in list(_lent.items()):
         if address in addresses:
             array.delete()
 
 
-_fixed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by address: those that `align` may not move
+# By address: tensors that `align_storage` cannot move.
+_fixed: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def align(tensor: torch.Tensor) -> bool:
-    """Move a CPU tensor that is only read to a multiple of 64 bytes, where it owns its storage alone; whether it moved.
+    """Move a CPU tensor that is only read to an address aligned to 64 bytes, if it alone uses its storage. Return whether it moved.
 
-    jax copies an argument that begins elsewhere, at each call. Weights in a file begin anywhere. While another tensor shares the storage,
-    the next call may ask again.
+    jax copies an unaligned argument at each call, and weights in a file may begin anywhere. If another tensor shares the storage, a later
+    call tries again.
     """
     address = tensor.data_ptr()
     if not address % ALIGNMENT or _fixed.get(address) is tensor:
@@ -225,7 +235,7 @@ def align(tensor: torch.Tensor) -> bool:
 
 
 def cannot_own(tensor: torch.Tensor) -> str:
-    """Why the tensor must keep the storage that it has, or ''."""
+    """Return why the tensor must keep its storage, or '' if it can move into jax-owned memory."""
     if type(tensor) not in _MAY_OWN:
         return f"a {type(tensor).__name__}"
     if not tensor.numel():

@@ -1,6 +1,6 @@
-"""New arrays that only jax holds."""
+"""Allocate arrays that only jax holds, so that they can be donated."""
 
-# jax and torch declare some of the functions used here in part.
+# jax and torch annotate some of these functions only in part.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from bridge._compat.types import Device
 from bridge._interop.dlpack import ALIGNMENT
 from bridge._process import default_settings
 
-_SMALL = 1 << 20  # bytes up to which a second copy costs less than compiling
+_SMALL = 1 << 20  # bytes up to which copying an array is cheaper than compiling a program that fills it
 
 
 def full(shape: tuple[int, ...], dtype: DTypeLike, value: ArrayLike, device: Device) -> jax.Array:
-    """A new array of one value that only jax holds; ready."""
+    """Return a new array of one value that only jax holds. The array is ready."""
     return filled([(shape, dtype, value)], device)[0].block_until_ready()
 
 
 def filled(kinds: Sequence[tuple[tuple[int, ...], DTypeLike, ArrayLike]], device: Device) -> list[jax.Array]:
-    """New arrays that only jax holds, each of one value, asked for at once: one by one two thousand took 0.5 to 1.1 s. To be waited for.
+    """Return new arrays that only jax holds, each of one value. They may not be ready. Allocating many at once is much faster.
 
     Args:
-      kinds: of each array the shape, the dtype and the value.
-      device: where they shall be.
+      fills: The shape, dtype and value of each array.
+      device: The device of the arrays.
     """
     keys = [
         (tuple(shape), np.dtype(dtype), np.asarray(value, dtype).tobytes()) for shape, dtype, value in kinds
-    ]  # -0.0 is another than 0.0
+    ]  # the bytes tell -0.0 from 0.0
     values = dict(zip(keys, (value for *_, value in kinds), strict=True))
-    # The largest first: XLA writes each in one thread, and the last one has the others wait.
+    # The largest first: XLA writes each array in one thread, and the others would wait for a large last one.
     in_turn = sorted(range(len(keys)), key=lambda i: -math.prod(keys[i][0]) * keys[i][1].itemsize)
     with default_settings(), jax.default_device(device):
         copied = {key: jax.device_put(x, device) for key in values if (x := _copied(key, values[key], device)) is not None}
@@ -49,7 +49,7 @@ def filled(kinds: Sequence[tuple[tuple[int, ...], DTypeLike, ArrayLike]], device
 
 
 def _copied(key: tuple[tuple[int, ...], np.dtype, bytes], value: ArrayLike, device: Device) -> np.ndarray | None:
-    """What an array of one value is to be copied from, with no program: on a CPU zeros, and few of another; None where one must fill it."""
+    """Return a host array to copy, which needs no program: zeros, or a small array of another value. None if a program must fill it."""
     shape, dtype, of_one = key
     size = math.prod(shape) * dtype.itemsize
     if device.platform != "cpu":
@@ -63,7 +63,7 @@ _zero_pages = np.zeros(0, np.uint8)
 
 
 def _zeros(size: int) -> np.ndarray:
-    """So many zero bytes, aligned, to be read alone: their pages are then the system's one page of zeros."""
+    """Return so many aligned, read-only zero bytes. The system maps all their pages to its one page of zeros."""
     global _zero_pages
     zeros = _zero_pages
     if len(zeros) < size:
@@ -74,27 +74,27 @@ def _zeros(size: int) -> np.ndarray:
 
 
 def constant(values: np.ndarray, device: Device) -> np.ndarray | jax.Array:
-    """An argument that stays the same from call to call: on a device that has memory of its own, there."""
+    """Return an argument that stays the same from call to call: on the device, unless that is the CPU."""
     return values if device.platform == "cpu" else _fresh(values, device).block_until_ready()
 
 
 def _fresh(values: np.ndarray | jax.Array, device: Device) -> jax.Array:
-    """A copy of an array that only jax holds. To be waited for, because torch may write into it.
+    """Return a copy of an array that only jax holds. The caller must wait for it, because torch may write into it.
 
-    jnp.array would compile a program for each shape, which takes the new pages in one thread; here XLA copies in several.
+    jnp.array would compile a program for each shape, which touches the new pages in one thread. Here XLA copies in several.
     """
     with default_settings():
         return jax.device_put(jax.device_put(values, device), device, may_alias=False)
 
 
 def return_freed() -> None:
-    """Give the pages of freed torch buffers back to the system, where the C library can, and to the GPU.
+    """Give the memory of freed torch buffers back to the system and to the GPU.
 
-    Adoption frees each parameter's old buffer, and compiling frees a lot: glibc keeps those pages in its arenas, and the
-    state that is allocated next would come on top of them (2140 MiB at the peak for GPT-2 small, 1986 without).
+    Adoption frees each parameter's old buffer, and compiling frees a lot. glibc keeps those pages in its arenas, and state that is
+    allocated next would come on top of them.
     """
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # what torch's allocator keeps jax's cannot have
+        torch.cuda.empty_cache()  # jax's allocator cannot use what torch's allocator keeps
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

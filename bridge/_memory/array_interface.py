@@ -1,6 +1,6 @@
-"""Memory as numpy sees it: arrays over tensors, and tensors over jax arrays, without DLPack."""
+"""Arrays over tensors and tensors over jax arrays, by numpy's and CUDA's array interfaces, without DLPack."""
 
-# jax and torch declare some of the functions used here in part.
+# jax and torch annotate some of these functions only in part.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from bridge._interop.dtypes import EXTENSION_DTYPES, numpy_dtype
 
 
 class _Bytes:
-    """The memory of a contiguous tensor on the CPU as numpy takes it: an array over it holds the tensor.
+    """The array interface of a contiguous CPU tensor. An array over it keeps the tensor alive.
 
-    `Tensor.numpy()` would forbid to resize the storage from then on, and libraries free gradients and batches in that way.
+    `Tensor.numpy()` would forbid resizing the storage from then on, and libraries free gradients and batches by resizing their storages.
     """
 
     __slots__ = ("__array_interface__", "_tensor")
@@ -31,10 +31,10 @@ class _Bytes:
 
 
 def host_view(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor on the CPU as an array over the same memory, which it keeps alive; of a copy where the tensor is not contiguous.
+    """Return an array over the memory of a CPU tensor, which the array keeps alive. If the tensor is not contiguous, it is a copy.
 
     Raises:
-      ValueError: the elements cannot be read; see `with_memory`.
+      ValueError: The elements cannot be read; see `with_dense_storage`.
     """
     tensor = with_memory(tensor)
     if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
@@ -48,21 +48,23 @@ def host_view(tensor: torch.Tensor) -> np.ndarray:
 
 @functools.cache
 def _bits(dtype: torch.dtype) -> str:
-    """How numpy's array interface calls a type, or for a type that only ml_dtypes has, its bits."""
+    """Return the type string of a dtype in numpy's array interface. A dtype that only ml_dtypes has is given as integers of its width."""
     return numpy_dtype(EXTENSION_DTYPES[dtype][0] if dtype in EXTENSION_DTYPES else dtype).str
 
 
-# The array interfaces know no bfloat16 or float8: their bits travel as integers of the same width.
+# Array interfaces have no bfloat16 or float8: these travel as integers of the same width.
 _BITS = {np.dtype(dtype): (numpy_dtype(bits), extension) for extension, (bits, dtype) in EXTENSION_DTYPES.items()}
 
 
 class Window:
-    """Some bytes on a device as numpy or CUDA see them: a tensor over it keeps it alive, and it the owner.
+    """The array interface of some bytes on a device. A tensor over it keeps it alive, and it keeps the owner alive.
 
     Args:
-      owner: what holds the memory; None where whoever uses the window does.
-      address: of the first byte; `shape`: of C-contiguous elements of `dtype`, numpy's or ml_dtypes'.
-      device: torch's, the CPU or a GPU.
+      owner: The object that holds the memory; None if the user of the interface holds it.
+      address: The address of the first byte.
+      shape: The shape of the C-contiguous elements.
+      dtype: Their numpy or ml_dtypes dtype.
+      device: torch's device, the CPU or a GPU.
     """
 
     def __init__(self, owner: object, address: int, shape: tuple[int, ...], dtype: DTypeLike, device: torch.device) -> None:
@@ -76,7 +78,7 @@ class Window:
             self.__cuda_array_interface__ = interface
 
     def tensor(self) -> torch.Tensor:
-        """A tensor with a storage of its own, over exactly these bytes; over none of anyone's where the shape has no elements."""
+        """Return a tensor whose storage is exactly these bytes. If the shape has no elements, the tensor has memory of its own."""
         shape = self._interface["shape"]
         if not math.prod(shape):
             view = torch.from_numpy(np.zeros(shape, self._bits)).to(self._device)

@@ -1,4 +1,4 @@
-"""Tensors as arguments of a compiled program, and its results as tensors, by the cheapest route."""
+"""Turn tensors into arguments of an executable, and its results into tensors, without copies where that is possible."""
 
 # Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
@@ -27,7 +27,7 @@ from .array_interface import Window, host_view
 
 
 def results(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
-    """Tensors over what a program has just returned: as `to_torch`, without its questions, which take a microsecond each."""
+    """Return tensors over the results of an executable. This is `to_torch` without its checks."""
     calls = _cpu_calls() if on_cpu else None
     if calls is None:
         return list(map(_exporter(), arrays))
@@ -35,14 +35,14 @@ def results(arrays: Sequence[jax.Array], on_cpu: bool) -> list[torch.Tensor]:
     return list(map(from_capsule, map(to_capsule, arrays, repeat(None))))
 
 
-Argument: TypeAlias = jax.Array | np.ndarray  # of a compiled program
+Argument: TypeAlias = jax.Array | np.ndarray  # of an executable
 _stride, _is_contiguous = torch.Tensor.stride, torch.Tensor.is_contiguous
 
 
 class Views:
-    """From addresses on the CPU to flat numpy views of so many elements there, a third of what torch's `numpy()` costs.
+    """Turns addresses on the CPU into flat numpy arrays over the elements there, which is cheaper than torch's `numpy()`.
 
-    A view owns nothing: whoever passes it to a call holds the memory until that call has ended.
+    The arrays keep nothing alive: the caller of an executable holds the memory until the call has ended.
     """
 
     def __init__(self, avals: Sequence[jax.ShapeDtypeStruct | jax.core.ShapedArray]) -> None:
@@ -54,22 +54,23 @@ class Views:
         self.buffers: Callable[[Iterable[int]], Iterable[Any]] = functools.partial(map, call, makers)  # of addresses
         self.over: Callable[[Iterable[Any]], Iterable[np.ndarray]] = functools.partial(
             map, np.ndarray, [(count,) for count in counts], dtypes
-        )  # those
+        )  # of the buffers
 
     def __call__(self, addresses: Iterable[int]) -> list[np.ndarray]:
         return list(self.over(self.buffers(addresses)))
 
 
 class Operands:
-    """`operands` of tensors on the CPU whose shapes and dtypes are known: of plain ones in a third of the time.
+    """Does what `as_call_arguments` does, faster, for CPU tensors whose shapes and dtypes are known.
 
-    The memory of plain tensors is only looked at. The caller knows that their storages hold them (`backing`), and holds the tensors
-    until the program has ended.
+    The arguments are views that keep nothing alive. The caller has checked that the storages hold the tensors, or gives their sizes,
+    and holds the tensors until the program has ended.
 
     Args:
-      shapes, dtypes: of the tensors.
-      order: of the dimensions of each in memory; None as they are.
-      needed: how many bytes the storage of each must have, where the caller does not know: it may have been freed or made smaller.
+      shapes: The shape of each tensor.
+      dtypes: The dtype of each tensor.
+      dim_orders: The order of each tensor's dimensions in memory; None for the order that they have.
+      min_storage_bytes: How many bytes the storage of each tensor must have. Needed if the storage may have been freed or shrunk.
     """
 
     def __init__(
@@ -96,15 +97,15 @@ class Operands:
         ):
             try:
                 addresses = list(map(torch.Tensor.data_ptr, tensors))
-            except RuntimeError:  # one has no memory
+            except RuntimeError:  # a tensor has no memory
                 addresses = [0]
             if all(addresses):
-                return list(self._views.over(self._views.buffers(addresses)))  # as its call, which would be a frame more
+                return list(self._views.over(self._views.buffers(addresses)))  # a call of `_views` would be one more frame
         return operands(tensors, self._order)
 
 
 def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions lie in this order."""
+    """Return the strides of a dense tensor whose dimensions have this order in memory."""
     strides, step = [0] * len(order), 1
     for d in reversed(order):
         strides[d], step = step, step * shape[d]
@@ -112,32 +113,36 @@ def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, .
 
 
 def operands(tensors: Sequence[torch.Tensor], order: Sequence[tuple[int, ...] | None]) -> Sequence[Argument]:
-    """The tensors as flat arguments of one compiled call, elements in the dimension order given, by the cheapest route.
+    """Return the tensors as flat arguments of one call, with elements in the given order of dimensions.
 
-    Zero-copy where jax can alias the memory, else copied: the caller only reads them. On the CPU a numpy view passed
-    straight to the call costs a third of an import. The tensors must stay unchanged until the call has ended.
+    An argument aliases its tensor if jax can do that, and is a copy otherwise. The tensors must stay unchanged until the call has ended. On
+    the CPU, a numpy view passed to the call is cheaper than an import by DLPack.
     """
     if tensors and tensors[0].device.type != "cpu":
-        # Each export orders jax's stream after torch's current one.
+        # Each export makes jax's stream wait for torch's current one.
         flat = [(t if d is None else t.permute(d)).detach().reshape(-1) for t, d in zip(map(with_memory, tensors), order, strict=True)]
         return [_tensor_to_jax(t, None, "") for t in flat]
     return [host_view(t if d is None else with_memory(t).detach().permute(d)).reshape(-1) for t, d in zip(tensors, order, strict=True)]
 
 
 _address, _strides, _is_neg, _is_conj = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_conj
-_PLACES = 8  # of one argument that are remembered: more only where memory is given out anew at every step
+_PLACES = 8  # addresses remembered for one argument; more occur only if memory moves at every step
 
 
 def alias(tensor: torch.Tensor) -> jax.Array:
-    """A flat array over the bytes of a contiguous tensor that is not empty; it keeps nothing alive and orders no streams."""
+    """Return a flat array over the bytes of a contiguous tensor with elements. It keeps nothing alive and orders no streams."""
     with torch.inference_mode(False):
         return to_jax(Window(None, tensor.data_ptr(), (tensor.numel(),), numpy_dtype(tensor.dtype), tensor.device).tensor())
 
 
 class Borrowed:
-    """As `call_arguments.operands` of tensors on one GPU, for so many arguments, with their dimensions in the order given.
+    """Does what `as_call_arguments` does for tensors on one GPU, with remembered imports.
 
-    jax's stream is not put behind torch's: whoever calls a program also passes it what `dlpack.behind_torch` gives.
+    jax's stream does not wait for torch's. The caller passes the result of `dlpack.torch_stream_token` to the program for that.
+
+    Args:
+      dim_orders: The order of each tensor's dimensions in memory; None for the order that they have.
+      are_complex: Whether a tensor may be complex, and then conjugated lazily.
     """
 
     def __init__(self, order: Sequence[tuple[int, ...] | None], are_complex: bool = False) -> None:
@@ -145,7 +150,7 @@ class Borrowed:
         self._known: list[dict[tuple[int, tuple[int, ...]], jax.Array]] = [{} for _ in order]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Sequence[Argument]:
-        if any(map(_is_neg, tensors)) or (self._complex and any(map(_is_conj, tensors))):  # what lies there is not what they are
+        if any(map(_is_neg, tensors)) or (self._complex and any(map(_is_conj, tensors))):  # the bytes are not the values
             return operands(tensors, self._order)
         try:
             return list(map(getitem, self._known, zip(map(_address, tensors), map(_strides, tensors), strict=True)))
@@ -166,7 +171,14 @@ class Borrowed:
 
 
 class PaddedOperands(Operands):
-    """As `Operands`, those at some positions copied to rows of more elements, `longer`, with zeros behind the elements of the tensor."""
+    """`CpuArguments` that copies the tensors at some positions to longer rows, with zeros behind their elements.
+
+    Args:
+      shapes: The shape of each tensor.
+      dtypes: The dtype of each tensor.
+      dim_orders: The order of each tensor's dimensions in memory; None for the order that they have.
+      padded_lengths: The length of the row by position.
+    """
 
     def __init__(
         self,
@@ -175,7 +187,7 @@ class PaddedOperands(Operands):
         order: Sequence[tuple[int, ...] | None],
         longer: Mapping[int, int],
     ) -> None:
-        with torch.inference_mode(False):  # else no later step could write to them
+        with torch.inference_mode(False):  # a later step could not write to inference tensors
             self._rows = {at: (torch.zeros(length, dtype=dtypes[at]), order[at]) for at, length in longer.items()}
         super().__init__(
             [(longer[at],) if at in longer else shape for at, shape in enumerate(shapes)],

@@ -1,6 +1,6 @@
-"""Memory that jax owns and torch tensors look into: which there is, who looks there, and what becomes of it."""
+"""Buffers that jax owns and torch tensors alias: which exist, which tensors alias them, and where they are after a donation."""
 
-# jax and torch declare some of the functions used here in part.
+# jax and torch annotate some of these functions only in part.
 # pyright: reportUnknownMemberType=false
 # Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
@@ -36,15 +36,17 @@ _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionar
 
 
 class Memory:
-    """One jax-owned buffer that torch tensors look into.
+    """One jax-owned buffer that torch tensors alias.
 
-    `array` is the jax array that owns the bytes now; each donated call ends by putting its result here. The torch
-    storages hold this object, so that parameters outlive the optimizer, and the object holds the array.
+    The torch storages hold this object, and it holds the array, so parameters outlive their optimizer. A program is called with the donated
+    `array`, and its result becomes the new `array`.
 
-    `lengths`: of a pack, how many elements of each row are a tensor's, the rest being padding; None for one tensor's
-    memory. `windows`: by row, through what a torch storage looks into it; `holders`: the tensor that is to look there.
-    `all_windows`: every window that looks into the bytes where they are now. `hold`: where `jax.live_arrays()` has handed
-    out the array since the last step, that array and a reference to its bytes.
+    array: The jax array that owns the bytes.
+    row_lengths: In a bucket, the number of elements of each row that a tensor has; the others are padding. None for one tensor's buffer.
+    aliases: The `ArrayInterface` by which a torch storage aliases each row.
+    tensor_refs: A weak reference to the tensor that belongs to each row.
+    all_aliases: Every `ArrayInterface` over the bytes at their current address.
+    pin: The array and a reference to its bytes, if `jax.live_arrays()` has returned the array since the last step.
     """
 
     __slots__ = ("__weakref__", "address", "all_windows", "array", "hold", "holders", "lengths", "windows")
@@ -59,17 +61,17 @@ class Memory:
 
     @property
     def rows(self) -> range:
-        """The rows of a pack; none where it is one tensor's memory."""
+        """The rows of a bucket; an empty range for one tensor's buffer."""
         return range(0 if self.lengths is None else len(self.lengths))
 
     @property
     def kept(self) -> object:
-        """The reference to the bytes of the array; None where there is none, or it is to an earlier array."""
+        """The reference to the bytes of the current array; None if there is none."""
         return self.hold[1] if self.hold is not None and self.hold[0] is self.array else None
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing keeps the bytes: the array was deleted or donated, and no result has come."""
+        """Whether the bytes are lost: the array was deleted or donated, no result has replaced it, and nothing pins the bytes."""
         return self.array.is_deleted() and self.kept is None
 
     @property
@@ -77,13 +79,16 @@ class Memory:
         return math.prod(self.array.shape[1:]) * self.array.dtype.itemsize
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that look into the rows of a pack."""
+        """Return the tensors of a bucket's rows that are alive."""
         return [tensor for tensor in (holder() for holder in self.holders.values()) if tensor is not None]
 
     def tensor(self, device: torch.device, like: torch.Tensor | None = None, row: int | None = None) -> torch.Tensor:
-        """A torch tensor over this memory or one row of it, which it keeps alive; of the shape there, or shape and strides of `like`.
+        """Return a torch tensor over this buffer or one row of it, which keeps the buffer alive.
 
-        Where `like` is not dense, the tensor is contiguous.
+        Args:
+          device: torch's device.
+          like: A tensor whose shape and strides the new one gets; contiguous if `like` is not dense. None for the shape of the array.
+          row: The row of a bucket; None for the whole buffer.
         """
         shape = self.array.shape if row is None else self.array.shape[1:]
         view = self._view(row * self.row_bytes if row else 0, shape if like is None else (like.numel(),), device, row)
@@ -103,23 +108,24 @@ _array = attrgetter("array")
 
 
 def register(array: jax.Array, lengths: Sequence[int] | None = None) -> Memory:
-    """The memory of an array that nobody else holds, known by the address of each row from now on."""
+    """Return the buffer of an array that nobody else holds. `find_buffer` finds it by the address of each row from now on."""
     memory = Memory(array, lengths)
     _know(memory)
     return memory
 
 
-_held: weakref.WeakSet[Memory] = weakref.WeakSet()  # those with a `hold`
-_left: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()  # by id: those of an array that is no memory's any more
+_held: weakref.WeakSet[Memory] = weakref.WeakSet()  # buffers with a `pin`
+# By id: aliases of arrays that no `JaxBuffer` has any more.
+_left: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 _live_arrays = cast(Callable[[str | None], list[jax.Array]], jax.live_arrays)
 
 
 @functools.wraps(_live_arrays)
 def _holding_live_arrays(platform: str | None = None) -> list[jax.Array]:
-    """Return what `jax.live_arrays` returns, and hold the bytes that torch tensors look at: whoever has the arrays may delete them.
+    """Return what `jax.live_arrays` returns, and pin the bytes that torch tensors alias, because the caller may delete the arrays.
 
-    A reference to each array after each step would do the same, and costs some hundredths of a step's time. Another thread may step
-    meanwhile. What it donates or replaces needs no reference: no array of the list is over those bytes any more, or jax copies them.
+    Pinning each array after each step would have the same effect, but slows every step. Another thread may step at the same time. Bytes
+    that it donates or replaces need no pin: no array of the list is over them any more, or jax copies them.
     """
     arrays = _live_arrays(platform)
     for memory in _alive(_memories):
@@ -136,7 +142,7 @@ def _holding_live_arrays(platform: str | None = None) -> list[jax.Array]:
 
 
 def _alive(known: weakref.WeakValueDictionary[int, _T]) -> Iterator[_T]:
-    """The values now, whatever other threads add."""
+    """Return an iterator over the current values. Other threads may add values."""
     return (x for x in (ref() for ref in known.valuerefs()) if x is not None)
 
 
@@ -149,10 +155,10 @@ def _is_on_cpu(array: jax.Array) -> bool:
 
 @functools.cache
 def _holder(dtype: np.dtype) -> Callable[[jax.Array], object]:
-    """What makes a reference to the bytes of an array on the CPU: Python's buffer protocol, or for types that it has not, numpy.
+    """Return the function that makes a reference to the bytes of a CPU array: by Python's buffer protocol if the dtype has it, else numpy.
 
-    Never DLPack: jaxlib aborts the process where an array is deleted that was exported so. What numpy takes is private, because the
-    public way keeps it in the array, which can then not be donated: the next step copies it.
+    DLPack does not serve: jaxlib aborts the process if an array is deleted after such an export. numpy's array comes from a private call,
+    because the public one caches it in the jax array, which can then not be donated, and the next step copies it.
     """
     with default_settings(), jax.default_device(cpu()):
         probe = jax.device_put(np.zeros(1, dtype))
@@ -168,10 +174,10 @@ def _holder(dtype: np.dtype) -> Callable[[jax.Array], object]:
 
 
 def taken(memories: Sequence[Memory]) -> list[jax.Array]:
-    """The arrays of memories, to be donated to a call, which puts its results there: nothing here holds their bytes any more.
+    """Return the arrays of buffers, to be donated to a call whose results replace them. Their pins are released.
 
-    Of an array that somebody has deleted since the last step, a copy of its bytes. The results then lie elsewhere, and tensors that
-    still look at the old place keep its bytes.
+    For an array that somebody has deleted since the last step, it is a copy of the bytes. The result then is at another address, and
+    tensors that still alias the old one keep the old bytes.
     """
     if _held:
         for memory in _held.intersection(memories):
@@ -184,7 +190,7 @@ def taken(memories: Sequence[Memory]) -> list[jax.Array]:
 
 
 def readable(memory: Memory) -> jax.Array:
-    """The array of a memory, to be read alone; a copy of its bytes where somebody has deleted the array."""
+    """Return the array of a buffer for reading only; a copy of its bytes if somebody has deleted the array."""
     return _kept(memory) if memory.array.is_deleted() and memory.kept is not None else memory.array
 
 
@@ -197,7 +203,7 @@ def _kept(memory: Memory) -> jax.Array:
 
 
 def leave(memory: Memory, owner: object) -> None:
-    """The memory is about to be elsewhere: `owner` keeps the bytes where it was for whoever still looks there."""
+    """Prepare a buffer for another address: `owner` keeps the bytes at the old address alive for tensors that still alias them."""
     for window in list(memory.all_windows):
         window.owner = owner
         _left[id(window)] = window
@@ -206,9 +212,9 @@ def leave(memory: Memory, owner: object) -> None:
 
 
 def leave_held(memories: Sequence[Memory], arrays: Sequence[jax.Array]) -> None:
-    """`leave` each memory whose array a call has not taken over, because somebody else looks at its bytes (a numpy view, DLPack).
+    """Detach the aliases of each buffer whose array a call could not donate, because somebody else refers to it (a numpy view, DLPack).
 
-    XLA has written the results elsewhere. The array is then all that keeps the bytes when the others let go.
+    XLA has written the result to another address. The old array keeps the old bytes alive for the aliases that remain.
     """
     for memory, array in zip(memories, arrays, strict=True):
         if array.size and not array.is_deleted():
@@ -223,7 +229,7 @@ def _know(memory: Memory) -> None:
 
 
 def located(tensor: torch.Tensor) -> tuple[Memory | None, int | None]:
-    """The memory that a dense tensor looks into, whole, or of a pack a whole row's; None if its bytes are torch's own."""
+    """Return the buffer that a dense tensor aliases, and its row in a bucket (else None); (None, None) if torch owns the bytes."""
     memory = _memories.get(tensor.data_ptr())
     if memory is None or not _covers(memory, tensor):
         return None, None
@@ -231,25 +237,25 @@ def located(tensor: torch.Tensor) -> tuple[Memory | None, int | None]:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """The memory that a dense tensor looks into and shares with no other, or None."""
+    """Return the buffer that a dense tensor alone aliases; None if it is in a bucket or torch owns its bytes."""
     memory, row = located(tensor)
     return memory if row is None else None
 
 
 def shares_memory(x: torch.Tensor | jax.Array | np.ndarray) -> bool:
-    """Whether a tensor, a numpy or a jax array is, or looks into, one whose bytes are jax's and are donated."""
+    """Return whether a tensor, a numpy or a jax array is over a buffer of jax's that steps donate."""
     if isinstance(x, torch.Tensor):
         return x.untyped_storage().data_ptr() in _memories
     if isinstance(x, jax.Array):
         return len(x.devices()) == 1 and x.is_fully_addressable and x.unsafe_buffer_pointer() in _memories
     root = x
-    while isinstance(root.base, np.ndarray):  # a slice begins somewhere inside
+    while isinstance(root.base, np.ndarray):  # a slice may begin inside the buffer
         root = root.base
     return root.__array_interface__["data"][0] in _memories
 
 
 def renewed(memory: Memory) -> Memory:
-    """The memory, known by the address where its array lies now; of a pack all tensors look there, whoever has them."""
+    """Return the buffer after registering it at its array's current address. The tensors of a bucket's rows move there."""
     if memory.array.size and memory.array.unsafe_buffer_pointer() != memory.address:
         before, memory.address = memory.address, memory.array.unsafe_buffer_pointer()
         _know(memory)
@@ -268,7 +274,7 @@ def write_back(
     mirrors: Sequence[torch.Tensor],
     on_cpu: bool,
 ) -> None:
-    """Copy flat results into tensors whose storage is not ours alone, and `mirrors` into `mirrored`, all in one fused call."""
+    """Copy flat results into tensors that torch owns, and `mirrors` into `mirrored`, all in one fused call."""
     into = list(map(torch.Tensor.detach, tensors))
     for i, dims in enumerate(order):
         into[i] = into[i] if dims is None else into[i].permute(dims)
@@ -276,7 +282,7 @@ def write_back(
 
 
 def _covers(memory: Memory, tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and the whole of the memory, or of a row: a slice at the same start is not."""
+    """Return whether a dense tensor is the whole buffer or a whole row. A slice that begins at the same address is not."""
     if memory.is_gone or dense_order(tensor) is None or np.dtype(memory.array.dtype) != numpy_dtype(tensor.dtype):
         return False
     if memory.lengths is None:
@@ -286,5 +292,5 @@ def _covers(memory: Memory, tensor: torch.Tensor) -> bool:
 
 
 def lost_like(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds whose values are lost: NaN, and 0 where there is none."""
+    """Return a tensor like this one for values that were lost: NaN, or 0 for a dtype without NaN."""
     return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() or tensor.is_complex() else torch.zeros_like(tensor)

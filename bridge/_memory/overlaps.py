@@ -1,4 +1,4 @@
-"""Whether tensors share elements in memory: two of them, or one with itself. Only addresses and strides are looked at."""
+"""Find tensors that share elements in memory, with each other or with themselves, by their addresses and strides alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bridge._interop.tensor_storage import shortage
 
 
 def first_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Return the positions of two tensors that share a byte, the same position twice for one that overlaps itself; None if all are apart.
+    """Return the positions of two tensors that share a byte; None if no two do.
 
-    Interleaved tensors (columns of one matrix) are apart.
+    A tensor that overlaps itself gives its position twice. Interleaved tensors (columns of one matrix) share no byte.
     """
     whole = [(i, t) for i, t in enumerate(tensors) if t.numel() and not shortage(t)]
     lie = [(str(t.device), t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), i) for i, t in whole]
-    open_: list[tuple[str, int, int, int]] = []  # those that reach beyond the start of the next
+    open_: list[tuple[str, int, int, int]] = []  # extents that reach beyond the start of the next one
     for device, start, end, i in sorted(each for each in lie if each[1]):
         if overlaps_itself(tensors[i]):
             return i, i
@@ -32,13 +32,13 @@ def first_overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor are one in memory."""
+    """Return whether two elements of a tensor are at the same address."""
     if not tensor.numel() or tensor.is_contiguous():
         return False
     reach, sure = 1, True
     sizes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     for stride, size in sizes:
-        sure &= stride >= reach  # each step goes beyond all elements of the dimensions before
+        sure &= stride >= reach  # each step passes all elements of the dimensions before
         reach += stride * (size - 1)
     if sure or sizes[0][0] == 0:
         return not sure
@@ -47,12 +47,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """The elements from the first to the last in memory."""
+    """Return the number of elements between the first and the last address, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _Place:
-    """Where the elements of a tensor are, as numpy's array interface tells it; nobody reads them."""
+    """The addresses of a tensor's elements as numpy's array interface. Nobody reads the elements."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -63,7 +63,7 @@ class _Place:
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors that reach into each other have a byte in common; so too where that takes too long to find out."""
+    """Return whether two tensors with overlapping extents share a byte. If the search takes too long, the answer is yes."""
     if _reach(first) == first.numel() and _reach(second) == second.numel():  # no gaps
         return True
     try:

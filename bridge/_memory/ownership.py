@@ -1,7 +1,7 @@
-"""Whether memory that a torch storage cannot resize belongs to that storage alone.
+"""Find out whether memory that a torch storage cannot resize belongs to that storage alone.
 
-Files are loaded into memory of this kind: torch.load gives each storage an allocation of its own, mapped files (safetensors, torch.load
-with mmap=True) a part of a private mapping. Arrays of NumPy and capsules of DLPack look the same, but their memory has another owner.
+Files are loaded into such memory. torch.load gives each storage its own allocation; mapped files (safetensors, torch.load with mmap=True)
+give it a part of a private mapping. Arrays of NumPy and capsules of DLPack look the same, but their memory has another owner.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from bridge._compat.torch import lazy_clone
 
-# Whether an array over a tensor holds the storage by a tensor of its own, so that it counts as one that shares the storage.
+# Whether an array over a tensor holds the storage by a tensor of its own, which torch then counts as a user of the storage.
 _ARRAYS_COUNT = (lambda tensor: tensor.numpy().base is not tensor)(torch.zeros(1))
 _Ranges = list[tuple[int, int]]
 
 
 class _Asked(threading.local):
-    """What this thread keeps within `mappings_read_once`, once it was asked for."""
+    """The address ranges that this thread keeps inside `mappings_read_once`, once it has read them."""
 
     keeps = False
     mapped: _Ranges | None = None
@@ -34,7 +34,7 @@ _asked = _Asked()
 
 @contextmanager
 def mappings_read_once() -> Generator[None, None, None]:
-    """Read the process's memory mappings at most once in here; tensors that exist before keep theirs."""
+    """Read the process's memory mappings at most once inside this context, for tensors that existed before it."""
     outer, _asked.keeps = _asked.keeps, True
     try:
         yield
@@ -44,15 +44,15 @@ def mappings_read_once() -> Generator[None, None, None]:
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
-    """Whether nobody but the tensor's storage, which cannot be resized, holds its memory."""
+    """Return whether only the tensor's storage, which cannot be resized, holds its memory."""
     return tensor.device.type == "cpu" and (_is_allocation(tensor) or _is_in_private_file(tensor))
 
 
 def _is_allocation(tensor: torch.Tensor) -> bool:
-    """Whether the memory is one allocation, which nothing else keeps alive.
+    """Return whether the memory is one allocation that nothing else keeps alive.
 
-    torch shares the memory of a storage between lazy clones only where it could free that memory with no other object. The clone is gone
-    at once, and `data_ptr` makes the storage a plain one again.
+    torch makes a lazy clone of a storage only if it could free the memory without another object. The clone is deleted at once, and
+    `data_ptr` makes the storage an ordinary one again.
     """
     if not _ARRAYS_COUNT or lazy_clone is None:
         return False
@@ -65,9 +65,9 @@ def _is_allocation(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_private_file(tensor: torch.Tensor) -> bool:
-    """Whether the memory is in a private mapping of a file that no Python object has made: a loader of weights has.
+    """Return whether the memory is in a private file mapping that no Python object made. A loader of weights makes such mappings.
 
-    Writes to it reach neither the file nor another process. A mapping that an `mmap` has made (numpy.memmap) may have views.
+    Writes to it reach neither the file nor another process. A mapping made by an `mmap` (numpy.memmap) may have views.
     """
     ranges = _asked.mapped if _asked.mapped is not None else _private_files()
     _asked.mapped = ranges if _asked.keeps else None
@@ -77,14 +77,14 @@ def _is_in_private_file(tensor: torch.Tensor) -> bool:
 
 
 def _private_files() -> _Ranges:
-    """The address ranges of private, writable mappings of files that are not open, ascending; none where the system does not tell."""
+    """Return the sorted address ranges of private, writable mappings of files that are not open; [] if the system does not list them."""
     try:
         with open("/proc/self/maps") as file:
             lines = [line.split(maxsplit=5) for line in file]
     except OSError:
         return []
     files = [line for line in lines if len(line) == 6 and line[4] != "0"]
-    programs = {line[4] for line in files if "x" in line[1]}  # a library's own variables lie in such a mapping, too
+    programs = {line[4] for line in files if "x" in line[1]}  # such a mapping may also hold a library's variables
     inodes, paths = _open_files()
     return sorted(
         _range(line[0]) for line in files if line[1] == "rw-p" and line[4] not in programs | inodes and line[5].strip() not in paths
@@ -97,13 +97,13 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _open_files() -> tuple[set[str], set[str]]:
-    """The inodes and paths of the files that this process has open. Python's mmap, and so numpy.memmap, keeps its file open."""
+    """Return the inodes and paths of this process's open files. Python's mmap, and so numpy.memmap, keeps its file open."""
     inodes: set[str] = set()
     paths: set[str] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             inodes.add(str(os.fstat(int(name)).st_ino))
             paths.add(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:  # that of the listing itself is closed by now
+        except OSError:  # the descriptor of the listing is closed by now
             continue
     return inodes, paths

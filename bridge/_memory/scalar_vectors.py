@@ -1,7 +1,7 @@
-"""Numbers of state (step counts) as 0-d tensors of torch's own that a program takes as one vector and gives back as one.
+"""Scalars of state (step counts) as 0-d torch tensors that a program takes as one vector and returns as one vector.
 
-They lie side by side, each tensor with a storage of its own bytes alone: the vector is their memory, and a jax array for each of
-them, which would cost more than its arithmetic, is not needed.
+The tensors are adjacent in memory, each with a storage of its own bytes. The vector is that memory: a jax array for each scalar would cost
+more than its arithmetic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .call_arguments import Argument, alias, operands
 
 
 def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """So many new 0-d tensors, side by side."""
+    """Return new 0-d tensors that are adjacent in memory."""
     if device.type == "cpu":
         space = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
         owner, start = space, space.ctypes.data + -space.ctypes.data % ALIGNMENT
@@ -35,18 +35,20 @@ def reserve(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.
 
 
 class Cells:
-    """The numbers of one dtype that one program takes.
+    """The scalars of one dtype that a program takes.
 
-    read: gives them as one vector, to be read before `write`; on a GPU after `collect`, by what runs after torch's stream.
-    tensors: where they are.
-    address, length: of their bytes, where they lie one behind the other; else `length` is 0.
+    read: Return the scalars as one vector. Call it before `write`; on a GPU call it after `gather`, in a program that waits for torch's
+      stream.
+    tensors: The 0-d tensors.
+    address: The address of the first scalar.
+    length: The number of bytes if the scalars are adjacent; else 0.
     """
 
     __slots__ = ("_at", "_copies", "_values", "address", "length", "read", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
-        # All that lies between the first and the last of them, of which those at `_at` are ours.
+        # The memory from the first to the last scalar, of which the scalars are the elements at `_positions`.
         self._values: np.ndarray | torch.Tensor | None = None
         self._at: slice | np.ndarray = slice(None)
         self._copies: torch.Tensor | None = None
@@ -58,7 +60,7 @@ class Cells:
         adjacent = places == list(range(len(places)))
         if first.device.type == "cpu" and first.dtype not in EXTENSION_DTYPES:
             count = max(places) + 1
-            # Each length is a type of ctypes, which takes time to make: so there are few. What lies behind is not looked at.
+            # ctypes makes a type for each length, which takes time, so few lengths are used. Nobody reads beyond the last scalar.
             space: Any = (ctypes.c_char * (size << count.bit_length())).from_address(start)
             values = self._values = np.frombuffer(space, numpy_dtype(first.dtype), count)
             self._at = self._at if adjacent else np.array(places)
@@ -76,14 +78,14 @@ class Cells:
             self.read = lambda: operands([torch.stack(self.tensors)], [None])[0]
 
     def collect(self) -> bool:
-        """Put the numbers side by side where they are read on a GPU; False where they lie so."""
+        """Copy the scalars to adjacent memory where a GPU program reads them. Return False if they are adjacent already."""
         if self._copies is None:
             return False
         torch.stack(self.tensors, out=self._copies)
         return True
 
     def write(self, vector: jax.Array) -> None:
-        """Take the elements of a vector as the numbers; on the CPU it is ready, elsewhere torch's stream waits for it."""
+        """Write the elements of a vector to the scalars. On the CPU the vector is ready; on a GPU torch's stream waits for it."""
         if self._values is None:
             foreach_copy_(self.tensors, torch.from_dlpack(vector).unbind())
         elif isinstance(self._values, torch.Tensor):
@@ -93,11 +95,13 @@ class Cells:
 
 
 class Number:
-    """A new 0-d tensor on the CPU that a result is copied into, as `Cells` are.
+    """A new 0-d CPU tensor for one result of a program, copied as the results in a `ScalarVector` are.
 
-    To import the result took 90 us behind a program of 13 ms, which leaves nothing of torch or Python in the caches.
+    Copying is much faster than importing the result.
 
-    tensor, and where its bytes are: address, length.
+    tensor: The tensor.
+    address: The address of its bytes.
+    length: Their number.
     """
 
     __slots__ = ("address", "length", "tensor")
@@ -107,5 +111,5 @@ class Number:
         self.address, self.length = self.tensor.data_ptr(), dtype.itemsize
 
     def write(self, value: jax.Array) -> None:
-        """Take what a result holds, which is there."""
+        """Copy a result, which is ready, into the tensor."""
         ctypes.memmove(self.address, value.unsafe_buffer_pointer(), self.length)
