@@ -1,12 +1,12 @@
 """torch.optim's elementwise update equations as optax `GradientTransformation`s.
 
-optax's own adam, adamw and sgd differ from torch's in places that show: one step count for all leaves, no amsgrad on
-the decayed gradient, other first steps of momentum. These follow torch 2.13 and keep a count per leaf; the state fields
-carry torch's names. Leaves are real (a complex parameter comes as its (..., 2) real view, as torch.optim takes it).
-The updates are added to the parameters. `maximize` turns the gradient's sign before all else.
+The equations follow torch 2.13, and each leaf has its own step count. optax's adam, adamw and sgd differ: they have one step count for
+all leaves, apply amsgrad differently, and take other first steps with momentum. State fields have torch's names. Updates are added to
+the parameters. `maximize` negates the gradient first. Leaves are real: a complex parameter is passed as its (..., 2) real view, which
+torch.optim uses too.
 
-Scalars may be Python floats or traced float64: bias corrections are computed before the cast to the leaf's type,
-because 1 - 0.999 has lost four digits in float32.
+Scalars are Python floats or traced float64 scalars. Bias corrections are computed before the cast to the leaf's dtype, because
+1 - 0.999 loses digits in float32.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def adam(
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.Adam, and AdamW with `decoupled_weight_decay=True`, per leaf.
+    """torch.optim.Adam, and with `decoupled_weight_decay=True` torch.optim.AdamW, per leaf.
 
-    -lr * (m_hat / (sqrt(v_hat) + eps)), and for AdamW another -lr * weight_decay * params. eps stands outside the root,
-    as in torch and in optax's default.
+    The update is -lr * (m_hat / (sqrt(v_hat) + eps)), for AdamW minus lr * weight_decay * params. eps is added outside the root, as in
+    torch and in optax's default.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py; Kingma and Ba, arXiv:1412.6980;
     Loshchilov and Hutter, arXiv:1711.05101; amsgrad: Reddi et al., arXiv:1904.09237 (torch takes the maximum before the
@@ -69,9 +69,9 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.SGD, per leaf. `momentum` or `dampening` None: none, and no state for it.
+    """torch.optim.SGD, per leaf. With `momentum` or `dampening` None, the leaf has no state for it.
 
-    The first gradient enters the buffer undampened, and lr stands outside the momentum: both as in torch, unlike
+    The first gradient enters the buffer undampened, and lr is applied after the momentum, both as in torch and unlike
     Sutskever et al. (2013).
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
@@ -106,10 +106,10 @@ def rmsprop(
     centered: bool = False,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.RMSprop, per leaf. `momentum` None: none, and no state for it.
+    """torch.optim.RMSprop, per leaf. With `momentum` None, the leaf has no state for it.
 
-    eps stands outside the root and the average begins at 0 without bias correction, as in torch; optax's rmsprop takes
-    eps inside and decay 0.9.
+    eps is added outside the root, and the average begins at 0 without bias correction, as in torch. optax's rmsprop adds eps inside and
+    has the decay 0.9.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/rmsprop.py; Tieleman and Hinton, lecture 6.5
     (2012); centered: Graves, arXiv:1308.0850.
@@ -149,7 +149,7 @@ def adagrad(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.Adagrad, per leaf; both parts of a complex leaf begin at `initial_accumulator_value`.
+    """torch.optim.Adagrad, per leaf. Both parts of a complex leaf begin at `initial_accumulator_value`.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adagrad.py; Duchi et al., JMLR 12 (2011).
     """
@@ -170,7 +170,7 @@ def adagrad(
 def adadelta(
     lr: Scalar = 1.0, rho: Scalar = 0.9, eps: Scalar = 1e-6, weight_decay: Scalar = 0.0, *, maximize: bool = False
 ) -> optax.GradientTransformation:
-    """torch.optim.Adadelta, per leaf: eps stands inside both roots, and lr outside the accumulated change.
+    """torch.optim.Adadelta, per leaf. eps is added inside both roots, and lr is not part of the accumulated updates.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adadelta.py; Zeiler, arXiv:1212.5701.
     """
@@ -200,7 +200,7 @@ def adamax(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.Adamax, per leaf: eps is added to the gradient's size inside the maximum, as in torch.
+    """torch.optim.Adamax, per leaf. eps is added to the absolute gradient inside the maximum, as in torch.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adamax.py; Kingma and Ba, arXiv:1412.6980,
     algorithm 2 (which has no eps).
@@ -229,10 +229,12 @@ def nadam(
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.NAdam, per leaf, with the momentum schedule of its paper, which optax's nadam has not.
+    """torch.optim.NAdam, per leaf, with the momentum schedule of its paper; optax's nadam has none.
+
+    The product of the momenta is a float32 scalar, as in torch.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/nadam.py; Dozat, "Incorporating Nesterov
-    Momentum into Adam" (2016). The product of the momenta is a float32 scalar, as in torch.
+    Momentum into Adam" (2016).
     """
 
     def begin(p: jax.Array) -> State:
@@ -270,7 +272,7 @@ def radam(
 ) -> optax.GradientTransformation:
     """torch.optim.RAdam, per leaf: momentum alone until the average of squares is long enough (rho > 5).
 
-    eps is added to the root before its bias correction, as in torch, which the paper has not.
+    eps is added to the root before its bias correction, as in torch. The paper has no eps.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/radam.py; Liu et al., arXiv:1908.03265.
     """
@@ -304,10 +306,10 @@ def rprop(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.Rprop, per leaf: `lr` is what every element's step size begins with, and is not read again.
+    """torch.optim.Rprop, per leaf. `lr` is the initial step size of all elements, and is not read later.
 
-    Where the gradient's sign turned, the step size shrinks and the element rests for one step (iRprop-). NaN has no
-    sign: such an element rests too, as in torch.
+    Where the gradient changes its sign, the step size shrinks and the element does not move in that step (iRprop-). An element with a
+    NaN gradient does not move either, as in torch.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/rprop.py; Riedmiller and Braun, ICNN 1993; Igel
     and Huesken, NC 2000.
@@ -338,9 +340,9 @@ def asgd(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformation:
-    """torch.optim.ASGD, per leaf: decay by lambd, a falling rate `eta`, and in `ax` the average from step t0 on.
+    """torch.optim.ASGD, per leaf: decay by lambd, a decreasing rate `eta`, and in `ax` the average of parameters from step t0 on.
 
-    `eta` and `mu` are those of the next step and float32 scalars, as in torch.
+    `eta` and `mu` are the values for the next step, float32 scalars, as in torch.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/asgd.py; Polyak and Juditsky, SIAM J. Control
     Optim. 30 (1992).

@@ -1,4 +1,4 @@
-"""torch.optim's update equations that look across the elements of a leaf: Muon and Adafactor."""
+"""torch.optim's update equations with operations across the elements of a leaf: Muon and Adafactor."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ from jax.typing import DTypeLike
 
 from .per_leaf import Scalar, State, Update, caster, count, lerp, per_leaf, shrunk, wide
 
-# The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as can be.
+# The quintic iteration of https://kellerjordan.github.io/posts/muon/: its slope at 0 is as large as possible.
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_SHORT = 8  # terms up to which a mean is written out
+_SHORT = 8  # the most terms for which a mean is unrolled
 
 
 def newton_schulz(
     matrix: jax.Array, coefficients: tuple[Scalar, Scalar, Scalar], steps: int, eps: Scalar, dtype: DTypeLike = jnp.bfloat16
 ) -> jax.Array:
-    """An (m, n) matrix with its singular values brought near 1, by x <- a x + (b x x' + c (x x')^2) x.
+    """Bring the singular values of an (m, n) matrix near 1, by iterating x <- a x + (b x x' + c (x x')^2) x.
 
-    As in torch, every stored value is rounded to `dtype`, and products accumulate in float32 (float64 of float64) and
-    round once. The result comes in the matrix's own type.
+    As in torch, every stored value is rounded to `dtype`. Products accumulate in float32 (in float64 if `dtype` is float64) and are
+    rounded once.
+
+    Args:
+      matrix: a matrix of any floating dtype.
+      coefficients: a, b, c.
+      steps: the number of iterations.
+      eps: the least norm by which the matrix is divided before the first iteration.
+      dtype: the dtype of stored values.
+
+    Returns:
+      A matrix of the same shape and dtype.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
     https://kellerjordan.github.io/posts/muon/.
@@ -34,7 +44,7 @@ def newton_schulz(
     rows, columns = sorted(matrix.shape)
 
     def rounded(x: jax.Array) -> jax.Array:
-        # Not a cast there and back, which XLA may drop (its xla_allow_excess_precision); before any cast, to round once.
+        # XLA may drop a cast to `dtype` and back (its flag xla_allow_excess_precision). Before a cast, this rounds only once.
         return x if info.bits >= 32 else jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
     def product(x: jax.Array, y: jax.Array, along: int) -> jax.Array:
@@ -42,7 +52,7 @@ def newton_schulz(
         return jax.lax.dot_general(x, y, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=sums)
 
     def wide_side_last(x: jax.Array) -> jax.Array:
-        # A copy: left to itself XLA carries the transposition through all products, which are half as fast then.
+        # The barrier forces a copy: XLA would carry the transposition through all products, which are slower then.
         return jax.lax.optimization_barrier(x.T.reshape(-1)).reshape(rows, columns)
 
     tall = matrix.shape[0] > matrix.shape[1]
@@ -68,11 +78,11 @@ def muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
 ) -> optax.GradientTransformation:
-    """torch.optim.Muon, for leaves that are matrices: momentum, orthogonalized in bfloat16, and decoupled decay.
+    """torch.optim.Muon for leaves that are matrices: momentum, orthogonalized in bfloat16, and decoupled weight decay.
 
     The momentum is an average (the gradient enters with 1 - momentum), as in torch; in optax.contrib.muon it is a sum.
-    `lr` is that of a matrix with no more rows than columns: "original" (or None) multiplies it by
-    sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows, columns)).
+    `lr` is multiplied by sqrt(max(1, rows / columns)) if `adjust_lr_fn` is "original" or None, and by
+    0.2 * sqrt(max(rows, columns)) if it is "match_rms_adamw".
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_muon.py; Jordan et al.,
     https://kellerjordan.github.io/posts/muon/; match_rms_adamw: Liu et al., arXiv:2502.16982.
@@ -89,7 +99,7 @@ def muon_with(
     nesterov: bool,
     adjust_lr_fn: str | None,
 ) -> optax.GradientTransformation:
-    """`muon` with another function from the momentum to the direction, such as `newton_schulz` in float64."""
+    """`muon` with another function from the momentum to the direction of the update, such as `newton_schulz` in float64."""
 
     def ratio(rows: int, columns: int) -> float:
         return 0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / max(columns, 1)))
@@ -114,11 +124,11 @@ def adafactor(
     maximize: bool = False,
     dtype: str | None = None,
 ) -> optax.GradientTransformation:
-    """torch.optim.Adafactor, per leaf: the squares of a leaf of two or more dimensions are kept as row and column means.
+    """torch.optim.Adafactor, per leaf. A leaf of two or more dimensions has the row and column means of its squared gradients as state.
 
-    The last two dimensions are factored; a vector keeps all its squares. lr is relative to the leaf's own size (its root
-    mean square, at least eps[1]) and at most 1 / sqrt(step). eps[0] None is the machine epsilon of `dtype`, the type
-    that the leaf is kept in (None: the one that it has here). optax.adafactor differs: other schedules, and momentum.
+    The last two dimensions are factored; a vector has all its squares as state. The step is relative to the root mean square of the leaf,
+    which counts as at least eps[1], and the relative step is at most 1 / sqrt(step). eps[0] None means the machine epsilon of `dtype`,
+    the dtype that the leaf is stored in (None: the dtype that it has here). optax.adafactor has other schedules, and momentum.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/_adafactor.py; Shazeer and Stern,
     arXiv:1804.04235.
@@ -144,7 +154,7 @@ def adafactor(
         share = wide(step) ** wide(beta2_decay)
         rate = jnp.minimum(wide(lr), 1 / jnp.sqrt(wide(step))) * _at_least(wide(eps[1]), wide(_root_mean_square(p)))
         if variance is None:
-            assert row_var is not None  # both, or neither and `variance`
+            assert row_var is not None  # a leaf has both, or `variance`
             assert col_var is not None
             row_var = lerp(row_var, _mean(g * g, -1), share)
             col_var = lerp(col_var, _mean(g * g, -2), share)
@@ -160,7 +170,7 @@ def adafactor(
 
 
 def _at_least(bound: jax.Array, x: jax.Array) -> jax.Array:
-    """The larger one, and the bound for NaN, as Python's max in torch: one element that is none leaves the others be."""
+    """Return the larger of both, and the bound if x is NaN, as Python's max in torch does: a NaN then does not spread to the whole leaf."""
     return jnp.where(x > bound, x, bound)
 
 
@@ -168,7 +178,7 @@ def _mean(x: jax.Array, axis: int) -> jax.Array:
     length = x.shape[axis]
     if not 0 < length <= _SHORT:
         return jnp.sum(x, axis, keepdims=True) / max(length, 1)
-    # Of a convolution's three: XLA's sum on the CPU takes a call for each, five times as long as all the rest of the update.
+    # XLA's sum on a CPU makes a call for each row, which takes long for short rows, such as the three of a convolution.
     return functools.reduce(jnp.add, (jax.lax.slice_in_dim(x, i, i + 1, axis=axis % x.ndim) for i in range(length))) / length
 
 

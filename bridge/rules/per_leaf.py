@@ -1,4 +1,4 @@
-"""A transformation from an equation for one leaf, and the arithmetic that torch.optim's equations share."""
+"""Build a transformation from the equation of one leaf, with arithmetic that rounds as torch.optim does."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ import optax
 from bridge._ir.types import PyTree
 
 Scalar: TypeAlias = float | jax.Array  # a Python float, or a traced 0-d array
-State: TypeAlias = dict[str, jax.Array]  # of one leaf, by field name
-Update: TypeAlias = tuple[jax.Array, Mapping[str, jax.Array | None]]  # of one leaf, and its new state
+State: TypeAlias = dict[str, jax.Array]  # the state of one leaf, by field name
+Update: TypeAlias = tuple[jax.Array, Mapping[str, jax.Array | None]]  # the update of one leaf, and its new state
 
 
 # ------------------------------------------------------------------ from one leaf to a tree
 
 
 def per_leaf(begin: Callable[[jax.Array], State], leaf: Callable[..., Update]) -> optax.GradientTransformation:
-    """A transformation from an equation for one leaf, mapped over the tree.
+    """Make a transformation by mapping the equation of one leaf over the tree.
 
     Args:
-      begin: from a leaf to its state by field name. Leaves may have different fields (Adafactor's vectors and matrices).
-      leaf: leaf(g, p, **state) -> (update, new state by name); names that the leaf's state has not are dropped.
+      init_leaf: from a leaf to its state by field name. Leaves may have different fields (Adafactor's vectors and matrices).
+      update_leaf: update_leaf(g, p, **state) -> (update, new state by name). Names that the leaf's state does not have are dropped.
 
     Returns:
-      The transformation; its state is a named tuple of trees, one for each field, None where a leaf has no such field.
+      The transformation. Its state is a named tuple of trees, one for each field, with None for leaves without the field. Its
+      `update` raises a ValueError without `params`.
     """
 
     def init(params: optax.Params) -> tuple[PyTree, ...]:
@@ -57,51 +58,50 @@ def per_leaf(begin: Callable[[jax.Array], State], leaf: Callable[..., Update]) -
 
 @functools.cache
 def _state_type(fields: tuple[str, ...]) -> Callable[..., tuple[PyTree, ...]]:
-    """One named tuple type for each set of fields: jax compares them by identity."""
+    """Return one named tuple type for each set of fields, because jax compares types by identity."""
     return collections.namedtuple("State", fields)
 
 
 def count() -> jax.Array:
-    """A step count as torch keeps it: a float32 scalar for each leaf."""
+    """Return the initial step count of a leaf: a float32 scalar, as in torch."""
     return jnp.zeros((), jnp.float32)
 
 
-# ------------------------------------------------------------------ pieces of equations
+# ------------------------------------------------------------------ parts of equations
 
 
 def caster(like: jax.Array) -> Callable[[Scalar], jax.Array]:
-    """A function from scalars, of any width, to the type of an array."""
+    """Return a function that casts scalars to the dtype of an array."""
     return lambda scalar: jnp.asarray(scalar).astype(like.dtype)
 
 
 def wide(scalar: Scalar) -> jax.Array:
-    """A scalar in the widest float that jax has here, so that products of scalars round once."""
+    """Cast a scalar to the widest float that jax is set to, so that a product of scalars is rounded once."""
     return jnp.asarray(scalar).astype(jnp.result_type(float))
 
 
 def decayed(g: jax.Array, p: jax.Array, weight_decay: Scalar) -> jax.Array:
-    """g + weight_decay * p, and g where nothing decays: an infinite parameter then stays what it is."""
+    """Return g + weight_decay * p, and g where weight_decay is 0: an infinite parameter then stays unchanged."""
     weight_decay = caster(g)(weight_decay)
     return jnp.where(weight_decay == 0, g, g + weight_decay * p)
 
 
 def shrunk(p: jax.Array, factor: Scalar, *updates: jax.Array) -> jax.Array:
-    """The update that takes p to p * factor and adds `updates` one after the other, rounded as torch rounds it.
+    """Return the update from p to p * factor plus `updates`, added in order and rounded as in torch.
 
-    torch rounds p * factor before it adds, and the factor, 1 - lr * weight_decay, before that: in float32 1e-5 of the
-    movement after 50 steps. p - (1 - c) * p has p * c's own rounding where it contracts to one multiply-add, and
-    p + ((... + updates) - p) hands the sum through the optax interface: exactly, as long as one step moves a parameter
-    by less than half of itself, and to its last digit else.
+    torch rounds the factor, 1 - lr * weight_decay, and then p * factor before it adds. p - (1 - c) * p rounds like p * c where XLA
+    contracts it to one multiply-add. The caller adds p to the result, p + ((... + updates) - p): this is exact if a step moves the
+    parameter by less than half of its value, and else exact but for the last digit.
     """
     less = p - (1 - caster(p)(factor)) * p
     return jnp.where(jnp.isfinite(p), sum(updates, less) - p, sum(updates[1:], updates[0]))
 
 
 def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
-    """torch.lerp: from the nearer end, so that a weight of 1 gives `end` itself.
+    """Interpolate as torch.lerp does: from the nearer end, so that a weight of 1 gives `end` exactly.
 
-    Written so that it is one multiply-add, from either end: in other forms a pack and a parameter alone, or a run and its
-    resumption, were seen to round otherwise.
+    From either end this is one multiply-add. In other forms a bucket and a separate parameter could round differently, and so could a run
+    that is resumed.
     """
     weight = caster(start)(weight)
     from_start = weight < 0.5
@@ -109,7 +109,7 @@ def lerp(start: jax.Array, end: jax.Array, weight: Scalar) -> jax.Array:
 
 
 def bias_correction(beta: Scalar, step: jax.Array) -> jax.Array:
-    """1 - beta ** step without the cancellation, for beta near 1 and early steps."""
+    """Return 1 - beta ** step, without cancellation for beta near 1 and small steps."""
     known = isinstance(beta, float | int)
     log = wide(math.log(beta) if beta else -math.inf) if known else jnp.log(wide(beta))
     return -jnp.expm1(wide(step) * log)
