@@ -1,8 +1,8 @@
-"""flax.optim's ready definitions: thin shells over optax's transformations.
+"""flax.optim's own optimizer definitions, as thin wrappers of optax's transformations.
 
-Hyper params, defaults and the fields of the state have flax's names, so that a `state_dict` saved by flax 0.3 restores.
-The step that bias corrections and schedules see is `OptimizerState.step`, one for all parameters, as in flax. A hyper param may
-be a schedule, a function of that step. The learning rate is called `learning_rate` or `lr`.
+Hyper params, defaults and state fields have flax's names, so a `state_dict` that flax 0.3 has saved can be restored. Bias corrections
+and schedules use `OptimizerState.step`, one count for all parameters, as in flax. A hyper param may be a schedule, a function of that
+step. The learning rate is called `learning_rate` or `lr`.
 
 Source: https://github.com/google/flax/tree/v0.3.6/flax/optim
 """
@@ -29,7 +29,7 @@ from .optimizer import OptimizerDef, OptimizerState
 
 
 def _static(default: bool | int) -> Any:
-    """A field that decides structure: part of the pytree's type, never traced."""
+    """Declare a field that decides the structure: it is part of the pytree's type and never traced."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
@@ -38,10 +38,11 @@ class HyperParams:
 
 
 class OptaxDef(OptimizerDef):
-    """An `OptimizerDef` whose update of one parameter is an optax transformation's.
+    """An `OptimizerDef` that updates each parameter with an optax transformation.
 
-    A subclass gives `transformation(hp)`, hp its hyper params, and as `state_type` a NamedTuple; `names` maps its fields to the names
-    that optax has for them, `absent` to what a field is that optax has not. optax's counts are not stored: they are the `step`.
+    A subclass defines `transformation(hp)`, where hp is its hyper params, and a NamedTuple as `state_type`. `names` maps the fields of
+    the NamedTuple to optax's names, and `absent` maps fields that optax does not have to their values. optax's counts are not stored:
+    they equal `step`.
     """
 
     state_type: ClassVar[Callable[..., PyTree]]
@@ -52,14 +53,14 @@ class OptaxDef(OptimizerDef):
         raise NotImplementedError(f"{type(self).__name__} does not define transformation(hp).")
 
     def init_param_state(self, param: ArrayLike) -> PyTree:
-        tx = self._transformation(self.hyper_params.replace(learning_rate=0.0), 0)  # it may be given at each call only
+        tx = self._transformation(self.hyper_params.replace(learning_rate=0.0), 0)  # the real one may be given at each call only
         return self._named(tx.init(jnp.asarray(param)), self.absent)
 
     def apply_param_gradient(
         self, step: ArrayLike, hyper_params: Any, param: ArrayLike, state: PyTree, grad: ArrayLike
     ) -> tuple[jax.Array, PyTree]:
         param, grad = jnp.asarray(param), jnp.asarray(grad)
-        # optax adds counts and floats of other types; under strict promotion that is an error.
+        # optax adds counts to floats of another dtype, which is an error under strict promotion.
         with jax.numpy_dtype_promotion("standard"):
             tx = self._transformation(hyper_params, step)
             old = self._filled(jax.eval_shape(tx.init, param), state, step)
@@ -74,7 +75,7 @@ class OptaxDef(OptimizerDef):
         return self.transformation(dataclasses.replace(hyper_params, **now))
 
     def _filled(self, structure: PyTree, state: PyTree, step: ArrayLike) -> PyTree:
-        """optax's state, from ours and the step."""
+        """Return optax's state, built from a state of `state_type` and the step."""
         ours = {theirs: name for name, theirs in self.names.items()}
 
         def value(path: KeyPath, like: jax.ShapeDtypeStruct) -> ArrayLike:
@@ -90,7 +91,7 @@ class OptaxDef(OptimizerDef):
         return jax.tree_util.tree_map_with_path(value, structure)
 
     def _named(self, state: optax.OptState, absent: Mapping[str, PyTree]) -> PyTree:
-        """Our state, from optax's; what optax has not keeps its value."""
+        """Return a state of `state_type`, built from optax's. Fields that optax does not have are taken from `absent`."""
         found = {path_name(path[-1:]): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
         return self.state_type(**{name: found.get(theirs, absent.get(name)) for name, theirs in self.names.items()})
 
@@ -102,7 +103,7 @@ class GradientDescentHyperParams(HyperParams):
 
 
 class GradientDescent(OptaxDef):
-    """p - learning_rate * g: `optax.sgd`. No difference from flax."""
+    """p - learning_rate * g: `optax.sgd`. Does not differ from flax."""
 
     state_type = optax.EmptyState
 
@@ -127,9 +128,9 @@ class MomentumParamState(NamedTuple):
 
 
 class Momentum(OptaxDef):
-    """m = beta * m + g + weight_decay * p; p - learning_rate * m: `optax.sgd` after `add_decayed_weights`. No difference from flax.
+    """m = beta * m + g + weight_decay * p; p - learning_rate * m: `optax.sgd` after `add_decayed_weights`. Does not differ from flax.
 
-    With `nesterov` the gradient (with its decay) + beta * m takes the place of m. The decay is an L2 penalty, as torch.optim.SGD's.
+    With `nesterov`, beta * m plus the decayed gradient takes the place of m. The decay is an L2 penalty, as in torch.optim.SGD.
     """
 
     state_type, names = MomentumParamState, {"momentum": "trace"}
@@ -166,9 +167,9 @@ class AdamParamState(NamedTuple):
 
 
 class Adam(OptaxDef):
-    """Kingma and Ba, arXiv:1412.6980: `optax.adamw`. No difference from flax.
+    """Kingma and Ba, arXiv:1412.6980: `optax.adamw`. Does not differ from flax.
 
-    `weight_decay` is decoupled: learning_rate * weight_decay * p is subtracted, as by torch.optim.AdamW and unlike torch.optim.Adam.
+    `weight_decay` is decoupled: learning_rate * weight_decay * p is subtracted, as in torch.optim.AdamW and unlike torch.optim.Adam.
     """
 
     state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
@@ -201,9 +202,9 @@ class AdagradParamState(NamedTuple):
 
 
 class Adagrad(OptaxDef):
-    """G = G + g**2; p - learning_rate * g / sqrt(G + eps**2): `optax.adagrad` from an accumulator of 0.
+    """G = G + g**2; p - learning_rate * g / sqrt(G + eps**2): `optax.adagrad` with an initial accumulator of 0.
 
-    Differs from flax, whose denominator is sqrt(G) + eps, by less than eps there: optax has its term under the root.
+    Differs from flax, whose denominator is sqrt(G) + eps, by less than eps in the denominator: optax adds eps under the root.
     """
 
     state_type, names = AdagradParamState, {"G": "sum_of_squares"}
@@ -230,9 +231,9 @@ class RMSPropParamState(NamedTuple):
 
 
 class RMSProp(OptaxDef):
-    """v = beta2 * v + (1 - beta2) * g**2; p - learning_rate * g / (sqrt(v) + eps): `optax.rmsprop`. No difference from flax.
+    """v = beta2 * v + (1 - beta2) * g**2; p - learning_rate * g / (sqrt(v) + eps): `optax.rmsprop`. Does not differ from flax.
 
-    With `centered` the square of the gradient's own average is taken from v under the root.
+    With `centered`, the square of the average gradient is subtracted from v under the root.
     """
 
     state_type, names = RMSPropParamState, {"v": "nu", "mg": "mu"}
@@ -265,7 +266,7 @@ class LAMBHyperParams(HyperParams):
 class LAMB(OptaxDef):
     """You et al., arXiv:1904.00962: `optax.lamb`.
 
-    Differs from flax for a parameter of norm 0, which flax never moves: optax takes the trust ratio 1 there.
+    Differs from flax for a parameter of norm 0: flax never moves it, and optax takes 1 as its trust ratio.
     """
 
     state_type, names = AdamParamState, {"grad_ema": "mu", "grad_sq_ema": "nu"}
@@ -300,7 +301,7 @@ class LARSHyperParams(HyperParams):
 class LARS(OptaxDef):
     """You et al., arXiv:1708.03888: `optax.lars`.
 
-    Differs from flax with weight decay: the trust ratio is over |g + weight_decay * p|, where flax had |g| + weight_decay * |p|.
+    Differs from flax with weight decay: the trust ratio divides by |g + weight_decay * p|, in flax by |g| + weight_decay * |p|.
     """
 
     state_type, names = MomentumParamState, {"momentum": "trace"}
@@ -333,7 +334,7 @@ class AdafactorHyperParams(HyperParams):
     epsilon2: HyperParam = 1e-3
 
 
-class AdafactorParamState(NamedTuple):  # what is not in use has shape (1,)
+class AdafactorParamState(NamedTuple):  # fields that are not used have shape (1,)
     v_row: jax.Array
     v_col: jax.Array
     v: jax.Array
@@ -344,7 +345,7 @@ class Adafactor(OptaxDef):
     """Shazeer and Stern, arXiv:1804.04235: the parts of `optax.adafactor`, which has no argument for `epsilon2`.
 
     `beta1`, `clipping_threshold` and `weight_decay_rate` are None or a number. weight_decay_rate * p is subtracted at each step,
-    without the learning rate. No difference from flax but that float64 parameters have float64 state.
+    without the learning rate. Differs from flax only for float64 parameters, whose state is float64.
     """
 
     state_type, names = AdafactorParamState, {"v_row": "v_row", "v_col": "v_col", "v": "v", "m": "ema"}
@@ -391,19 +392,19 @@ class WeightNormHyperParams(HyperParams):
 class WeightNormParamState(NamedTuple):
     direction_state: PyTree
     scale_state: PyTree
-    direction: jax.Array  # v; the parameter itself where it is not split
-    scale: jax.Array | tuple[()]  # g; () where it is not split
+    direction: jax.Array  # v, or the parameter itself if it is not split
+    scale: jax.Array | tuple[()]  # g, or () if the parameter is not split
 
 
 class WeightNorm(OptimizerDef):
-    """Salimans and Kingma, arXiv:1602.07868: another definition at work on v and g of w = g * v / |v|, in place of w.
+    """Salimans and Kingma, arXiv:1602.07868: apply a definition to v and g of w = g * v / |v| instead of w.
 
-    The last axis of a parameter counts its outputs: |v| = sqrt(sum(v**2) + wn_eps) is over all others, and g has one element for each
-    output. A parameter of one row (a bias) is left to the other definition as it is. `wn_decay` * v is added to the gradient of v.
-    The hyper params of both have one namespace; the other definition sees its leaves below `direction` and `scale`.
+    The last axis of a parameter is the axis of outputs: |v| = sqrt(sum(v**2) + wn_eps) is taken over all other axes, and g has one
+    element for each output. A parameter with one row (a bias) is not split. `wn_decay` * v is added to the gradient of v. The hyper
+    params of both definitions have one namespace. The wrapped definition receives its leaves below `direction` and `scale`.
 
-    v and g are kept in the state, as in flax 0.4 (0.3 worked them out of w, inexactly): the next update overwrites what is
-    written into the target by hand.
+    The state holds v and g, as in flax 0.4 (flax 0.3 recomputed them from w, inexactly). So the next update overwrites values that
+    are written into the target by hand.
 
     Source: https://github.com/google/flax/blob/v0.5.2/flax/optim/weight_norm.py
     """
@@ -446,7 +447,7 @@ class WeightNorm(OptimizerDef):
 
 
 def _split(param: jax.Array, eps: ArrayLike) -> tuple[jax.Array, jax.Array | tuple[()]]:
-    """(direction, scale) of a parameter, in float32 at least; scale () where there is nothing to normalise."""
+    """Split a parameter into (direction, scale), in float32 at least. Without anything to normalize, scale is ()."""
     if param.ndim < 2 or param.size <= param.shape[-1]:
         return param, ()
     wide = param.astype(wide_type(param.dtype))
@@ -455,14 +456,14 @@ def _split(param: jax.Array, eps: ArrayLike) -> tuple[jax.Array, jax.Array | tup
 
 
 def _merge(hyper_params: Any, direction: jax.Array, scale: jax.Array | tuple[()]) -> jax.Array:
-    """The parameter of a direction and a scale."""
+    """Return the parameter of a direction and a scale."""
     if isinstance(scale, tuple):
         return direction
     return direction * (scale * jax.lax.rsqrt(_squares(direction) + in_type(hyper_params, direction.dtype).wn_eps))
 
 
 def _pull(hyper_params: Any, state: WeightNormParamState, grad: ArrayLike) -> tuple[ArrayLike, jax.Array | tuple[()]]:
-    """The gradients of direction and scale from the parameter's own."""
+    """Return the gradients of direction and scale, from the gradient of the parameter."""
     if isinstance(state.scale, tuple):
         return grad, ()
     dtype = state.direction.dtype
@@ -476,11 +477,11 @@ def _squares(direction: jax.Array) -> jax.Array:
 
 
 def _parts(treedef: PyTreeDef, pairs: Sequence[tuple[PyTree, PyTree]]) -> dict[str, PyTree]:
-    """The tree that the other definition sees."""
+    """Return the tree that the wrapped definition receives."""
     return {"direction": treedef.unflatten([d for d, _ in pairs]), "scale": treedef.unflatten([s for _, s in pairs])}
 
 
 def _joined(treedef: PyTreeDef, inner: OptimizerState, parts: dict[str, PyTree]) -> OptimizerState:
-    """The other definition's state with the parts that it belongs to, parameter by parameter."""
+    """Return the state of each parameter: the wrapped definition's state, with direction and scale."""
     columns = [treedef.flatten_up_to(tree[part]) for tree in (inner.param_states, parts) for part in ("direction", "scale")]
     return OptimizerState(inner.step, treedef.unflatten([WeightNormParamState(*each) for each in zip(*columns, strict=True)]))

@@ -1,4 +1,4 @@
-"""Hyper params and state of `bridge._flax_optim.optimizer` as plain data: fields by name, and trees as nested dicts that can be saved."""
+"""Hyper params and state of flax.optim's optimizers as plain data: fields by name, and trees as nested dicts that can be saved."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from bridge._compat.types import PyTreeDef
 from bridge._ir.types import PyTree
 from bridge._names import near, path_name
 
-# The value of a hyper param: a number, an array, or a function of the step.
+# The value of a hyper param: a number, an array, or a schedule (a function of the step).
 HyperParam: TypeAlias = ArrayLike | optax.Schedule
 
 
 def one_learning_rate(title: str, learning_rate: HyperParam | None, lr: HyperParam | None) -> HyperParam | None:
-    """The one that was given of `learning_rate` and its other name `lr`; None for neither, a TypeError for both."""
+    """Return `learning_rate` or its other name `lr`, whichever is given; None for neither, a TypeError for both."""
     if learning_rate is not None and lr is not None:
         raise TypeError(f"{title} got both lr and learning_rate, two names of one hyper param. Give one of them.")
     return learning_rate if lr is None else lr
 
 
 def field_names(hyper_params: object) -> tuple[str, ...]:
-    """The names of the attributes of a dataclass, a NamedTuple or any other object."""
+    """Return the names of the attributes of a dataclass, a NamedTuple or any other object."""
     if dataclasses.is_dataclass(hyper_params):
         return tuple(field.name for field in dataclasses.fields(hyper_params))
     return getattr(hyper_params, "_fields", None) or tuple(getattr(hyper_params, "__dict__", ()))
 
 
 def field_values(hyper_params: object) -> dict[str, Any]:
-    """The attributes of a dataclass, a NamedTuple or any other object, by name."""
+    """Return the attributes of a dataclass, a NamedTuple or any other object, by name."""
     return {name: getattr(hyper_params, name) for name in field_names(hyper_params)}
 
 
 def with_fields(title: str, hyper_params: Any, values: Mapping[str, Any]) -> Any:
-    """A copy with some attributes replaced; `lr` is read as `learning_rate` unless there is an attribute `lr`.
+    """Copy hyper params with some attributes replaced. `lr` means `learning_rate` unless there is an attribute `lr`.
 
     Raises:
       TypeError: an unknown name; the text lists the known ones. Or both `lr` and `learning_rate`.
@@ -65,13 +65,13 @@ def with_fields(title: str, hyper_params: Any, values: Mapping[str, Any]) -> Any
 
 
 def wide_type(dtype: DTypeLike) -> np.dtype:
-    """The type that the arithmetic of a parameter runs in: float32 for half types, else its own."""
+    """Return the dtype for the arithmetic of a parameter: float32 for half types, else the parameter's own."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32 if half else dtype)
 
 
 def in_type(hyper_params: Any, dtype: DTypeLike) -> Any:
-    """The hyper params with floating arrays of other types cast: an update must not change the type of what it updates."""
+    """Cast the floating arrays among the hyper params, so that an update does not change the dtype of what it updates."""
     other: dict[str, HyperParam] = {}
     for name, value in field_values(hyper_params).items():
         if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype:
@@ -80,7 +80,7 @@ def in_type(hyper_params: Any, dtype: DTypeLike) -> Any:
 
 
 def opposite(treedef: PyTreeDef, tree: PyTree, title: str) -> list[PyTree]:
-    """What stands in a tree where the parameters have their leaves."""
+    """Return the subtree of `tree` at each leaf of the parameters. Raise a ValueError where the structures differ."""
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
@@ -88,7 +88,7 @@ def opposite(treedef: PyTreeDef, tree: PyTree, title: str) -> list[PyTree]:
 
 
 def check_gradients(title: str, params: PyTree, grads: PyTree) -> None:
-    """Raise a ValueError that names the parameter whose gradient is missing or has another shape."""
+    """Raise a ValueError that names the parameter if a gradient is missing or has another shape."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     for (path, param), grad in zip(paths, opposite(treedef, grads, "grads"), strict=True):
         if grad is None or np.shape(grad) != np.shape(param):
@@ -97,7 +97,7 @@ def check_gradients(title: str, params: PyTree, grads: PyTree) -> None:
 
 
 def nested(tree: PyTree) -> dict[str, Any]:
-    """A pytree as nested dicts by the names in its key paths, as flax saved it; the leaves themselves, not copies."""
+    """Return a pytree as nested dicts by the names in its key paths, in flax's layout. Leaves are not copied."""
     root: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         *above, last = _keys(path)
@@ -109,7 +109,7 @@ def nested(tree: PyTree) -> dict[str, Any]:
 
 
 def restored(like: PyTree, saved: PyTree) -> PyTree:
-    """The tree `like` with the leaves of nested dicts in place of its own.
+    """Return the tree `like` with its leaves replaced by those of nested dicts.
 
     Raises:
       ValueError: an entry is missing, unknown, or of another shape or dtype than in `like`; the text names it.
@@ -129,7 +129,7 @@ def restored(like: PyTree, saved: PyTree) -> PyTree:
 
 def _checked(name: str, like: ArrayLike, saved: ArrayLike) -> jax.Array:
     shape, dtype = np.shape(like), getattr(like, "dtype", None)
-    given_shape, given_dtype = np.shape(saved), getattr(saved, "dtype", dtype)  # a Python number is of any type
+    given_shape, given_dtype = np.shape(saved), getattr(saved, "dtype", dtype)  # a Python number has no dtype of its own
     if given_shape != shape or (dtype is not None and given_dtype != dtype):
         given, expected = f"shape {given_shape} and dtype {given_dtype}", f"shape {shape} and dtype {dtype}"
         raise ValueError(f"restore_state: {name!r} has {given}; expected {expected}, as this optimizer has.")

@@ -1,6 +1,6 @@
-"""flax.optim's system on pytrees: an `OptimizerDef` knows one parameter at a time, an `Optimizer` holds target and state.
+"""flax.optim's interface on pytrees: an `OptimizerDef` updates one parameter, and an `Optimizer` holds a target and its state.
 
-Ten lines make a new optimizer; `bridge._flax_optim.definitions` holds ready ones.
+A subclass of a few lines is a new optimizer; `bridge._flax_optim.definitions` has flax's own.
 
 >>> class SignumHyperParams(NamedTuple):
 ...     learning_rate: float
@@ -18,8 +18,8 @@ Ten lines make a new optimizer; `bridge._flax_optim.definitions` holds ready one
 >>> optimizer.target["head"].tolist(), int(optimizer.state.step)
 ([0.75, 2.25], 1)
 
-Every definition is an optax transformation too: it has `init` and `update`, and stands in `optax.chain` or any other place
-that takes one. Behaviour follows https://github.com/google/flax/tree/v0.3.6/flax/optim; no flax is needed.
+Every definition is an optax transformation too: it has `init` and `update`, and can be used in `optax.chain` or wherever optax takes
+a transformation. The behavior follows https://github.com/google/flax/tree/v0.3.6/flax/optim; flax need not be installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .fields import check_gradients, field_values, in_type, nested, opposite, re
 
 
 class OptimizerState(NamedTuple):
-    """`step`: int32 count of updates. `param_states`: a tree of the parameters, with each leaf's own state in its place."""
+    """State of an `Optimizer`. `step`: int32 count of updates. `param_states`: the parameters' tree with a state for each leaf."""
 
     step: jax.Array
     param_states: PyTree
@@ -55,32 +55,32 @@ class OptimizerState(NamedTuple):
 
 
 class OptimizerDef:
-    """What an optimizer does. Subclass it with `init_param_state` and `apply_param_gradient`; the module shows an example.
+    """The definition of an optimizer. A subclass has `init_param_state` and `apply_param_gradient`; the module shows an example.
 
     Args:
       hyper_params: any object with attributes: a NamedTuple, a dataclass, a flax struct. Python numbers and arrays may
-        be overridden at each call and may be traced; what decides structure (bools, None) stays a Python value.
+        be overridden at each call and may be traced. Values that decide the structure (bools, None) stay Python values.
 
-    Arrays and traced hyper params of a floating type reach `apply_param_gradient` in the parameter's type. float16 and
-    bfloat16 parameters, with gradient and state, reach it as float32, and the results are rounded once. The rest is
-    passed as it is.
+    Floating arrays and traced hyper params are cast to the parameter's dtype for `apply_param_gradient`. float16 and bfloat16
+    parameters are passed as float32, with their gradient and state, and the results are rounded once. All else is passed
+    unchanged.
     """
 
     def __init__(self, hyper_params: Any) -> None:
         self.hyper_params = hyper_params
 
     def init_param_state(self, param: ArrayLike) -> PyTree:
-        """The state of one parameter before the first update: any pytree, `()` for none."""
+        """Return the state of one parameter before the first update: any pytree, `()` for none."""
         raise NotImplementedError(f"{type(self).__name__} does not define init_param_state(param).")
 
     def apply_param_gradient(
         self, step: ArrayLike, hyper_params: Any, param: ArrayLike, state: PyTree, grad: ArrayLike
     ) -> tuple[jax.Array, PyTree]:
-        """(new_param, new_state) of one parameter; `step` counts the updates before this one, from 0."""
+        """Return (new_param, new_state) of one parameter. `step` counts the updates before this one, from 0."""
         raise NotImplementedError(f"{type(self).__name__} does not define apply_param_gradient(step, hyper_params, param, state, grad).")
 
     def create(self, target: PyTree, focus: object = None) -> Optimizer:
-        """An `Optimizer` of the target, a pytree of arrays. `focus`: a selector; leaves outside it have no state and stay as they are."""
+        """Make an `Optimizer` for a pytree of arrays. `focus` is a selector: other leaves have no state and are not changed."""
         known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         optimizer_def = self if focus is None else MultiOptimizer((focus, self))
         return Optimizer(optimizer_def, optimizer_def.init_state(target), target)
@@ -89,10 +89,10 @@ class OptimizerDef:
         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(self.init_param_state, params))
 
     def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
-        """(new_params, new_state) for a tree of gradients.
+        """Return (new_params, new_state) for a tree of gradients.
 
         Raises:
-          ValueError: `grads` or the state has another structure, a gradient is None or has another shape; it names the leaf.
+          ValueError: `grads` or the state has another structure, or a gradient is None or has another shape. The text names the leaf.
         """
         check_gradients(type(self).__name__, params, grads)
         leaves, treedef = jax.tree.flatten(params)
@@ -114,14 +114,14 @@ class OptimizerDef:
         return new_param.astype(dtype), jax.tree.map(lambda new, old: jnp.asarray(new, getattr(old, "dtype", None)), new_state, state)
 
     def init(self, params: PyTree) -> OptimizerState:
-        """optax's `init`: the same as `init_state`."""
+        """Return the initial state, as `init_state` does. This is optax's `init`."""
         return self.init_state(params)
 
     def update(self, grads: PyTree, state: OptimizerState, params: PyTree = None, **extra_args: object) -> tuple[PyTree, OptimizerState]:
-        """optax's `update`: what to add to `params`, and the new state. Extra args are ignored.
+        """Return the updates to add to `params`, and the new state. This is optax's `update`; extra args are ignored.
 
         Raises:
-          ValueError: `params` is None, in optax's words; or as `apply_gradient`.
+          ValueError: `params` is None (optax's text), or as `apply_gradient`.
         """
         if params is None:
             raise ValueError(
@@ -132,7 +132,7 @@ class OptimizerDef:
         return jax.tree.map(_difference, new_params, params), new_state
 
     def update_hyper_params(self, **overrides: Any) -> Any:
-        """The hyper params with some replaced, as `Optimizer.apply_gradient` does at each call.
+        """Return the hyper params with some replaced. `Optimizer.apply_gradient` does this at each call.
 
         Args:
           **overrides: new values by name, `lr` for `learning_rate`; `hyper_params=` replaces all of them first.
@@ -144,24 +144,24 @@ class OptimizerDef:
         return with_fields(type(self).__name__, self.hyper_params if given is None else given, overrides)
 
     def with_hyper_params(self, **overrides: Any) -> Self:
-        """A definition of the same class with these hyper params, named as in `update_hyper_params`; values may be traced."""
+        """Return a definition of the same class with these hyper params, named as in `update_hyper_params`. Values may be traced."""
         new = copy.copy(self)
         new.hyper_params = self.update_hyper_params(**overrides)
         return new
 
     def hyper_param_values(self) -> dict[str, Any]:
-        """The hyper params by name, as `with_hyper_params` takes them."""
+        """Return the hyper params by name, as `with_hyper_params` takes them."""
         return field_values(self.hyper_params)
 
     def state_dict(self, target: PyTree, state: OptimizerState) -> dict[str, Any]:
-        """{'target': ..., 'state': ...} as nested dicts with string keys, in flax's layout; the arrays are not copied."""
+        """Return {'target': ..., 'state': ...} as nested dicts with string keys, in flax's layout. Arrays are not copied."""
         return nested({"target": target, "state": state})
 
     def restore_state(self, target: PyTree, state: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[PyTree, OptimizerState]:
-        """(target, state) with the values of a `state_dict`; the given ones say which structure, shapes and dtypes it must have.
+        """Return (target, state) with the values of a `state_dict`. Its structure, shapes and dtypes must be those of the arguments.
 
         Raises:
-          ValueError: an entry is missing, not known, or of another shape or dtype; the text names it.
+          ValueError: an entry is missing, not known, or of another shape or dtype. The text names it.
         """
         values = restored({"target": target, "state": state}, state_dict)
         return values["target"], values["state"]
@@ -173,10 +173,10 @@ class OptimizerDef:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A target and its state under an `OptimizerDef`: a pytree whose definition is static, so that it passes through jit.
+    """A target and its state under an `OptimizerDef`. It is a pytree whose definition is static, so jit takes and returns it.
 
-    Make it by `OptimizerDef.create(target)`. A change of numbers given to `apply_gradient` compiles nothing new where they
-    are arguments of the jitted function; another definition does.
+    `OptimizerDef.create(target)` makes one. Numbers given to `apply_gradient` may change without compilation where they are
+    arguments of the jitted function. Another definition compiles again.
     """
 
     optimizer_def: OptimizerDef = dataclasses.field(metadata={"static": True})
@@ -184,7 +184,7 @@ class Optimizer:
     target: PyTree
 
     def apply_gradient(self, grads: PyTree, **hyper_param_overrides: Any) -> Optimizer:
-        """The optimizer after one update; overrides as in `OptimizerDef.update_hyper_params`, for this update only."""
+        """Return the optimizer after one update. Overrides are as in `OptimizerDef.update_hyper_params`, for this update only."""
         known_to_flax(Optimizer, Optimizer.state_dict, Optimizer.restore_state)
         hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
         target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
@@ -197,19 +197,20 @@ class Optimizer:
         return self.optimizer_def.state_dict(self.target, self.state)
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Optimizer:
-        """The optimizer with the values of a `state_dict`; raises as `OptimizerDef.restore_state`."""
+        """Return the optimizer with the values of a `state_dict`. Raise as `OptimizerDef.restore_state` does."""
         target, state = self.optimizer_def.restore_state(self.target, self.state, state_dict)
         return self.replace(target=target, state=state)
 
     def replicate(self, devices: Sequence[Device] | None = None, axis_name: str = "batch") -> Optimizer:
-        """A copy on each device, stacked along a new first axis; its `apply_gradient` then takes the mean of the gradients.
+        """Return a copy for each device, stacked along a new first axis, whose `apply_gradient` averages the gradients.
 
-        Call that inside `jax.pmap(..., axis_name=axis_name)`, where each replica sees its own copy, or inside `shard_map` over
-        an axis of that name with the optimizer's spec `PartitionSpec(axis_name)`, where the first axis has length 1.
+        Call `apply_gradient` inside `jax.pmap(..., axis_name=axis_name)`, where each replica has its own copy. Or call it inside
+        `shard_map` over an axis of that name, with the spec `PartitionSpec(axis_name)` for the optimizer. The first axis of its arrays
+        then has length 1.
 
         Args:
           devices: default `jax.local_devices()`.
-          axis_name: the axis over which the mean is taken.
+          axis_name: the mapped axis over which gradients are averaged.
         """
         devices = list(jax.local_devices() if devices is None else devices)
         return jax.tree.map(_stacker(devices, axis_name), self).replace(
@@ -217,14 +218,14 @@ class Optimizer:
         )
 
     def unreplicate(self) -> Optimizer:
-        """The first device's copy, under the definition from before `replicate`."""
+        """Return the first device's copy, with the definition from before `replicate`."""
         if not isinstance(self.optimizer_def, ReplicatedOptimizer):
             raise ValueError("unreplicate: this optimizer is not replicated. Call replicate() first.")
         return _first_copy(self, self.optimizer_def.devices).replace(optimizer_def=self.optimizer_def.optimizer_def)
 
 
 class ReplicatedOptimizer(OptimizerDef):
-    """A definition that first takes the mean of the gradients over a mapped axis; `Optimizer.replicate` makes it."""
+    """A definition that first averages the gradients over a mapped axis. `Optimizer.replicate` makes it."""
 
     def __init__(self, optimizer_def: OptimizerDef, devices: Sequence[Device] | None = None, axis_name: str = "batch") -> None:
         super().__init__(optimizer_def.hyper_params)
@@ -235,11 +236,11 @@ class ReplicatedOptimizer(OptimizerDef):
         return self.optimizer_def.init_state(params)
 
     def apply_gradient(self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree) -> tuple[PyTree, OptimizerState]:
-        """As the definition's own, on the mean of the gradients over `axis_name`.
+        """Apply the wrapped definition to the gradients averaged over `axis_name`.
 
         Raises:
-          ValueError: inside `shard_map`, for a parameter that is one value on all replicas and a gradient that is, too: jax
-            then has already added the replicas' gradients up, and a mean of that would be their sum.
+          ValueError: inside `shard_map`, where neither a parameter nor its gradient varies over the axis. jax has already summed the
+            gradients of the replicas then, and their average would be the sum.
         """
         if self.axis_name in _varying(jax.lax.axis_index(self.axis_name)):
             leaves, treedef = jax.tree.flatten(params)
@@ -262,11 +263,11 @@ class ReplicatedOptimizer(OptimizerDef):
         return self.optimizer_def.hyper_param_values()
 
     def state_dict(self, target: PyTree, state: OptimizerState) -> dict[str, Any]:
-        """That of the first device's copy."""
+        """Return the state dict of the first device's copy."""
         return self.optimizer_def.state_dict(*_first_copy((target, state), self.devices))
 
     def restore_state(self, target: PyTree, state: OptimizerState, state_dict: Mapping[str, Any]) -> tuple[PyTree, OptimizerState]:
-        """Every device's copy gets the values."""
+        """Return target and state with the values for every device's copy."""
         one_target, one_state = _first_copy((target, state), self.devices)
         values = self.optimizer_def.restore_state(one_target, one_state, state_dict)
         return jax.tree.map(_stacker(self.devices, self.axis_name), values)
@@ -275,7 +276,7 @@ class ReplicatedOptimizer(OptimizerDef):
 class ModelParamTraversal:
     """Selects parameters by a function (path, param) -> bool, with paths like '/head/weight'.
 
-    It is a selector as well (README): called with a dotted name it answers for 'head.weight' what it does for '/head/weight'.
+    It is a selector too (README): called with the dotted name 'head.weight' it returns what the function returns for '/head/weight'.
     """
 
     def __init__(self, filter_fn: Callable[[str, Any], object]) -> None:
@@ -287,16 +288,16 @@ class ModelParamTraversal:
         return bool(self.filter_fn("/" + name.replace(".", "/"), param))
 
     def iterate(self, inputs: PyTree) -> Iterator[Any]:
-        """The selected leaves of a tree."""
+        """Yield the selected leaves of a tree."""
         yield from (leaf for path, leaf in jax.tree_util.tree_leaves_with_path(inputs) if self(path_name(path), leaf))
 
     def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> PyTree:
-        """The tree with `fn` applied to the selected leaves."""
+        """Return the tree with `fn` applied to the selected leaves."""
         return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(leaf) if self(path_name(path), leaf) else leaf, inputs)
 
 
 class _Traversed:
-    """A selector of the leaves that a traversal of flax (`flax.traverse_util`) visits."""
+    """A selector of the leaves that a traversal of `flax.traverse_util` visits."""
 
     def __init__(self, traversal: Any) -> None:
         self._traversal = traversal
@@ -312,7 +313,7 @@ def _selector(traversal: object) -> object:
 
 
 class MultiOptimizer(OptimizerDef):
-    """Several definitions, each for the leaves that its selector names.
+    """Several definitions, each for the leaves that a selector picks.
 
     ```
     kernels = ModelParamTraversal(lambda path, param: "kernel" in path)
@@ -323,14 +324,14 @@ class MultiOptimizer(OptimizerDef):
     Args:
       *traversals_and_optimizers: pairs of a `ModelParamTraversal`, or any selector (README) on dotted names, and a definition.
 
-    A leaf of no pair has the state None and stays as it is, and its gradient is not read. `init_state` raises a ValueError
-    for a leaf of two pairs, naming leaf and pairs, and for a pattern that matches nothing.
+    A leaf of no pair has the state None and is not changed, and its gradient is not read. `init_state` raises a ValueError
+    for a leaf of two pairs, with the leaf and the pairs in the text, and for a pattern that matches nothing.
 
-    Hyper params are a list, one entry for each pair. An override by plain name (`learning_rate`) is for all pairs; one with
-    the pair's number (`**{"1.learning_rate": 0.1}`) is for one and wins.
+    Hyper params are a list with one entry for each pair. An override by plain name (`learning_rate`) applies to all pairs. An
+    override with the pair's number (`**{"1.learning_rate": 0.1}`) applies to one pair and takes precedence.
 
-    Differs from flax: selectors beside traversals; they see parameters only, never gradients or state; definitions that
-    wrap others (`WeightNorm`, `MultiOptimizer`) may stand in it, and see the leaves under their own names.
+    Differs from flax: selectors are accepted too; selectors and traversals receive parameters only, never gradients or state; and
+    definitions that wrap others (`WeightNorm`, `MultiOptimizer`) may be used in a pair, and receive the leaves under their own names.
     """
 
     def __init__(self, *traversals_and_optimizers: tuple[object, OptimizerDef]) -> None:
@@ -381,12 +382,12 @@ class MultiOptimizer(OptimizerDef):
         return new
 
     def hyper_param_values(self) -> dict[str, Any]:
-        """By pair and name: {'0.learning_rate': 0.01, ...}."""
+        """Return the hyper params by pair and name: {'0.learning_rate': 0.01, ...}."""
         each = enumerate(self.sub_optimizers)
         return {f"{index}.{name}": value for index, optimizer in each for name, value in optimizer.hyper_param_values().items()}
 
     def _each_with(self, overrides: dict[str, Any]) -> Iterator[tuple[OptimizerDef, dict[str, Any]]]:
-        """Each definition with the overrides that are meant for it, by the names that it knows."""
+        """Yield each definition with its overrides, by the names that it knows."""
         each = self._each(overrides.pop("hyper_params", self.hyper_params))
         for name in overrides:
             if "." in name and name.partition(".")[0] not in map(str, range(len(each))):
@@ -397,7 +398,7 @@ class MultiOptimizer(OptimizerDef):
             yield optimizer, {"hyper_params": own} | common | special
 
     def _each(self, hyper_params: Any) -> list[Any]:
-        """One entry for each pair, its own where None is given."""
+        """Return one entry for each pair, with the pair's own hyper params in place of None."""
         count = len(self.sub_optimizers)
         if not isinstance(hyper_params, list | tuple) or hasattr(hyper_params, "_fields") or len(hyper_params) != count:
             raise ValueError(
@@ -406,7 +407,7 @@ class MultiOptimizer(OptimizerDef):
         return [mine if given is None else given for given, mine in zip(hyper_params, self.hyper_params, strict=True)]
 
     def _owners(self, params: PyTree, strict: bool) -> list[int | None]:
-        """For each leaf the index of its pair. Not strict: a pattern may have lost its leaves (no gradient, masked out)."""
+        """Return for each leaf the index of its pair. Unless `strict`, a pattern may match no leaf (no gradient, masked out)."""
         paths = jax.tree_util.tree_leaves_with_path(params)
         leaves = Leaves([path_name(path) for path, _ in paths], [leaf for _, leaf in paths], lambda: params)
         owners: list[tuple[int, str] | None] = [None] * len(paths)
@@ -432,14 +433,14 @@ class MultiOptimizer(OptimizerDef):
 
 
 def _difference(new: ArrayLike, old: ArrayLike) -> jax.Array:
-    """What to add to the old for the new: -0.0, which changes no bit of any number, where they are equal (infinities too)."""
+    """Return the update from old to new: -0.0, which changes no bit when added, where they are equal (infinities too)."""
     old = jnp.asarray(old)
     new = jnp.asarray(new).astype(old.dtype)
     return jnp.where(new == old, jnp.full_like(old, -0.0), new - old)
 
 
 def _held(treedef: PyTreeDef, values: Sequence[PyTree], owners: Sequence[int | None], index: int) -> PyTree:
-    """The tree with None for the leaves that are not of one pair: they keep their names so."""
+    """Return the tree with None for leaves of other pairs, so that the leaves of this pair keep their names."""
     return treedef.unflatten([value if owner == index else None for value, owner in zip(values, owners, strict=True)])
 
 
@@ -448,12 +449,12 @@ def _put(into: list[PyTree], values: Sequence[PyTree], owners: Sequence[int | No
 
 
 def _owned(state: PyTree, owner: int | None) -> PyTree:
-    """None stands for a leaf of no pair only: an owned leaf without state has ()."""
+    """Return the state of a leaf, with () in place of None for a leaf of a pair: None means a leaf of no pair."""
     return () if state is None and owner is not None else state
 
 
 def _varying(x: ArrayLike) -> frozenset[Hashable]:
-    """The mapped axes over which jax knows a value to differ; none where it keeps no account (pmap, check_vma=False)."""
+    """Return the mapped axes over which a value may differ; none where jax does not track it (pmap, check_vma=False)."""
     kind = jax.typeof(x)
     return getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", frozenset())
 
