@@ -361,7 +361,7 @@ class MultiOptimizer(OptimizerDef):
         for (path, _), param_state, owner in zip(paths, states, owners, strict=True):
             if param_state is not None and owner is None:
                 raise ValueError(
-                    f"MultiOptimizer: {path_name(path)!r} has a state but no selector names it. Create it for these parameters."
+                    f"MultiOptimizer: {path_name(path)!r} has a state but no selector names it. Create the optimizer for these parameters."
                 )
         new_leaves, new_states = list(leaves), [None] * len(leaves)
         for index, (optimizer, own) in enumerate(zip(self.sub_optimizers, self._each(hyper_params), strict=True)):

@@ -56,5 +56,5 @@ def elementwise(eqn: Eqn, size: int) -> bool:
     return eqn.primitive.name in ELEMENTWISE and {aval_of(v).size for v in (*eqn.invars, *eqn.outvars)} <= {1, size}
 
 
-# Primitives whose result has equal elements where the operand has.
+# Primitives that turn an array of equal elements into another one.
 _KEEPS_THE_NUMBER = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})

@@ -133,7 +133,7 @@ def in_turn(
 
 
 def apply(jaxpr: Jaxpr, eqn: Eqn, operands: Sequence[Array], wanted: Callable[[Eqn], bool] = _each) -> list[Array]:
-    """Return the results of one equation. Operands may have other shapes than in the jaxpr. Inline a call for which `should_inline` holds."""
+    """Return the results of one equation. Operands may have other shapes than in the jaxpr. Inline it if `should_inline` holds."""
     branches = branches_to_select(eqn) if wanted(eqn) else None
     if branches is not None:
         return chosen(operands[0], [_run(each.jaxpr, each.consts, operands[1:], wanted) for each in branches])

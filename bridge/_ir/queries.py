@@ -63,7 +63,7 @@ class Properties(NamedTuple):
     used_inputs: tuple[bool, ...] = ()
 
 
-# Properties of a jaxpr that hold where they hold for a jaxpr within it.
+# Properties that a jaxpr inherits from the jaxprs within it.
 _INHERITED = Properties._fields[: Properties._fields.index("has_late_call")]
 _known: WeakKeyDictionary[Jaxpr, Properties] = WeakKeyDictionary()
 

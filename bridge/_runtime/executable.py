@@ -29,9 +29,9 @@ from .outline import Pieces, cut
 # share of the work.
 ON_ONE_CORE = (1 << 17) * CORES // max(CORES - 1, 1)
 _OPERATIONS = 40 * ON_ONE_CORE
-# A program has many loops if there are this many for each core. The calling thread works beside XLA's threads then, which are one too
-# many for inline execution. Where the loops are short on average and none has half of all elements, each loop runs on one core and
-# several run at once: no loop waits for its other half.
+# With this many loops for each core, XLA's threads share them while the calling thread does other work. Inline execution would add the
+# calling thread, which is one too many. Where the loops are short on average and none has half of all elements, each loop runs on one
+# core and several run at once: no loop waits for its other half.
 _LOOPS_A_CORE, _SHORT_LOOP = 16, 1 << 17
 # The average elements of a loop above which the schedule of small loops makes no difference.
 _LONG_LOOP = 1 << 20

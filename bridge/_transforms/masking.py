@@ -334,7 +334,7 @@ def _check_labels(labels: PyTree, transforms: Mapping[Any, object], params: opta
             f"such a label). {near(str(label), map(str, transforms))}"
         )
     used = [label for _, label in given]
-    absent = any(leaf is _ABSENT for leaf in jax.tree.leaves(params))  # placeholders may have other labels than they show
+    absent = any(leaf is _ABSENT for leaf in jax.tree.leaves(params))  # these leaves may have other labels
     idle = [label for label in transforms if label not in used and not absent]
     if idle:
         raise ValueError(

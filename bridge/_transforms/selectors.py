@@ -360,7 +360,7 @@ def _by_attributes(spec: PyTree, leaves: Leaves) -> dict[str, object] | None:
 
 def _by_call(spec: Callable[..., object], leaves: Leaves, kind: Kind, where: str) -> list[Decision]:
     """Resolve a function: (name, param) -> value or (name) -> value for each leaf, or (tree) -> tree."""
-    title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # a functools.partial has no name, but its function has
+    title = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)  # a functools.partial has no name; its function has
     gets = _arguments_of(spec, title, leaves, where)
     if gets == "tree":
         answer = spec(leaves.tree())
