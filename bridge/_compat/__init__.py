@@ -1,10 +1,11 @@
-"""All names of jax, jaxlib, torch and torch2jax that their documentation does not promise, each with what stands in for it.
+"""Every name of jax, jaxlib, torch and torch2jax that their documentation does not promise, each with a fallback.
 
-One module a package: `jax`, `torch`, `torch2jax`. `python` has the code objects of functions. `lookup.private` finds a name when it is
-imported, so that no call of a step asks again; a comment beside each name says what breaks without it. Not here: attributes that torch
-shows to subclasses of `nn.Module` and `Optimizer` (`_buffers`, `_forward_hooks`, `_optimizer_step_pre_hooks`,
-`_step_supports_amp_scaling`), names of operators in the tables of `_tracing/ops`, options and passes of XLA (`_xla`), and the primitives
-of jaxprs.
+There is one module a package: `jax`, `torch`, `torch2jax`; `python` has the code objects of functions. `lookup.private` looks a name up at
+import, so that a step does not look it up again. A comment beside each name says what is lost without it.
 
-docs/internals/upstream.md says which public name each of them waits for.
+Other private names are used where they belong: attributes that torch shows to subclasses of `nn.Module` and `Optimizer` (`_buffers`,
+`_forward_hooks`, `_optimizer_step_pre_hooks`, `_step_supports_amp_scaling`), names of operators (tables of `_tracing/ops`), options and
+passes of XLA (`_xla`), and the primitives of jaxprs.
+
+docs/internals/upstream.md says which public name would replace each of them.
 """

@@ -1,4 +1,4 @@
-"""Looks for private names of other packages."""
+"""Look up private names of other packages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from operator import attrgetter
 from typing import Any
 
-NAMES: set[str] = set()  # each that was asked for
+NAMES: set[str] = set()  # the paths that were looked up
 
 
 def private(path: str, otherwise: Any) -> Any:
-    """Return what an imported package has at a path, such as "torch._C._from_dlpack"; `otherwise` where it has nothing there."""
+    """Return the object at a path in an imported package, such as "torch._C._from_dlpack"; `fallback` if there is none."""
     NAMES.add(path)
     parts = path.split(".")
     modules = (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))

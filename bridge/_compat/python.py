@@ -1,4 +1,4 @@
-"""Code objects of functions. A callable that is not written in Python has none."""
+"""Code objects of Python functions. Other callables have none."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from types import CellType, CodeType, FunctionType
 
 
 def code_of(function: object) -> CodeType | None:
-    """Return the code that a function was made of. None: what is made of the callable is not counted, and the names in it are not read."""
+    """Return the code of a Python function; None for another callable. Callers then count no copies of it and read no names in it."""
     return getattr(function, "__code__", None)
 
 
 def with_code_of(
     function: FunctionType, variables: dict[str, object], defaults: tuple[object, ...] | None, cells: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a function of the same code and name with other global variables, defaults and cells."""
+    """Return a function with the same code and name but other globals, defaults and closure cells."""
     return FunctionType(function.__code__, variables, function.__name__, defaults, cells)

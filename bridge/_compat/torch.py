@@ -20,23 +20,23 @@ from .lookup import private
 
 
 def _copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """`_foreach_copy_`, one tensor after the other."""
+    """Copy tensors as `_foreach_copy_` does, one after the other."""
     for tensor, value in zip(into, values, strict=True):
         tensor.copy_(value)
 
 
-# Copies of many tensors in one call. Without it one call of torch for each.
+# Copy many tensors in one call. Without it torch is called once for each.
 foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = private("torch._foreach_copy_", _copy_each)
 
-# A tensor over a DLPack capsule. Without it torch's public call, which does the same behind some questions of Python's.
+# A tensor over a DLPack capsule. Without it torch's public function, which checks some things in Python first.
 tensor_from_capsule: Callable[[object], torch.Tensor] = private("torch._C._from_dlpack", torch.from_dlpack)
 
-# A clone that shares the memory until one of both is written; it fails where something else keeps the memory alive. Without it parameters
-# that were loaded from a file keep their own memory and are copied at each step.
+# A clone that shares its memory until one of the two is written. It fails if another object keeps the memory alive. Without it parameters
+# that were loaded from a file keep their own memory, and each step copies them.
 lazy_clone: Callable[[torch.Tensor], torch.Tensor] | None = private("torch._lazy_clone", None)
 
 
-# ------------------------------------------------------------------ who holds a tensor's memory
+# ------------------------------------------------------------------ who uses a tensor's memory
 
 
 def _yes(*_: object) -> bool:
@@ -47,7 +47,7 @@ def _no(*_: object) -> bool:
     return False
 
 
-# Whether a tensor is a view. Without it each counts as one whose base others may hold, and is never updated in place.
+# Whether a tensor is a view. Without it every tensor counts as a view whose base may be used elsewhere, and is never updated in place.
 is_view: Callable[[torch.Tensor], bool] = private("torch.Tensor._is_view", _yes)
 
 _base_of: Callable[[torch.Tensor], torch.Tensor | None] | None = private("torch.Tensor._base.__get__", None)
@@ -57,7 +57,7 @@ _address_of: Callable[[torch.UntypedStorage], int] | None = private("torch.Untyp
 
 
 def _holders_of_base(view: torch.Tensor) -> tuple[int, int] | None:
-    """How many references there are to the tensor that a view was made of, from Python and in all; safetensors gives such views."""
+    """Return the number of Python references and of all references to a view's base. safetensors gives views as parameters."""
     if _base_of is None or _tensor_holders is None:
         return None
     base = _base_of(view)
@@ -68,19 +68,19 @@ _ONLY_ITS_VIEW = _holders_of_base(torch.zeros(2).view(2))
 
 
 def is_only_view(view: torch.Tensor) -> bool:
-    """Whether nothing but this view holds the tensor that it was made of. Where torch does not tell, no: such a parameter is copied."""
+    """Return whether only this view holds its base. If torch does not tell, the answer is no, and each step copies the parameter."""
     return _ONLY_ITS_VIEW is not None and _holders_of_base(view) == _ONLY_ITS_VIEW
 
 
 def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors hold the storage; 0, which nobody takes for sole ownership, where torch does not tell.
+    """Return how many tensors use the storage; 0 if torch does not tell, which never counts as sole use.
 
-    Each parameter then keeps its memory, and each step copies it: that is slow, and `report()` and `bridge.doctor()` say so.
+    Each parameter then keeps its own memory, and each step copies it, which is slow. `report()` and `bridge.doctor()` say so.
     """
     if _use_count is None or _address_of is None:
         return 0
     storage = tensor.untyped_storage()
-    return _use_count(_address_of(storage)) - 1  # `storage` itself is one holder
+    return _use_count(_address_of(storage)) - 1  # `storage` itself is one user
 
 
 # ------------------------------------------------------------------ guards
@@ -89,13 +89,14 @@ Guard = Callable[[Sequence[torch.Tensor]], Callable[..., bool] | None]
 
 
 def no_guard(tensors: Sequence[torch.Tensor]) -> None:
-    """Return no guard: each step looks at each leaf."""
+    """Return None: without a guard, each step looks at each leaf."""
 
 
 def _guard() -> Guard:
-    """What makes one C call that says whether tensors still have the class, dtype, device, sizes, strides and `requires_grad` of these.
+    """Return the function that makes torch.compile's guard: one C call that checks many tensors.
 
-    torch.compile guards its graphs by it. It is used only where it answers as expected. It denies all in an autocast region.
+    The guard checks class, dtype, device, sizes, strides and `requires_grad`. In an autocast region it fails for all tensors. It is used
+    only if it answers as expected here.
     """
     guards = private("torch._C._dynamo.guards.TensorGuards", None)
 
@@ -113,7 +114,7 @@ def _guard() -> Guard:
     return no_guard
 
 
-# Without it the metadata of the leaves are compared one by one, in Python.
+# Without it, Python compares the metadata of the leaves one by one.
 guard: Guard = _guard()
 
 
@@ -121,17 +122,20 @@ def _another(_: torch.Tensor) -> object:
     return object()
 
 
-# How often a tensor was written. Without it a constant of a traced loss counts as written, and each call traces the loss anew.
+# How often a tensor was written. Without it every constant of a traced loss counts as written, and each call traces the loss again.
 version: Callable[[torch.Tensor], object] = private("torch.Tensor._version.__get__", _another)
 
 
-# ------------------------------------------------------------------ who hears of a step
+# ------------------------------------------------------------------ who observes a step
 
 
 def heard() -> tuple[Mapping[int, Callable[..., object]], Mapping[int, Callable[..., object]], Callable[[], bool], Callable[[], bool]]:
-    """Return who hears of steps: hooks of all optimizers before and after each, whether some thread has a profiler, and whether this has.
+    """Return who observes steps.
 
-    Without these names somebody hears each step, which then goes through torch's own wrapper.
+    Without these names every step counts as observed, and goes through torch's own wrapper.
+
+    Returns:
+      The hooks of all optimizers before a step, those after a step, whether any thread has a profiler, and whether this thread has one.
     """
     before = private("torch.optim.optimizer._global_optimizer_pre_hooks", None)
     after = private("torch.optim.optimizer._global_optimizer_post_hooks", None)
@@ -143,39 +147,39 @@ def heard() -> tuple[Mapping[int, Callable[..., object]], Mapping[int, Callable[
     return {}, {}, _yes, _no
 
 
-# The entry of an optimizer's attributes by which schedulers know that it has made a step. Without it they warn that none was made.
+# The attribute of an optimizer by which schedulers know that it has made a step. Without it they warn that there was none.
 OPT_CALLED = "_opt_called"
 
 # ------------------------------------------------------------------ torch.compile
 
-# Have torch.compile break its graph at a function, without importing dynamo for it. Without it torch's public decorator, which imports it.
+# Have torch.compile break its graph at a function. Without it torch's public decorator, which imports dynamo at once.
 disable_dynamo: Callable[[Callable[..., Any]], Callable[..., Any]] = private("torch._disable_dynamo", torch.compiler.disable)
 
-# Among `sys.modules` once something is compiled. Where torch names it otherwise, `jax_function` runs in a graph that is being traced.
+# The module that is imported once something is compiled. If torch renames it, `jax_function` runs inside a graph that is being traced.
 DYNAMO = "torch._dynamo"
 
 # ------------------------------------------------------------------ autograd
 
-# Whether a transformation of torch.func is active, and the level of forward-mode derivatives, which is at least 0 in `dual_level`. Without
-# them each call of a `jax_function` goes the way of transformed calls, which costs 15 us.
+# Whether a torch.func transformation is active, and the level of forward-mode derivatives, which is at least 0 in `dual_level`. Without
+# them each call of a `jax_function` is handled as a transformed call, which is slower.
 functorch_is_active: Callable[[], bool] = private("torch._C._are_functorch_transforms_active", _yes)
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
 
-# Whether a tensor is batched by torch's old vmap. Without it torch itself fails where such a one is given, with a text of its own.
+# Whether a tensor is batched by torch's old vmap. Without it torch itself raises an error for such a tensor, with a text of its own.
 is_legacy_batch: Callable[[torch.Tensor], bool] = private("torch._C._functorch.is_legacy_batchedtensor", _no)
 
-# The class from which `torch.autograd.Function` has `apply`, and so an `apply` that was kept in a variable. Without it `Function` itself: a
-# kept one then runs torch's own code, which fails on traced tensors.
+# The class that gives `torch.autograd.Function` its `apply`, also an `apply` kept in a variable. Without it `Function` itself: an `apply`
+# kept in a variable then runs torch's own code, which fails on traced tensors.
 FUNCTION: Any = private("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` without its questions about transformations (2 us), for where none is active; with them where that is all."""
+    """Return `function.apply` without its checks for transformations, for use where none is active; with them if torch has no other."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
-# Has torch ask modes and subclasses again, in the handler of a signal that arrives where they are disabled. Without it such a handler may
-# not trace.
+# Let torch's modes and subclasses act again, in the handler of a signal that arrives while they are disabled. Without it such a handler
+# may not trace.
 with_overrides: Callable[[], AbstractContextManager[object]] = private("torch._C._EnableTorchFunction", nullcontext)
 
 
@@ -186,16 +190,16 @@ def _as_subclass(kind: type[_Tensor], tensor: torch.Tensor) -> _Tensor:
     return tensor.as_subclass(kind)
 
 
-# A tensor as one of a subclass. Without it the public method, which also takes note of a view.
+# A tensor as one of a subclass. Without it the public method, which also records a view.
 make_subclass: Callable[[type, torch.Tensor], Any] = private("torch.Tensor._make_subclass", _as_subclass)
 
 
 # ------------------------------------------------------------------ modules
 
-# Hooks of all modules before their forward. Without it a tracker of FLOPs is not recognized, and fails on traced tensors.
+# Hooks that run before the forward of any module. Without it a counter of FLOPs is not recognized, and fails on traced tensors.
 global_forward_pre_hooks: Mapping[int, object] = private("torch.nn.modules.module._global_forward_pre_hooks", {})
 
-# The batch norms, the norms that keep statistics of batches, and the convolutions. Without their bases, those of torch.nn.
+# The batch norms, the norms with statistics of batches, and the convolutions. Without these base classes, the classes of torch.nn.
 _BATCH = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -207,11 +211,11 @@ CONVOLUTIONS: type | tuple[type, ...] = private("torch.nn.modules.conv._ConvNd",
 
 
 def _named(space: object, prefix: str) -> SimpleNamespace:
-    """The functions of a public module by the names that they have in its private one."""
+    """Return the functions of a public module by the names that they have in the private one."""
     return SimpleNamespace(**{f"{prefix}{name}": function for name, function in vars(space).items() if callable(function)})
 
 
-# Where torch's Python finds its operators, by the prefix that names have there. Without one, the functions of the public module.
+# Where torch's Python code finds its operators, by the prefix of their names. Without one, the functions of the public module.
 _SPACES = {
     "_nn": (nn.functional, ""),
     "_linalg": (torch.linalg, "linalg_"),
@@ -221,23 +225,23 @@ _SPACES = {
 BENEATH: dict[str, Any] = {f"torch._C.{name}": private(f"torch._C.{name}", _named(*public)) for name, public in _SPACES.items()}
 SPECIAL: Any = BENEATH["torch._C._special"]
 
-# `stft` below torch's Python, which pads. Without it torch.stft has no implementation, and the error names what it calls.
+# `stft` below torch's Python code, which pads. Without it torch.stft has no implementation, and the error names the function it calls.
 unpadded_stft: Callable[..., torch.Tensor] | None = private("torch._C._VariableFunctions.stft", None)
 
 
 def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
-    """Gamma variates over their sum."""
+    """Return Gamma variates divided by their sum."""
     drawn = torch.distributions.Gamma(concentration, torch.ones_like(concentration)).rsample()
     return drawn / drawn.sum(-1, True)
 
 
-# A draw from a Dirichlet distribution. Without it the same distribution, by other draws.
+# A draw from a Dirichlet distribution. Without it the same distribution with other draws.
 sample_dirichlet: Callable[[torch.Tensor], torch.Tensor] = private("torch._sample_dirichlet", _dirichlet)
 
 OVERLOADS: type = type(torch.ops.aten.add)  # the class of `torch.ops.aten.NAME`
 
 
 def writes(overload: object) -> bool:
-    """Whether an overload of an operator changes an argument. Where torch does not tell, yes: it is refused, not run on constants."""
+    """Return whether an operator overload writes to an argument. If torch does not tell, the answer is yes, and the overload is refused."""
     schema = getattr(overload, "_schema", None)
     return schema is None or any(x.alias_info and x.alias_info.is_write for x in schema.arguments)

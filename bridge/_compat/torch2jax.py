@@ -1,6 +1,6 @@
-"""torch2jax, which is imported when the first torch code is traced, and the operators that users registered with it.
+"""torch2jax, imported when the first torch code is traced, and the operators that users registered with it.
 
-The package documents `implements` and `mk_rng` alone. Without one of the other names nothing is traced, and an error names it.
+The package documents only `implements` and `mk_rng`. Without one of the other names nothing can be traced, and an error names it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NAMES = ("HANDLED_FUNCTIONS", "RngPooperContext", "Torchish")
 
 @functools.cache
 def torch2jax() -> Any:
-    """Return the package.
+    """Return the torch2jax package.
 
     Raises:
-      ImportError: it cannot be imported, or has not the names that are needed.
+      ImportError: The package cannot be imported, or lacks a name that is needed.
     """
     try:
         package = importlib.import_module("torch2jax")
@@ -44,32 +44,31 @@ def torch2jax() -> Any:
 
 
 def torchish() -> Any:
-    """Return the class of its values."""
+    """Return the class of torch2jax's values."""
     return torch2jax().Torchish
 
 
 def drawing_from(keys: Any) -> AbstractContextManager[Any]:
-    """A context in which `torch2jax.mk_rng()` asks `keys.poop()` for a key."""
+    """Return a context in which `torch2jax.mk_rng()` takes its key from `keys.poop()`."""
     return torch2jax().RngPooperContext(keys)
 
 
 def is_torchish(x: object) -> bool:
-    """Whether `x` is a value of torch2jax; a traced tensor is one as soon as anything is traced."""
+    """Return whether `x` is a value of torch2jax. A traced tensor is one once torch2jax is imported."""
     return isinstance(x, getattr(sys.modules.get("torch2jax"), "Torchish", ()))
 
 
 def registered(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the implementation that a user registered for a torch function; None where there is none but torch2jax's own."""
+    """Return the implementation that a user registered for a torch function; None if there is only torch2jax's own, or none."""
     found = torch2jax().HANDLED_FUNCTIONS.get(func)
     return None if found is own().get(func) else found
 
 
 @functools.cache
 def own() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the entries of the table that torch2jax itself made.
+    """Return the entries of the operator table that torch2jax itself made.
 
-    Users may have added to the table before, and may have replaced entries. A second copy of the package, which nobody else
-    sees, says what it began with.
+    Users may have added or replaced entries before. A second copy of the package, which nobody else uses, shows the original table.
     """
     package = torch2jax()
     copy = importlib.util.module_from_spec(package.__spec__)
@@ -78,7 +77,7 @@ def own() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _are_same(one: object, other: object) -> bool:
-    """Whether two functions have the same code and close over the same objects."""
+    """Return whether two functions have the same code and close over the same objects."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other or one == other
     cells = zip(one.__closure__ or (), other.__closure__ or (), strict=False)

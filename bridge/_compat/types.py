@@ -1,4 +1,4 @@
-"""Public classes of jaxlib, for annotations: jaxlib comes without declarations, so type checkers take these names for variables."""
+"""Public classes of jaxlib, for annotations. jaxlib has no type declarations, so type checkers take these names for variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile lowered programs: with XLA's options for ours, in other threads, and what the compiler says of the result."""
+"""Compile lowered programs with XLA's options for them, in this thread or others, and read what the compiler says of the result."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bridge._process import x64
 
 from .multi_output_fusion import FUSION_FLAG, SWITCH, without_it
 
-CompilerOptions: TypeAlias = dict[str, Any]  # strings, booleans and integers, by XLA's names
+CompilerOptions: TypeAlias = dict[str, Any]  # strings, booleans and integers, by XLA's option names
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 
 class Executable(Protocol):
-    """A compiled program, as `jax.stages.Compiled` is one."""
+    """A compiled program, such as `jax.stages.Compiled`."""
 
     def __call__(self, *arguments: Any) -> Any: ...
 
@@ -31,10 +31,15 @@ class Executable(Protocol):
 
 
 def compiled(lowered: jax.stages.Lowered, fused: bool, options: CompilerOptions | None = None) -> jax.stages.Compiled:
-    """`lowered.compile(compiler_options=options)`, with several results from one loop or, if not `fused`, surely without.
+    """Return `lowered.compile(compiler_options=options)`, with or without multi-output fusion.
 
-    A program with code that is not ours has it not, even where the process asks: jaxlib 0.10.2 ends the process where it looks
-    for several results of one loop in some gradients of indexing (symbolic_map.cc:196, "Check failed").
+    A program with code from users must not have it, even if the process flag asks for it: on some gradients of indexing, jaxlib 0.10.2 then
+    crashes (symbolic_map.cc:196, "Check failed").
+
+    Args:
+      lowered: The program.
+      fuse_outputs: Whether XLA may write several results from one loop.
+      options: Further compiler options.
     """
     if not fused:
         return lowered.compile(compiler_options=without_it() | (options or {}) or None)
@@ -43,15 +48,14 @@ def compiled(lowered: jax.stages.Lowered, fused: bool, options: CompilerOptions 
 
 
 def bytes_accessed(compiled: Executable) -> float:
-    """Bytes that one call of a compiled program moves, by the compiler's count."""
-    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # absent where nothing is computed
+    """Return the bytes that one call of a compiled program moves, by the compiler's count."""
+    return float(compiled.cost_analysis().get("bytes accessed", 0.0))  # a program without operations has no entry
 
 
 def meanwhile(function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> Future[_Result]:
-    """Begin a call in a thread, one of a few, which must not wait for another of these calls.
+    """Start a call in the pool of compile threads. The call must not wait for another of these calls.
 
-    The thread has jax's settings as they are for all threads. Where no thread can begin, since the interpreter ends, the call is over
-    when this returns.
+    The thread has jax's global settings. If no thread can start, because the interpreter ends, the call has ended when this returns.
     """
     try:
         return _threads().submit(function, *arguments)
@@ -67,7 +71,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 class Piece:
-    """A lowered program, compiled with these options when asked; `from_cache`: jax has read it from its persistent cache."""
+    """A lowered program that is compiled on request. `from_cache` says whether jax has read it from its persistent cache."""
 
     def __init__(self, lowered: jax.stages.Lowered, options: CompilerOptions) -> None:
         self._lowered: jax.stages.Lowered | None = lowered
@@ -76,9 +80,9 @@ class Piece:
         self.from_cache = False
 
     def compile(self) -> None:
-        """Make it ready to be called; several may be compiled at once, each in a thread."""
+        """Compile the program unless that is done. Several programs may be compiled at once, each in a thread."""
         lowered = self._lowered
-        if lowered is not None:  # else it is, since another thread took it as well
+        if lowered is not None:  # another thread may have compiled it
             hits = cache_hits()
             with x64():
                 self.compiled = compiled(lowered, True, self._options)

@@ -1,4 +1,4 @@
-"""The compiler options of updates and of whole training steps."""
+"""The compiler options of updates and of training steps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from bridge._ir.queries import Properties
 
 from .compile import CompilerOptions
 
-# XLA's names for the order in which its CPU compiler puts what a program does; one that knows the first does nothing for the second.
+# XLA's options for the order in which a CPU program runs its operations. A jaxlib that knows the first one ignores the second.
 _ORDERS = ("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"), ("xla_cpu_enable_concurrency_optimized_scheduler", False)
 
 
-# How many bits of a vector LLVM is to use. XLA's own choice is 256; a CPU that has no more of them is not changed by this.
+# The vector width in bits that LLVM prefers. XLA's default is 256. CPUs with narrower vectors ignore it.
 _WIDTH = "xla_cpu_prefer_vector_width", 512
 
 
 def of_update(device: Device) -> CompilerOptions:
-    """The compiler options of an update: on a CPU, the widest vectors, and the order that needs the least memory for what is between.
+    """Return the compiler options of an update: on a CPU, the widest vectors, and the schedule that needs the least memory.
 
-    XLA's own order begins all leaves before it ends one, so that all of what is between is there at once. Above 32 MiB the C
-    library gives such memory back after each call, and each page of it costs a fault in the next: LAMB on ResNet-50 had 22,000
-    of them, which took half of its time. A user who sets an order, or a width, in XLA_FLAGS keeps it.
-
-    Where memory is fast an update waits for its arithmetic too, some 45 operations of an AdamW for each element: with vectors twice as wide
-    GPT-2 small took 0.97 times as long where torch fused needed 34 ms, 0.99 times where it needed 53.
+    XLA's default schedule starts all leaves before it ends one, so that all intermediate values exist at once. The C library gives large
+    memory back to the system after each call, and the next call pays a page fault for each page. The vectors matter where memory is fast:
+    then an update also waits for its arithmetic. A schedule or width that the user sets in XLA_FLAGS stays.
     """
     if device.platform != "cpu":
         return {}
@@ -41,34 +38,32 @@ def of_update(device: Device) -> CompilerOptions:
 
 
 def _first_known(options: Sequence[tuple[str, str | bool | int]]) -> list[tuple[str, str | bool | int]]:
-    """The first of some compiler options that this jaxlib takes, if any."""
+    """Return the first of these compiler options that this jaxlib takes, in a list; [] if it takes none."""
     return next(([(option, value)] for option, value in options if _known(option, value)), [])
 
 
-# XLA's own name for what its CPU compiler hands to the YNN library, and of that all but convolutions.
+# XLA's option for the operations that its CPU compiler passes to the YNN library: all but convolutions, or reductions alone.
 LIBRARY_OPTION = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS, _SUMS_ALONE = "LIBRARY_FUSION_TYPE_REDUCE,LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 
-# What XLA's compilers are to leave out, and its names for the passes that take barriers out, that write a small loop as one function, and
-# that divide loops among cores; a name that it has not does nothing.
+# XLA's option that turns off compiler passes, and the names of three: the one that removes barriers, the one that outlines small loops as
+# functions, and the one that divides loops among cores. A pass that this XLA does not have is ignored.
 _PASSES_OPTION, _BARRIERS_END, _LOOPS_AS_ONE = "xla_disable_hlo_passes", "cse_barrier_expander", "small-while-loop-hoisting"
 _LOOPS_DIVIDED = "cpu-parallel-task-assigner"
 
 
 def of_training(device: Device, properties: Properties) -> CompilerOptions:
-    """The compiler options of a whole training step: on a CPU, barriers stay, and convolutions run on all cores.
+    """Return the compiler options of a training step: on a CPU, barriers stay, and XLA chooses who computes convolutions and products.
 
-    XLA's CPU compiler takes barriers out before it fuses, unless that pass is left out: `bridge._tracing.materialize` and
-    `bridge._compiler.passes.loop_order` say what they are for. Where some are in loops, loops over a few numbers stay loops as well: jaxlib
-    0.10.2 would write them as one function, in which it knows no barrier and ends the process (shape.h:843, "Check failed"), or refuses
-    ("Unhandled opcode"). Where some are in what a reduction does with two numbers, none stays: it would end the process too
-    (computation_partitioner.cc:269).
+    Barriers: XLA's CPU compiler removes them before fusion unless that pass is off. `bridge._tracing.materialize` and
+    `bridge._compiler.passes.loop_order` say what they are for.
 
-    jaxlib 0.10.2 gives them to a library that runs those of a small network on one core, where XLA's own use all: 9 ms
-    instead of 6.5 for the digits job of benchmarks/ on 2 cores. A jaxlib without the option, a user who sets it in
-    XLA_FLAGS, and a program with convolutions of several groups (the library takes half the time) keep what they have.
+    Convolutions: jaxlib 0.10.2 passes them to a library that runs small ones on one core, where XLA's own use all cores. So they stay with
+    XLA, except in a program with grouped convolutions, which the library computes faster.
 
-    Matrix products are the library's as well, unless all are small: then XLA's own take less, and of larger ones up to twice as long.
+    Matrix products: the library computes large ones faster than XLA, and small ones slower. It gets them if the program has a large one.
+
+    A jaxlib without these options, and a user who sets them in XLA_FLAGS, keep what they have.
     """
     if device.platform != "cpu":
         return {}
@@ -77,13 +72,18 @@ def of_training(device: Device, properties: Properties) -> CompilerOptions:
 
 
 def of_barriers(properties: Properties) -> CompilerOptions:
-    """The compiler options with which the barriers of a program on a CPU stay, where they can."""
+    """Return the compiler options with which the barriers of a CPU program stay, if they can.
+
+    If a loop has barriers, small loops must not be outlined as functions: jaxlib 0.10.2 knows no barrier there and crashes (shape.h:843,
+    "Check failed") or refuses ("Unhandled opcode"). If the computation of a reduction has barriers, no barrier stays: XLA would crash
+    (computation_partitioner.cc:269).
+    """
     left_out = f"{_BARRIERS_END},{_LOOPS_AS_ONE}" if properties.has_barrier_in_loop else _BARRIERS_END
     return {} if properties.has_barrier_in_reduction else _unless_set(_PASSES_OPTION, left_out)
 
 
 def on_one_core(options: CompilerOptions) -> CompilerOptions:
-    """Compiler options of a program for a CPU, and that none of its loops is divided among cores."""
+    """Return compiler options of a CPU program with which none of its loops is divided among cores."""
     if _PASSES_OPTION in os.environ.get("XLA_FLAGS", ""):
         return options
     left_out = ",".join(filter(None, (options.get(_PASSES_OPTION), _LOOPS_DIVIDED)))
@@ -91,22 +91,21 @@ def on_one_core(options: CompilerOptions) -> CompilerOptions:
 
 
 def in_any_order(options: CompilerOptions) -> CompilerOptions:
-    """Compiler options of an update of some loops that stores next to nothing between them, whose order XLA may choose.
+    """Return the options of an update without a schedule, for a program whose loops store almost nothing between them.
 
-    Its own begins with all that is computed of numbers and with small packs; that which needs the least memory ends with those. ResNet-50
-    takes 0.98 to 1.0 times as long in XLA's.
+    XLA's default schedule starts with the scalars and the small buckets, and the one that saves memory ends with them.
     """
     return {option: value for option, value in options.items() if option not in dict(_ORDERS)}
 
 
 def _unless_set(option: str, value: str | bool | int) -> CompilerOptions:
-    """A compiler option that this jaxlib takes, unless the user has set it in XLA_FLAGS."""
+    """Return a compiler option if this jaxlib takes it and the user has not set it in XLA_FLAGS; else {}."""
     return {} if option in os.environ.get("XLA_FLAGS", "") or not _known(option, value) else {option: value}
 
 
 @functools.cache
 def _known(option: str, value: str | bool | int) -> bool:
-    """Whether this jaxlib takes a compiler option; asked once, of a program of one operation."""
+    """Return whether this jaxlib takes a compiler option, by compiling a program of one operation with it."""
     try:
         options: CompilerOptions = {option: value}
         _nothing().compile(compiler_options=options)
@@ -117,4 +116,4 @@ def _known(option: str, value: str | bool | int) -> bool:
 
 @functools.cache
 def _nothing() -> jax.stages.Lowered:
-    return jax.jit(lambda x: x).lower(np.float32(0))  # the same program whatever types the thread has that asks first
+    return jax.jit(lambda x: x).lower(np.float32(0))  # float32, so that the program does not depend on the thread's x64 setting

@@ -1,4 +1,4 @@
-"""Small programs that ask the compiler what it does with barriers."""
+"""Probe XLA's CPU compiler with small programs: barriers and multi-output fusion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .compile_options import of_barriers
 
 @functools.cache
 def stay() -> bool:
-    """Whether barriers stay where they are asked to, and several results come from one loop; asked once, of a small program."""
+    """Return whether barriers survive compilation, and loops around them still have several results."""
     options = of_barriers(Properties())
     if not options:
         return False
@@ -31,12 +31,12 @@ def stay() -> bool:
 
     with default_settings(), default_promotion(), jax.default_device(cpu()):
         text = compiled(jax.jit(two).lower(jax.ShapeDtypeStruct((1 << 10,), np.float32)), fused=True, options=options).as_text() or ""
-    return " opt-barrier(" in text and text.count(" fusion(") == 2  # one before it, one behind
+    return " opt-barrier(" in text and text.count(" fusion(") == 2  # one loop before the barrier, one behind it
 
 
 @functools.cache
 def several_results() -> bool:
-    """Return whether XLA's CPU compiler writes several results from one loop, which then reads once what they share."""
+    """Return whether XLA's CPU compiler writes several results from one loop, which then reads shared inputs once."""
     both = jax.jit(lambda x, y: (x * y, x + y), donate_argnums=(0, 1))
     arrays = [jax.ShapeDtypeStruct((1 << 10,), np.float32)] * 2
     with default_settings(), default_promotion(), jax.default_device(cpu()):
@@ -48,9 +48,9 @@ _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
 def held(compiled: Executable) -> float:
-    """Bytes of what the barriers of a compiled program hold, as the compiler counts them, though nothing moves there.
+    """Return the bytes that the compiler counts for the barriers of a compiled program, although nothing moves there.
 
-    It counts the operands and the result of each; a result of several arrays is a tuple of addresses.
+    The compiler counts the operands and the result of each barrier. A result of several arrays is a tuple of addresses.
     """
     total = 0.0
     for line in (compiled.as_text() or "").splitlines():
