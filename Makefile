@@ -50,9 +50,9 @@ torchax: $(TORCHAX)/.installed
 test-bench: $(VENV)/.installed
 	MASKBRIDGE_BENCH=1 $(BIN)/python -m pytest tests/repository/test_benchmarks.py
 
-# The table of all transformations and that of bad inputs, from running them.
+# The tables of transformations, bad inputs, operators and drop-in classes, from the code.
 docs: $(VENV)/.installed
-	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/torch_api/test_zoo.py tests/repository/test_errors.py tests/bridge/_tracing/ops/test_op_db.py::test_the_page_has_each_operator
+	MASKBRIDGE_WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/torch_api/test_zoo.py tests/repository/test_errors.py tests/repository/test_docs.py tests/bridge/_tracing/ops/test_op_db.py::test_the_page_has_each_operator
 
 # The lower bounds of pyproject.toml, exactly.
 test-oldest: $(OLDEST)/.installed

@@ -1,5 +1,6 @@
 """Every new line of docs/migrating.md and every block of docs/interop.md runs; what that page warns of is so."""
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import bridge
 import torch_api
+from torch_api import optax_optimizers, torch_optimizers
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "migrating.md"
@@ -156,3 +158,17 @@ def test_a_view_keeps_a_parameter_where_it_is():
     opt = torch_api.MaskedAdam([p])
     assert p.data_ptr() == view.data_ptr()
     assert opt.report().rows[0]["write-back"].startswith("copy")
+
+
+def test_the_page_of_drop_in_classes_lists_each_class():
+    """A new class needs no line of documentation: `make docs` writes the table from the modules."""
+    rows = ["| counterpart in | classes |", "| --- | --- |"]
+    for library, module in (("torch.optim", torch_optimizers), ("optax", optax_optimizers)):
+        classes = [name for name in sorted(torch_api.__all__) if getattr(torch_api, name).__module__ == module.__name__]
+        rows.append(f"| {library} | {', '.join(f'`{name}`' for name in classes)} |")
+    path = DOCS / "drop_in.md"
+    head, _, tail = re.split(r"(?<=`make docs` -->\n)(.*?)(?=\n<!-- end -->)", path.read_text(), maxsplit=1, flags=re.DOTALL)
+    text = head + "\n".join(rows) + tail
+    if os.environ.get("MASKBRIDGE_WRITE_DOCS"):
+        path.write_text(text)
+    assert path.read_text() == text, "run `make docs`"
