@@ -64,7 +64,7 @@ def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ValueError(f"{name!r} lies below {part!r}, which is a parameter itself; a nested dict cannot hold both.")
+                raise ValueError(f"{name!r} is below {part!r}, which is a parameter itself; a nested dict cannot have both.")
         if last in node:
             raise ValueError(f"the name {name!r} is given twice, or is also the prefix of another; names must be unique for a tree.")
         node[last] = leaf

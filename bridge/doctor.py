@@ -135,7 +135,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         yield Finding("devices", WARNING, f"{both}: not the same number", "set CUDA_VISIBLE_DEVICES for both before either starts")
     elif gpus and not facts.torch_gpus:
         fix = "JAX_PLATFORMS=cpu, or a torch built for CUDA" + (f" ({facts.torch_cuda})" if facts.torch_cuda else "")
-        yield Finding("devices", WARNING, f"{both}: arrays of jax's own lie where no tensor is", fix)
+        yield Finding("devices", WARNING, f"{both}: jax puts its own arrays on a GPU, where no tensor is", fix)
     elif facts.started and asked and "cpu" not in asked.split(","):
         yield Finding("devices", NOTE, f"{both}: JAX_PLATFORMS={asked} leaves out the CPU", f"JAX_PLATFORMS={asked},cpu for tensors there")
     else:

@@ -112,7 +112,7 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool | None, name: str) -> jax.Ar
     if tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_meta:
         raise ValueError(f"to_jax: {_title(tensor, name)} {_not_exportable(tensor)}")
     if why := shortage(tensor):
-        raise ValueError(f"to_jax: {_title(tensor, name)} cannot be read: {why}. Pass a tensor whose storage is whole.")
+        raise ValueError(f"to_jax: {_title(tensor, name)} cannot be read: {why}. Pass a tensor whose storage was not resized.")
     if _wraps_others(tensor):
         if copy is False:
             raise ValueError(
