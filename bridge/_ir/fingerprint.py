@@ -35,7 +35,7 @@ class Shapeless:
         self._names = {var: (constant_text(value) + kind_text(var.aval), False) for var, value in constants} | dict(inputs)
 
     def text(self, results: Sequence[tuple[str, Atom]]) -> str | None:
-    """Return one line for each equation, then one for each result. Return None where an equation depends on the leaf's shape."""
+        """Return one line for each equation, then one for each result. Return None where an equation depends on the leaf's shape."""
         names = dict(self._names)
         lines: list[str] = []
 
