@@ -1,6 +1,6 @@
-"""torch.autograd.Function in traced code: its forward and backward become a function of jax with a gradient of its own.
+"""torch.autograd.Function in traced code: its forward and backward become a `jax.custom_vjp` function.
 
-torch's own `apply` would run the forward without a graph, as it does in eager code, and jax would know nothing of the backward.
+torch's own `apply` would run the forward without a graph, and jax would not see the backward.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .op_registry import Mode, follow, leaves, unsupported
 from .patches import patched, redirected, while_tracing
 from .tensor import Traced, as_array, as_traced
 
-_Keys: TypeAlias = tuple[jax.Array, ...] | tuple[None, None]  # for the draws of forward and of backward
+_Keys: TypeAlias = tuple[jax.Array, ...] | tuple[None, None]  # keys for the draws of forward and of backward
 
 
 @contextmanager
 def tracing(**values: Any) -> Iterator[None]:
-    """This thread's trace, with these values in `TRACE`; another that is going on is resumed afterwards.
+    """Trace torch code on this thread, with these values in `context`. An outer trace continues afterwards.
 
-    Gradients are enabled, in the forward of a Function too, whose derivative jax does not take: one that is stopped there would
-    look as if nothing depended on it.
+    Gradients are enabled, also in the forward of a Function, although jax does not differentiate it. Otherwise its results would look as
+    if they depended on no input.
     """
     before = dict(TRACE.__dict__)
     try:
@@ -54,7 +54,7 @@ while_tracing(FUNCTION, "apply", classmethod(_apply))
 
 
 class Context:
-    """What forward hands to backward: torch's `ctx`."""
+    """torch's `ctx`: what forward stores for backward."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -62,21 +62,21 @@ class Context:
         self._constant: tuple[object, ...] = ()
 
     def save_for_backward(self, *tensors: object) -> None:
-        """Keep tensors."""
+        """Store tensors for backward."""
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: object) -> None:
-        """For forward mode, which is not asked for."""
+        """Do nothing: traced code has no forward mode."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """A gradient that there is not is zeros, always."""
+        """Do nothing: backward always gets zeros for a gradient that does not exist."""
 
     def mark_non_differentiable(self, *outputs: object) -> None:
-        """Of these there is no gradient."""
+        """Mark outputs that have no gradient."""
         self._constant = outputs
 
     def mark_dirty(self, *_: object) -> None:
-        """For what a forward writes into."""
+        """Raise an error: an input that forward writes into is not supported."""
         raise NotImplementedError(
             f"ctx.mark_dirty is called {where_now()}, and a torch.autograd.Function that writes into its input has no implementation in "
             "jax. Return a new tensor from forward."
@@ -84,16 +84,16 @@ class Context:
 
 
 def _traced(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
-    """`function.apply(*args)`."""
-    if function is checkpoint.CheckpointFunction:  # XLA itself decides what is kept for the backward
+    """Return what `function.apply(*args)` returns, with the gradient that its backward computes."""
+    if function is checkpoint.CheckpointFunction:  # XLA decides what is stored for the backward
         run, _, *rest = args
         return run(*rest)
-    if function.__module__ == "torch.distributions.dirichlet":  # whose backward is a series in torch's C code
+    if function.__module__ == "torch.distributions.dirichlet":  # its backward is C++ code of torch
         return sample_dirichlet(*args)
     if any(isinstance(x, Traced) for x in leaves([x for x in args if not isinstance(x, Traced)])):
         raise unsupported(function.apply, f" ({function.__name__} is given traced tensors within a container)")
     places = [i for i, x in enumerate(args) if isinstance(x, Traced)]
-    # jax runs a backward, and perhaps a forward again, when the code that called it has returned.
+    # jax runs the backward, and may run the forward again, after the code that called the function has returned.
     call, resumed = _Call(function, args, places), functools.partial(tracing, **TRACE.__dict__ | {"drawn": 0, "constants": {}})
     keys = (None, None) if TRACE.rng is None else tuple(jax.random.split(next_key(f"{function.__name__}.apply")))
 
@@ -117,7 +117,7 @@ def _traced(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> A
 
 
 class _Call:
-    """One call of a Function, with arrays in the places of traced tensors."""
+    """One call of a Function, as functions of the arrays of its traced tensors."""
 
     def __init__(self, function: type[torch.autograd.Function], args: tuple[Any, ...], places: list[int]) -> None:
         self._function, self._args, self._places = function, args, places
@@ -128,7 +128,7 @@ class _Call:
         self._kept: tuple[Any, list[object]] = None, []
 
     def forward(self, given: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The arrays among the results, and those that backward needs."""
+        """Return the arrays among the results, and the arrays that backward needs."""
         args, function, ctx = list(self._args), self._function, Context(self._needs)
         for i, x in zip(self._places, given, strict=True):
             args[i] = Traced(x)
@@ -147,7 +147,7 @@ class _Call:
         return [as_array(x) for x in tensors], [x for x in flat if isinstance(x, jax.Array)]
 
     def backward(self, kept: list[jax.Array], grads: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
-        """The gradient of each array that was given; None of one that has none."""
+        """Return the gradient of each array argument; None for an argument without a gradient."""
         tree, flat = self._kept
         rest, ctx = iter(kept), Context(self._needs)
         vars(ctx).update(as_traced(tree.unflatten([next(rest) if x is _ARRAY else x for x in flat])))
@@ -157,12 +157,12 @@ class _Call:
         if any(x is not None for x in found[len(self._args) :]) or len(found) < len(self._args):
             raise RuntimeError(
                 f"{self._function.__name__}.backward returned {len(found)} gradients; expected {len(self._args)}, one for each argument "
-                "of forward, None for those without."
+                "of forward. Return None for an argument without a gradient."
             )
         return tuple(self._gradient(i, found[i]) for i in self._places)
 
     def outputs(self, results: Sequence[jax.Array]) -> object:
-        """What `apply` returns."""
+        """Return what `apply` returns, given the arrays among the results."""
         marked = zip(results, self._constant, strict=True)
         tensors = iter([Traced(jax.lax.stop_gradient(x) if constant else x) for x, constant in marked])
         out = [next(tensors) if x is _ARRAY else x for x in self._returned]

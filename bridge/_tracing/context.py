@@ -1,4 +1,4 @@
-"""What one thread is tracing of torch code, the keys of its draws, and errors in words of it."""
+"""The state of one trace of torch code: its settings, its random keys, and errors that name the submodule that runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import nn
 
 
 class Trace(threading.local):
-    """What one thread is tracing: the submodules entered, the keys to draw, what else a call needs to know."""
+    """The trace of one thread. Each thread has its own values; outside a trace they are the defaults."""
 
-    path: tuple[tuple[str, str], ...] = ()
+    path: tuple[tuple[str, str], ...] = ()  # (name, class name) of each submodule that was entered and not left
     device: torch.device = torch.device("cpu")
     rng: jax.Array | None = None
     drawn: int = 0
-    dispatch: Callable[..., Any] | None = None
+    dispatch: Callable[..., Any] | None = None  # how torch functions are called on traced tensors; None: nothing is traced
     constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None
-    x64: bool | None = None  # the flag of code in jax, where torch functions keep 64 bits; None: the same
-    autocast: bool = False  # whether it began within torch.autocast, of which it sees nothing
-    ranks: str | None = None  # how code in jax may promote ranks, where torch functions promote them all
-    stand_in: Any = None  # the `StandIn` of the module whose code runs
-    home: object = None  # as of `trace_state`: where the values of the stand-in's buffers must be of use
-    doubles: Mapping[int, nn.Module] = MappingProxyType({})  # id of a module that is traced -> its double
-    tensors: Mapping[int, torch.Tensor] = MappingProxyType({})  # id of a parameter or buffer of that module -> the traced value
+    x64: bool | None = None  # jax_enable_x64 for jax code in a trace whose torch functions keep 64 bits; None: the same for both
+    autocast: bool = False  # whether torch.autocast was on when the trace began; the trace ignores it
+    ranks: str | None = None  # jax_numpy_rank_promotion for jax code; torch functions always allow it
+    stand_in: Any = None  # the `ModuleProxy` of the module whose code runs
+    home: object = None  # the `trace_state` in which new buffer values are returned; None: they are dropped
+    doubles: Mapping[int, nn.Module] = MappingProxyType({})  # id of an original module -> its proxy
+    tensors: Mapping[int, torch.Tensor] = MappingProxyType({})  # id of an original parameter or buffer -> its traced tensor
     within: bool = False  # whether a module's call is running
 
 
@@ -36,7 +36,7 @@ TRACE = Trace()
 
 
 def where_now() -> str:
-    """The submodule that is running, for errors."""
+    """Return the name of the submodule that runs, as a phrase for errors."""
     if not TRACE.path:
         return "outside any module"
     name, kind = TRACE.path[-1]
@@ -44,25 +44,25 @@ def where_now() -> str:
 
 
 def no_graph(what: str) -> NotImplementedError:
-    """The error for what needs the graph that torch records, and traced values have not."""
+    """Return the error for an operation that needs torch's autograd graph, which traced values do not have."""
     return NotImplementedError(
-        f"{what} to torch's graph, and there is none {where_now()} for a value that jax traces. Take the gradient outside, by jax.grad of "
-        "a function of jnp.asarray(x), or give that code its own by torch.autograd.Function."
+        f"{what} to torch's graph, and there is none {where_now()} for a value that jax traces. Take the gradient outside with jax.grad "
+        "of a function of jnp.asarray(x), or give that code its own gradient with torch.autograd.Function."
     )
 
 
 def value_needed(what: str, tracer: Tracer) -> jax.errors.ConcretizationTypeError:
-    """The error for torch code that asks for a value which jax does not know while it traces: jax's, in torch's words."""
+    """Return the error for torch code that needs a concrete value of a tracer. It has jax's type and names the torch function."""
     return jax.errors.ConcretizationTypeError(
         tracer,
-        f"{what} {where_now()} asks for values, and jax traces this code once for all values. Choose by torch.where or a mask in the "
-        "place of `if`, return what is to be printed or logged (has_aux=True), and give what decides shapes or branches as an int, bool "
-        "or string: in the arguments (floats there are traced), in an attribute of the module, or by functools.partial.",
+        f"{what} {where_now()} asks for values, and jax traces this code once for all values. Use torch.where or a mask instead of `if`, "
+        "return values to print or log (has_aux=True), and pass values that decide shapes or branches as an int, bool or string: as an "
+        "argument (floats there are traced), as an attribute of the module, or with functools.partial.",
     )
 
 
 def next_key(what: str) -> jax.Array:
-    """A fresh key for one draw, of the call's `rng`: the n-th draw of a trace has the n-th key.
+    """Return the key of the next draw: the n-th draw of a trace folds n into the call's `rng`.
 
     Raises:
       ValueError: the call has no `rng`.
@@ -74,7 +74,7 @@ def next_key(what: str) -> jax.Array:
 
 
 class Keys:
-    """torch2jax's source of keys within our traces, for implementations registered with it that call its `mk_rng()`."""
+    """The key source that torch2jax's `mk_rng()` asks during a trace. Implementations that users registered there call `mk_rng()`."""
 
     def poop(self) -> jax.Array:
         return next_key("An implementation registered with torch2jax")

@@ -1,4 +1,4 @@
-"""Writes into arrays, as functions: through a view, and such as torch's graph does not see."""
+"""In-place writes as pure functions of arrays: writes through a view, and writes that autograd does not record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def written_through(view: Callable[[jax.Array], jax.Array], array: jax.Array, new: jax.Array) -> jax.Array:
-    """A copy of an array of which this view is `new`."""
+    """Return a copy of `array` in which `view(array)` is `new`."""
     position = view(jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape))
     return array.reshape(-1).at[position.reshape(-1)].set(new.reshape(-1), unique_indices=True).reshape(array.shape)
 
@@ -25,5 +25,5 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array
 
 
 def unnoticed(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` with the derivative of `old`: what is written under `torch.no_grad`, or through `detach()`, torch's graph does not see."""
+    """Return `new` with the derivative of `old`. torch's graph does not record a write under `torch.no_grad` or through `detach()`."""
     return _unnoticed(old, new) if jnp.issubdtype(old.dtype, jnp.inexact) else new

@@ -1,8 +1,8 @@
-"""Parts of jax that are replaced while torch code is traced: `jax.checkpoint`, `jax.jit`, and calls of functions with own derivatives.
+"""jax functions that are replaced while torch code is traced: `jax.checkpoint`, `jax.jit`, `jax.custom_jvp` and `jax.custom_vjp`.
 
-A function that jax traces by itself cannot write into what lies outside of it. `jax.checkpoint` therefore returns the new buffers among
-its results, and a jitted function runs as a part of the program that is traced. jax runs the rules of `jax.custom_jvp` and
-`jax.custom_vjp` when it differentiates the program, after the code that called them has returned: they get the settings of that code.
+A function that jax traces separately cannot write into buffers outside of it. A checkpointed function therefore returns new buffer values
+among its results, and a jitted function runs as a part of the outer trace. jax runs derivative rules when it differentiates the program,
+after the code that called the function has returned. The rules therefore get the jax settings of that code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Custom = TypeVar("_Custom", jax.custom_jvp, jax.custom_vjp)
 
 
 def _writes_buffers() -> bool:
-    """Whether this thread traces code of a module with buffers."""
+    """Whether this thread traces a module with buffers."""
     return TRACE.stand_in is not None and TRACE.stand_in.has_buffers
 
 
@@ -43,12 +43,12 @@ _NUMERIC = (bool, int, float, complex, np.ndarray, np.generic)
 
 
 def _as_given_by_jit(tree: PyTree) -> PyTree:
-    """The tree as a jitted function is given it: arrays for traced tensors, numbers and arrays of NumPy."""
+    """Return the tree with numbers and NumPy arrays as jax arrays. `jax.jit` converts its arguments and results in the same way."""
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, _NUMERIC) else x, tree)
 
 
 def _static(function: Callable[..., object], options: Mapping[str, Any]) -> tuple[frozenset[int], frozenset[str]]:
-    """The positions and the names of a jitted function's static arguments. One follows from the other, as in `jax.jit`."""
+    """Return the positions and the names of a jitted function's static arguments. Each is inferred from the other, as in `jax.jit`."""
     numbers, names = options.get("static_argnums"), options.get("static_argnames")
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -68,7 +68,7 @@ def _jitted(*args: Any, **options: Any) -> Any:
     made = _jit(*args, **options)
     if not _writes_buffers():
         return made
-    if not args:  # of options alone, a decorator
+    if not args:  # a decorator with options
         return functools.partial(_jitted, **options)
     (function,) = args
     numbers, names = _static(function, options)
@@ -119,7 +119,7 @@ while_tracing(jax.custom_vjp, "__call__", _called_vjp)
 
 
 def _in_same_settings(custom: _Custom, *rules: str) -> _Custom:
-    """The function with its rules in those of jax's settings in which it is called, where torch functions have others."""
+    """Return a copy of the function whose rules run with the present jax settings, if torch functions run with others."""
     if TRACE.dispatch is None:
         return custom
     settings: list[Callable[[], AbstractContextManager[object]]] = []
@@ -150,20 +150,20 @@ def _within(settings: Iterable[Callable[[], AbstractContextManager[object]]], ru
 
 
 def in_32_bits(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with rules of derivatives that see types of 32 bits in the functions that were jitted, and maybe traced, before.
+    """Return the jaxpr with the derivative rules inside jitted functions set to trace with x64 off.
 
-    Calls of those are not seen while the program is traced. A rule that has to do with values of 64 bits stays as it is, and so does one
-    that jax keeps in another form than we know.
+    A function that was jitted and traced before does not call the replacements of this module. A rule with 64-bit arguments or results is
+    not changed, nor a rule that jax stores in an unknown form.
     """
     return _rewritten(jaxpr, _rules_in_32_bits, False)
 
 
 def callbacks_in_32_bits(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with callbacks that see types of 32 bits when it runs; itself where there are none. One of values of 64 bits stays."""
+    """Return the jaxpr with callbacks that run with x64 off; the same object if there are none. 64-bit callbacks are not changed."""
     return _rewritten(jaxpr, _callback_in_32_bits, False)
 
 
-_New = Callable[[Eqn, bool], dict[str, object]]  # from an equation, and whether a jitted function has it, to parameters that change
+_New = Callable[[Eqn, bool], dict[str, object]]  # (equation, whether it is inside a jitted function) -> params to change
 
 
 def _rewritten(jaxpr: Jaxpr, new: _New, jitted: bool) -> Jaxpr:
@@ -178,7 +178,7 @@ def _rewritten_eqn(eqn: Eqn, new: _New, jitted: bool) -> Eqn:
 
 
 def _rewritten_param(value: Any, new: _New, jitted: bool) -> Any:
-    if hasattr(getattr(value, "jaxpr", None), "eqns"):  # a closed one
+    if hasattr(getattr(value, "jaxpr", None), "eqns"):  # a ClosedJaxpr
         body = _rewritten(value.jaxpr, new, jitted)
         return value if body is value.jaxpr else value.replace(jaxpr=body)
     if hasattr(value, "eqns"):
@@ -189,7 +189,7 @@ def _rewritten_param(value: Any, new: _New, jitted: bool) -> Any:
     return value
 
 
-# What jax 0.8 to 0.10 call the rules among the parameters of a call.
+# The parameters of a call equation that hold its rules, in jax 0.8 to 0.10.
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 
 
@@ -211,7 +211,7 @@ def _callback_in_32_bits(eqn: Eqn, jitted: bool) -> dict[str, object]:
 
 
 def _called_back(callback: Callable[..., PyTree], *args: object) -> PyTree:
-    """What jax makes of the results of a callback where its flag is off."""
+    """Call a callback with x64 off, and convert its results as jax does then."""
     with x64(False):
         return jax.tree.map(lambda x: np.asarray(x).astype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), callback(*args))
 

@@ -1,8 +1,9 @@
-"""Values that a program computes once and stores, where XLA would compute a chain of cheap operations anew for each of its readers.
+"""Optimization barriers: values that a program computes once and stores.
 
-XLA's CPU compiler fuses what is cheap into every reader: the gradient that comes down a residual stream into the bias's
-sum, the product with the weight and that with the input, at each layer again from the loss on. A barrier ends that, but only in a
-program that is compiled with barriers (`compile_options.of_training`); in others XLA takes it out, and it costs nothing.
+XLA's CPU compiler fuses cheap operations into every operation that reads them. The gradient of a residual stream, for example, has three
+readers in each layer: the sum for the bias, and the products with the weight and with the input. Each reader then computes the chain from
+the loss again. A barrier stops the fusion, but only in a program that is compiled with barriers (`bridge._xla.compile_options`). XLA
+removes it from all other programs, where it costs nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +18,26 @@ from .context import TRACE
 
 
 def on_cpu() -> bool:
-    """Whether the module whose code is being traced is on a CPU; True in what jax traces later, such as a rule of derivatives."""
+    """Whether the module that is traced is on a CPU. True also in code that jax traces later, such as a derivative rule."""
     return TRACE.device.type == "cpu"
 
 
 def once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
-    """x, stored before it is read; so is its gradient. As it is where this is not `wanted`: None for `on_cpu`."""
+    """Return x behind a barrier: x and its gradient are each stored before they are read.
+
+    Args:
+      wanted: whether to add the barrier; None: only on a CPU.
+    """
     return lax.optimization_barrier(x) if _applies(x, wanted) else x
 
 
 def gradient_once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
-    """x, whose gradient is stored before it is read; x itself is computed wherever it is read. `wanted` as of `once`."""
+    """Return x with a barrier on its gradient alone. `enabled` means the same as in `materialize`."""
     return _with_stored_gradient(x) if _applies(x, wanted) else x
 
 
 def together(xs: PyTree) -> PyTree:
-    """Arrays, none of which is read before all are there: what else reads the memory that comes next is done by then."""
+    """Return the arrays behind one barrier: none is read before all of them are computed."""
     return lax.optimization_barrier(xs)
 
 

@@ -1,4 +1,4 @@
-"""An `nn.Module` as a pure JAX function, and torch code that is called with a stand-in of a module while jax traces it."""
+"""`module_function`, which makes a pure JAX function of an `nn.Module`, and `traced_call`, which runs torch code with a module's proxy."""
 
 from __future__ import annotations
 
@@ -89,35 +89,41 @@ TABLES = (
     special,
     recurrent,
     jax_calls,
-)  # imported for what they register
+)  # imported because they register operators
 KEYS = Keys()
 
 
 def module_function(module: nn.Module) -> Callable[..., PyTree]:
-    """The module as a pure function of JAX: no trace of a call is left in the module.
+    """Return the module as a pure JAX function. A call does not change the module.
 
         fn = module_function(module)
         fn(params, *inputs, rng=None, train=None, **keywords) -> output
         fn(params, *inputs, buffers=buffers, rng=None, train=None, **keywords) -> (output, new_buffers)
 
-    `params` has the structure of `module_tree(module)`, `buffers` that of `module_buffers(module)`; their leaves are arrays
-    or tracers of the module's shapes, of any dtype. Inputs are pytrees of arrays; numbers, strings and None stay what they
-    are. The output has jax arrays for tensors, and a dict for a mapping of another type. `fn` works under `jit`, `grad`, `vmap` (an
-    ensemble is a vmap over params) and `jax.checkpoint`; torch code in it may branch on shapes, types and flags, not on values.
+    `fn` works under `jit`, `grad`, `vmap` and `jax.checkpoint`. An ensemble is a `vmap` over params. Torch code in `fn` may branch on
+    shapes, types and flags, but not on values.
 
-    `train`: as `module.train()` and `module.eval()` would set it; None takes the module's flags as they are at the call.
-    `rng`: a key of `jax.random`. The n-th draw of a call has the n-th key of it, so that layers differ and a key gives the
-    same numbers again, other ones than torch's. Needed only where something is drawn.
-    `buffers`: without them the module's own are read at the call (in `jit` when it traces: give them there, if they change)
-    and what it would write into them is dropped. New ones: `write_buffers(module, new_buffers)`.
+    Args:
+      module: the module; `fn` reads its attributes and flags at each call.
 
-    What differs from torch: float64 parameters need jax's x64; autocast around it is not seen, in it an error; a row that an
-    embedding has not is NaN.
+    Returns:
+      The function `fn`. Tensors in its output are jax arrays, and a mapping of another type is a dict. Its arguments:
+        params: a tree with the structure of `module_tree(module)`. Leaves are arrays or tracers with the module's shapes, of any dtype.
+        *inputs, **keywords: pytrees of arrays. Numbers, strings and None are passed unchanged.
+        buffers: a tree with the structure of `module_buffers(module)`. Without it, `fn` reads the module's buffers at the call and drops
+          new values. `jit` reads them once, when it traces, so pass buffers that change. `write_buffers(module, new_buffers)` writes new
+          values into the module.
+        rng: a key of `jax.random`, needed only if something is drawn. The n-th draw of a call folds n into the key. So layers draw
+          different numbers, and a call with the same key draws the same numbers. They are not torch's.
+        train: True and False are `module.train()` and `module.eval()` for this call. None takes the module's flags.
+
+    Differences from torch: float64 parameters need jax's x64. A `torch.autocast` around the call has no effect; inside the module it is an
+    error. An embedding returns NaN for an index that is out of range.
 
     Raises:
-      TypeError: module is no nn.Module; an input is a torch tensor; rng is no key; the output is an object that holds tensors.
+      TypeError: `module` is no `nn.Module`; an input is a torch tensor; rng is no key; the output is an object that holds tensors.
       ValueError: names or shapes of params or buffers are not the module's; something is drawn without rng.
-      NotImplementedError: a torch operation has no implementation; the text names it and the submodule that calls it.
+      NotImplementedError: a torch operation has no implementation. The message names the operation and the submodule that calls it.
     """
     _check_module(module)
 
@@ -154,15 +160,18 @@ def traced_call(
     x64: bool | None = None,
     constants: dict[int, tuple[torch.Tensor, jax.Array]] | None = None,
 ) -> tuple[PyTree, dict[str, Any]]:
-    """Run `function(model, *args, **kwargs)`, where `model` stands in for the module and has `params` and `buffers`.
+    """Run `function(model, *args, **kwargs)`, where `model` is the module's proxy with these `params` and `buffers`.
 
-    The stand-in has the module's own class, methods, attributes and hooks; what is written to it is gone afterwards. Arrays in
-    `args` arrive as tensors that torch functions, methods, operators and jax's functions take alike. `rng`, `train`, errors
-    as in `module_function`. `x64`: jax's flag for code in jax in it, where torch's is to have 64 bits. `constants` is where
-    the tensors from outside are noted, as of `Trace`.
+    The proxy has the module's class, methods, attributes and hooks. Writes to it do not reach the module.
+
+    Args:
+      args, kwargs: their arrays arrive as traced tensors, which torch functions, methods, operators and jax functions accept.
+      rng, train: as in `module_function`; so are the errors.
+      x64: jax's x64 flag for jax code in the function; torch functions then keep 64-bit types. None: the present flag for both.
+      constants: a dict that collects the torch tensors from outside (`TraceContext.constants`).
 
     Returns:
-      What the function returned, with jax arrays for tensors, and the nested dict of buffers as they are then.
+      The function's result with jax arrays for tensors, and the nested dict of new buffer values.
     """
     with not_redirected():
         named = _given(module, params, "params", dict(module.named_parameters()))
@@ -185,8 +194,8 @@ def traced_call(
             left = stand_in.restore_original()
         if left:
             raise ValueError(
-                f"Traced code writes into {left[0]!r} of the original {type(module).__name__}, and the module that jax traces has a copy "
-                "of it: the value would be lost. Refer to it through the module: self, or the module that a hook is given."
+                f"Traced code writes into {left[0]!r} of the original {type(module).__name__}, but the module that jax traces has a copy "
+                "of it: the value would be lost. Refer to it through the module: self, or the module argument of a hook."
             )
         stand_in.refuse_written()
         stand_in.refuse_lost()
@@ -195,7 +204,7 @@ def traced_call(
 
 
 def _of_type(new: jax.Array, given: jax.Array | np.ndarray | None) -> jax.Array:
-    """A new buffer in the dtype in which it was given, where jax has computed with 32 bits of it."""
+    """Return a new buffer value with the dtype of the buffer that was passed, if jax has reduced it to 32 bits."""
     if given is None or new.dtype == given.dtype or new.dtype != jax.dtypes.canonicalize_dtype(given.dtype):
         return new
     with scope():
@@ -205,7 +214,7 @@ def _of_type(new: jax.Array, given: jax.Array | np.ndarray | None) -> jax.Array:
 def _started(
     module: nn.Module, rng: jax.Array | None, x64: bool | None, constants: dict[int, tuple[torch.Tensor, jax.Array]]
 ) -> AbstractContextManager[None]:
-    """A trace of this module's code, from its beginning."""
+    """Return the context of a new trace of this module's code."""
     first = next(module.parameters(), None)
     device = first.device if first is not None else torch.device("cpu")
     values = {"rng": rng, "constants": constants, "autocast": autocasts(), "x64": x64, "dispatch": dispatch}
@@ -215,14 +224,14 @@ def _started(
 
 
 def _inputs(tree: PyTree, path: KeyPath = ()) -> PyTree:
-    """A tree of inputs with traced tensors for arrays; `path` leads to it."""
+    """Return a tree of inputs with traced tensors for arrays. `path` is the tree's path in the arguments."""
     return jax.tree_util.tree_map_with_path(lambda inner, x: _input((*path, *inner), x), tree)
 
 
 def _input(path: KeyPath, x: object) -> PyTree:
     if isinstance(x, torch.Tensor):
         raise TypeError(
-            f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected an array of jax. "
+            f"module_function: input {path_name(path[1:])} is a torch tensor of shape {tuple(x.shape)}; expected a jax array. "
             f"Pass bridge.to_jax(x), which copies nothing."
         )
     if isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -233,10 +242,12 @@ def _input(path: KeyPath, x: object) -> PyTree:
 
 
 def outputs(out: PyTree, place: str = "") -> PyTree:
-    """jax arrays for tensors in what torch code returned; a dict for a mapping of another type.
+    """Return a result of torch code with jax arrays for tensors. A mapping of another type becomes a dict.
+
+    Dataclasses and namespaces are copied, with jax arrays for their tensors.
 
     Raises:
-      TypeError: an object that is no pytree to jax holds tensors. Dataclasses and namespaces come back with arrays.
+      TypeError: an object of another type that is no jax pytree holds tensors.
     """
 
     def leaf(path: KeyPath, x: object) -> PyTree:
@@ -260,7 +271,7 @@ def outputs(out: PyTree, place: str = "") -> PyTree:
 
 
 def _with_arrays(x: Any, place: str) -> Any:
-    """A copy of a dataclass or namespace with jax arrays for its tensors."""
+    """Return a copy of a dataclass or namespace with jax arrays for its tensors."""
     names = [field.name for field in dataclasses.fields(x)] if dataclasses.is_dataclass(x) else list(vars(x))
     new = copy.copy(x)
     for name in names:
@@ -275,7 +286,7 @@ def _check_module(module: object) -> None:
             f"module_function: got {type(module).__name__}; expected an nn.Module. For a function of tensors use torch2jax.t2j."
         )
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("module_function: a ScriptModule's code is not Python and cannot be traced. Pass the module it was made of.")
+        raise TypeError("module_function: a ScriptModule's code is not Python and cannot be traced. Pass the module it was made from.")
 
 
 def _check_key(rng: jax.Array | None) -> None:
@@ -287,22 +298,22 @@ def _check_key(rng: jax.Array | None) -> None:
 
 
 def _given(module: nn.Module, tree: object, what: str, known: Mapping[str, torch.Tensor]) -> dict[str, jax.Array]:
-    """The leaves by name, which must be those of the module, and of its shapes."""
+    """Return the leaves of a tree by name. Raise an error if names or shapes are not the module's."""
     flat = unnest(mapping(tree, f"module_function: {what}", "module_tree" if what == "params" else "module_buffers"))
     for name in flat:
         if name not in known:
             first = tied_names(module).get(name)
-            also = f" It is tied to {first!r}; give it there, once." if first else f" {near(name, known)}"
-            raise ValueError(f"module_function: {what} has {name!r}, which {type(module).__name__} has not.{also}")
+            also = f" It is tied to {first!r}; pass it there, once." if first else f" {near(name, known)}"
+            raise ValueError(f"module_function: {what} has {name!r}, which {type(module).__name__} does not have.{also}")
     missing = [name for name in known if name not in flat]
     if missing:
-        raise ValueError(f"module_function: {what} lacks {missing[0]!r} ({len(missing)} such); the module has {len(known)}.")
+        raise ValueError(f"module_function: {what} lacks {missing[0]!r} ({len(missing)} missing); the module has {len(known)}.")
     return {name: _leaf(name, flat[name], what, tensor) for name, tensor in known.items()}
 
 
 def _leaf(name: str, leaf: Any, what: str, tensor: torch.Tensor) -> jax.Array:
     if isinstance(leaf, torch.Tensor):
-        raise TypeError(f"module_function: {what} has a torch tensor at {name!r}; expected an array of jax. Pass bridge.to_jax of them.")
+        raise TypeError(f"module_function: {what} has a torch tensor at {name!r}; expected a jax array. Pass bridge.to_jax({what}).")
     if not hasattr(leaf, "shape"):
         raise TypeError(f"module_function: {what} has {type(leaf).__name__} at {name!r}; expected an array of shape {tuple(tensor.shape)}.")
     if tuple(leaf.shape) != tuple(tensor.shape):

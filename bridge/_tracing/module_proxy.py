@@ -1,4 +1,4 @@
-"""A module's double: its classes, methods, attributes and hooks around traced values, made anew for each trace."""
+"""The proxy of a module: its class, methods, attributes and hooks around traced values. Each trace makes a new one."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .tensor import Traced, as_array, as_traced
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 COPIED = (dict, OrderedDict, list, tuple, set, frozenset)
-_MANY = 1000  # elements of a container that are looked at for what a function refers to
+_MANY = 1000  # a larger container is not searched for references to the module
 _BUILT_IN = (BuiltinMethodType, MethodWrapperType)  # such as `append` of a list and `__setitem__` of a dict
-_PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)  # what refers to nothing
+_PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device)  # refer to no module
 
 
 class StandIn:
-    """The double of a module, `root`, with arrays in the place of parameters and buffers.
+    """The proxy of a module, with traced tensors in place of parameters and buffers.
 
-    Copied are the modules themselves, the plain containers in their attributes and the functions that close over one of these, at each
-    trace, so that it is what the module is then and nothing that torch code writes is left behind in the module. No tensor is copied.
+    Each trace copies the modules, the plain containers in their attributes, and the functions that close over a module or such a container.
+    So the proxy has the module's present state, and nothing that torch code writes stays in the module. No tensor is copied.
 
-    doubles, tensors: as of `Trace`.
+    root: the proxy of the module itself; `proxies`, `traced_tensors`: the values of `TraceContext` of these names.
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], train: bool | None):
@@ -46,13 +46,13 @@ class StandIn:
         _refuse_backward_hooks(module)
         self._known: dict[int, Traced] = {}
         self._module_itself, self._place, self._belongings = module, "", Belongings()
-        self._kept: dict[int, tuple[object, Any]] = {}  # id -> (the original, its double); the original, so that its id stays its own
+        self._kept: dict[int, tuple[object, Any]] = {}  # id -> (original, proxy); holding the original keeps its id in use
         self._params = {name: Traced(params[name], parameter=p) for name, p in module.named_parameters()}
         self._known |= {id(p): self._params[name] for name, p in module.named_parameters()}
         self._buffers = {name: (buffers[name], *self._owner(module, name)) for name, _ in module.named_buffers()}
         for name, b in module.named_buffers():
             self._known[id(b)] = Traced(buffers[name])
-        self._values = dict(buffers)  # of buffers, as they were when jax began to trace the function that runs now
+        self._values = dict(buffers)  # buffer values at the start of the function that jax traces now
         self.root: nn.Module = self._double(module)
         if train is not None:
             self.root.train(train)
@@ -65,41 +65,44 @@ class StandIn:
         return module.get_submodule(path), key
 
     def restore_original(self) -> list[str]:
-        """Take what belongs to the trace out of the original; the attributes whose container the double has a copy of."""
+        """Remove traced values from the original. Return the paths of containers that held one and of which the proxy has a copy."""
         return self._belongings.restore()
 
     def refuse_written(self) -> None:
-        """Raise an error where a new value would be lost without a word: a parameter's, or the first of a buffer that was None."""
+        """Raise an error if a new value would be lost: that of a parameter, or the first value of a buffer that was None."""
         written = [name for name, given in self._params.items() if given.written]
         if written:
             raise ValueError(
-                f"forward writes into the parameter {written[0]!r} (of {len(written)} such), and only buffers have new values when it "
-                "returns. Register what forward changes as a buffer (register_buffer), or write into it outside of the traced call."
+                f"forward writes into the parameter {written[0]!r} (of {len(written)} such), but a traced call returns new values of "
+                "buffers only. Register it as a buffer (register_buffer), or write into it outside of the traced call."
             )
         doubled = [(m, double) for m, double in self._kept.values() if isinstance(m, nn.Module)]
         unset = [(m, double._buffers.get(key), key) for m, double in doubled for key, b in m._buffers.items() if b is None]
         given = [f"{self._names.get(id(m), '?')}.{key}".lstrip(".") for m, now, key in unset if now is not None]
         if given:
             raise ValueError(
-                f"forward gives the buffer {given[0]!r} its first value, and what one compiled program returns is settled before: it "
-                "would be lost. Register it with a tensor of its shape and dtype, not with None."
+                f"forward gives the buffer {given[0]!r} its first value, but a compiled program returns only buffers that had a value "
+                "before: the new value would be lost. Register it with a tensor of its shape and dtype, not with None."
             )
 
     def buffers(self) -> Iterator[tuple[str, Traced | jax.Array]]:
-        """Name and present value of each buffer that the module has."""
+        """Yield the name and the present value of each buffer of the module."""
         for name, (given, owner, key) in self._buffers.items():
             now = self._double(owner)._buffers.get(key)
             yield name, given if now is None else now
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there is anything that a call may write into."""
+        """Whether the module has buffers."""
         return bool(self._buffers)
 
     def refuse_lost(self, module: str | None = None) -> None:
-        """Raise where a buffer, of this submodule alone, has a value that ends with a function which jax traces within ours.
+        """Raise an error if a buffer's new value cannot leave the function that jax traces inside the trace.
 
-        Not where new values are dropped, because nobody gave any.
+        Args:
+          module: check the buffers of this submodule alone; None: all.
+
+        It does nothing if the caller passed no buffers, because new values are dropped then.
         """
         if TRACE.home is None or (module is not None and trace_state() == TRACE.home):
             return
@@ -117,7 +120,7 @@ class StandIn:
     def carried(
         self, transform: Callable[..., Any], function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Any:
-        """`transform(function)(*args, **kwargs)`; what `function` writes into buffers is among the results of what jax transforms."""
+        """Return `transform(function)(*args, **kwargs)`. The transformed function returns new buffer values among its results."""
         bound: dict[str, Any] = {name: self._double(owner)._buffers.get(key) for name, (_, owner, key) in self._buffers.items()}
         before = {name: as_array(tensor) for name, tensor in self.buffers()}
         rebound: set[str] = set()
@@ -189,12 +192,12 @@ class StandIn:
             empty.extend(map(self._double, x))
         else:
             empty.update(self._double(k) if isinstance(k, nn.Module) else k for k in x)
-        if id(x) not in self._own:  # others may read the one that a function closes over, and would miss what is written
+        if id(x) not in self._own:  # other code may read the original, and would miss what traced code writes into the copy
             self._belongings.copied(empty, self._place)
         return empty
 
     def _function(self, f: FunctionType) -> FunctionType:
-        """A function that closes over the module, or over a container in its attributes, as one that closes over the double's."""
+        """Return a copy of a function that closes over the module or a container in its attributes. The copy closes over the proxy's."""
         cells = tuple(self._once(cell, self._cell) if self._refers(cell) else cell for cell in f.__closure__ or ())
         defaults = None if f.__defaults__ is None else tuple(map(self._referred, f.__defaults__))
         double = with_code_of(f, f.__globals__, defaults, cells)
@@ -205,16 +208,16 @@ class StandIn:
 
     def _cell(self, cell: CellType) -> CellType:
         double = CellType()
-        self._kept[id(cell)] = cell, double  # before its content, which may be a function that closes over it
+        self._kept[id(cell)] = cell, double  # before its content, because that may be a function that closes over this cell
         double.cell_contents = self._referred(cell.cell_contents)
         return double
 
     def _referred(self, x: object) -> Any:
-        """What a function refers to: the double's where it is the module's, else as it is."""
+        """Return the proxy of an object that refers to the module; other objects unchanged."""
         return self._double(x) if self._refers(x) else x
 
     def _refers(self, x: object) -> bool:
-        """Whether it is of the module (a submodule, a tensor, a container in an attribute), or refers to such a thing or holds it."""
+        """Whether `x` is, holds or refers to a part of the module: a submodule, a tensor, or a container in an attribute."""
         pending, seen = [x], set()
         while pending:
             x = pending.pop()
@@ -229,13 +232,13 @@ class StandIn:
                 return True
             parts = _parts(x)
             if type(x) in COPIED and any(isinstance(y, torch.Tensor) and id(y) not in self._known for y in parts):
-                continue  # where results are kept: code that is given no double may read it, so it stays the one that it is
+                continue  # it stores results; code that has no proxy may read it, so it is not copied
             pending += parts
         return False
 
     @functools.cached_property
     def _own(self) -> dict[int, object]:
-        """The modules and containers that are reached from the module by attributes."""
+        """The modules and containers that attributes of the module reach, by id."""
         found: dict[int, object] = {}
         pending: list[Any] = [self._module_itself]
         while pending:
@@ -261,14 +264,14 @@ class StandIn:
             place, self._place = self._place, f"{self._names.get(id(m), UNNAMED)}.{key}".lstrip(".")
             double.__dict__[key] = self._double(value)
             self._place = place
-        double.__dict__["_compiled_call_impl"] = None  # module.compile() has made one for eager torch
+        double.__dict__["_compiled_call_impl"] = None  # module.compile() sets one, for eager torch
         own = self._double(m.__dict__["forward"]) if "forward" in m.__dict__ else None
         double.__dict__["forward"] = _Forward(double, self._names.get(id(m), UNNAMED), own)
         return double
 
 
 def _parts(x: Any) -> Iterable[object]:
-    """What a function refers to, or what a plain container holds."""
+    """Return the objects that a function or partial refers to, or that a plain container holds."""
     if type(x) in COPIED:
         return () if len(x) > _MANY else (*x.keys(), *x.values()) if isinstance(x, dict) else tuple(x)
     if isinstance(x, FunctionType):
@@ -276,7 +279,7 @@ def _parts(x: Any) -> Iterable[object]:
     if isinstance(x, CellType):
         try:
             return (x.cell_contents,)
-        except ValueError:  # nothing yet
+        except ValueError:  # the cell is empty
             return ()
     if isinstance(x, MethodType):
         return x.__self__, x.__func__
@@ -286,7 +289,7 @@ def _parts(x: Any) -> Iterable[object]:
 
 
 class _Forward:
-    """The `forward` of a double, or of a copy that its code makes of it, which says where it is: for errors."""
+    """The `forward` of a proxy, or of a copy of it. It records the submodule's name during a call, for errors."""
 
     def __init__(self, double: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
         self.double, self.name, self.own = double, name, own
@@ -295,7 +298,7 @@ class _Forward:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         before, kind = TRACE.path, type(self.double).__name__
         TRACE.path = (*before, (self.name, kind))
-        args, kwargs = as_traced((args, kwargs))  # what jax's functions returned in between
+        args, kwargs = as_traced((args, kwargs))  # jax functions may have returned arrays
         try:
             out = _adapted(self.double, self.own)(*args, **kwargs)
             if TRACE.stand_in is not None:
@@ -310,7 +313,7 @@ class _Forward:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """copy.copy of a module; of a double with a `forward` of its own."""
+    """Copy a module as `copy.copy` does; the copy of a proxy gets its own `_ProxyForward`."""
     reduced: Any = module.__reduce_ex__(4)
     make, args, state = reduced[:3]
     copy = make(*args)
@@ -325,27 +328,27 @@ while_tracing(nn.Module, "__copy__", _copied)
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
-    """Raise for a hook on gradients of a module, which torch hangs on its graph, and for a tracker that sets one for each module."""
+    """Raise an error if a module has a backward hook, or if a ModuleTracker is active, which sets a hook on each module."""
     tracker = getattr(sys.modules.get("torch.utils.module_tracker"), "ModuleTracker", ())
     hooks = global_forward_pre_hooks.values()
     if any(isinstance(getattr(hook, "__self__", None), tracker) for hook in hooks):
         raise NotImplementedError(
-            "FlopCounterMode or another user of torch's ModuleTracker is active: it sets hooks on gradients, which belong to torch's "
-            "graph, and counts operators of torch, which a traced program does not call. Leave its context before the first call, and "
-            "count the eager module."
+            "FlopCounterMode or another user of torch's ModuleTracker is active. It sets backward hooks, which belong to torch's graph, "
+            "and counts torch operators, which a traced program does not call. Leave its context before the first call, and count the "
+            "eager module."
         )
     for name, m in module.named_modules():
         if m._backward_hooks or m._backward_pre_hooks:
             raise NotImplementedError(
                 f"{name or 'the module itself'!r} ({type(m).__name__}) has a backward hook, which belongs to torch's graph, and there is "
-                "none for values that jax traces. Remove it (the handle's remove()), or change the gradient in forward, by a "
+                "none for values that jax traces. Remove it (the handle's remove()), or change the gradient in forward with a "
                 "torch.autograd.Function."
             )
 
 
 def _adapted(double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The double's forward; another where torch's own asks for a value that is not known while tracing."""
-    if "_orig_mod" in double._modules:  # torch.compile(module): what it compiled is for eager torch
+    """Return the proxy's forward, or a replacement where torch's forward needs a value that is not known in a trace."""
+    if "_orig_mod" in double._modules:  # torch.compile(module), whose compiled code is for eager torch
         return lambda *args, **kwargs: double._modules["_orig_mod"](*args, **kwargs)
     if isinstance(double, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return lambda *args, **kwargs: double.module(*args, **kwargs)
@@ -358,7 +361,7 @@ def _adapted(double: Any, own: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _cumulative(double: Any, run: Callable[..., _R], *args: object, **kwargs: object) -> _R:
-    """Batch norm with momentum=None weighs the n-th batch by 1/n; torch makes a Python number of n."""
+    """Run a batch norm with momentum=None, which weighs the n-th batch by 1/n. torch's forward needs n as a Python number."""
     if double.training and double.num_batches_tracked is not None:
         double.momentum = 1 / (double.num_batches_tracked + 1)
     try:
@@ -368,7 +371,7 @@ def _cumulative(double: Any, run: Callable[..., _R], *args: object, **kwargs: ob
 
 
 def _not_detected(run: Callable[..., _R], signature: inspect.Signature, *args: object, **kwargs: object) -> _R:
-    """Transformers compare a mask with the causal one to skip work, if not told; the mask itself gives the same result."""
+    """Run a Transformer stack with is_causal=False by default, because its detection compares mask values. The mask has the same effect."""
     bound = signature.bind(*args, **kwargs)
     for name in ("is_causal", "tgt_is_causal"):
         if name in signature.parameters and bound.arguments.get(name) is None:

@@ -1,8 +1,8 @@
-"""What happens when torch code that jax traces calls a torch function: the table of implementations and the order of search.
+"""The table of jax implementations of torch functions, and the dispatch of a torch function on traced tensors.
 
-A function is looked for among those that the user registered with `torch2jax.implements`, then in the table here; one that is
-written in Python runs as it stands, on traced values; any other is an error that names it. torch2jax's own table is not asked,
-and is left as it is, for those who use torch2jax beside this.
+A function that the user registered with `torch2jax.implements` comes first, then the table here. A torch function that is written in
+Python runs on traced values. A function with known values runs in torch. Any other function raises an error that names it. torch2jax's own
+table is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .context import TRACE, value_needed, where_now
 from .functionalization import unnoticed
 from .tensor import DETACHING, NOT_KNOWN, Traced, View, as_array
 
-TorchFunction: TypeAlias = Callable[..., Any]  # a function or method of torch, or the `__get__` or `__set__` of an attribute
+TorchFunction: TypeAlias = Callable[..., Any]  # a function or method, or the `__get__` or `__set__` of an attribute
 SPACES: dict[str, object] = {
     "torch": torch,
     "torch.Tensor": torch.Tensor,
@@ -41,11 +41,11 @@ SPACES: dict[str, object] = {
 }
 
 
-# What a tensor without memory can tell of itself: attributes, and how torch would lay it out.
+# The functions that a meta tensor can answer: attributes and strides.
 _META = "__get__ stride element_size get_device storage_offset dim_order is_same_size has_names is_contiguous is_signed"
 META = frozenset(_META.split())
 
-# Where torch promotes no type: numbers that it multiplies must have one dtype, elsewhere those with a fraction.
+# Functions in which torch promotes no dtype. Arguments of the products must have one dtype; of the others, the floating-point arguments.
 _PRODUCTS = (
     "linear bilinear matmul mm bmm mv dot vdot inner tensordot __matmul__ __rmatmul__ addmm addmv addbmm baddbmm linalg_matmul "
     "linalg_vecdot linalg_solve conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu lerp cdist"
@@ -54,7 +54,7 @@ _FLOATS = "scaled_dot_product_attention binary_cross_entropy nll_loss scatter in
 ONE_TYPE: dict[str, type[np.generic]] = {**dict.fromkeys(_PRODUCTS.split(), jnp.number), **dict.fromkeys(_FLOATS.split(), jnp.inexact)}
 
 
-# An argument by another name: numpy's, which torch takes too, or that of a function which shares its implementation with others.
+# Other names of an argument: NumPy's, which torch accepts too, or the name in a function that shares its implementation.
 OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other", "y": "other"} | {
     "axis0": "dim0", "axis1": "dim1", "train": "training", "element": "elements", "test_element": "test_elements",
     "indices": "indices_or_sections", "sections": "indices_or_sections", "tensor_indices_or_sections": "indices_or_sections",
@@ -66,9 +66,11 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 class Op(NamedTuple):
     """An implementation over arrays.
 
-    `one_type`: which arguments must have one dtype, by what numpy calls their kind; None: torch promotes.
-    `always`: also where no argument is traced (what makes tensors or draws numbers). `views`: torch's result shares memory.
-    `raw`: it takes traced tensors themselves, and may write into them.
+    `same_dtype_kind`: the NumPy kind of the arguments that must have one dtype; None: torch promotes.
+    `always`: runs also where no argument is traced, for functions that make tensors or draw numbers.
+    `views`: torch's result shares memory with the first argument.
+    `raw`: takes the traced tensors themselves, and may write into them.
+    `inplace`: writes its result into the first argument.
     """
 
     handler: Callable[..., Any]
@@ -81,15 +83,15 @@ class Op(NamedTuple):
 
 
 OPS: dict[TorchFunction, Op] = {}
-# What draws where it is told to, from a tensor's shape: by the call's keys for plain tensors too.
+# Functions that may draw random numbers. They use the call's keys for plain tensors too.
 _POOLS = (f"fractional_max_pool{n}d{form}" for n in (2, 3) for form in ("", "_with_indices"))
 _DROPS = "dropout native_dropout feature_dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
 DRAW = frozenset([*_POOLS, *_DROPS.split(), "rrelu", "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"])
-BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # how large the result is depends on values, and torch does not say so
+BY_VALUES = frozenset({"unique", "_pack_padded_sequence"})  # the result's shape depends on values, but torch has no tag for it
 
 
 def functions_named(name: str) -> list[TorchFunction]:
-    """The torch functions and methods of this name, in each place where torch has it; also as one of torch.special."""
+    """Return the functions and methods of this name in all namespaces of torch, torch.special included."""
     found = [getattr(space, name, None) for space in SPACES.values()] + [getattr(SPECIAL, f"special_{name}", None)]
     return [f for f in found if callable(f)]
 
@@ -98,7 +100,7 @@ def add_ops(entries: Mapping[TorchFunction, Op]) -> None:
     """Add implementations to the table.
 
     Raises:
-      ValueError: one of the functions is in the table already; which of the two stayed would depend on the order of imports.
+      ValueError: a function is in the table already. The order of imports would decide between the two implementations.
     """
     twice = next((func for func in entries if func in OPS), None)
     if twice is not None:
@@ -114,15 +116,15 @@ def _where_defined(entry: Op) -> str:
 
 
 def op(*names: str, always: bool = False, views: bool = False, raw: bool = False) -> Callable[[_Handler], _Handler]:
-    """Register an implementation for all torch functions of these names.
+    """Return a decorator that registers an implementation for all torch functions of these names.
 
-    It serves the in-place form of each too, unless it makes a tensor or a view or takes traced tensors themselves.
+    The implementation also serves the in-place form of each name, unless it is `always`, `views` or `raw` (fields of `Op`).
     """
 
     def register(handler: _Handler) -> _Handler:
         try:
             signature = inspect.signature(handler)
-        except ValueError:  # a function of jax without one
+        except ValueError:  # a jax function without a signature
             signature = None
         entry = Op(handler, signature, always, views, raw, one_type=next((ONE_TYPE[name] for name in names if name in ONE_TYPE), None))
         entries = {func: entry for name in names for func in functions_named(name)}
@@ -140,7 +142,10 @@ def _inplace_name(name: str) -> str:
 
 
 def primitive(*names: str, always: bool = False) -> Callable[[_Handler], _Handler]:
-    """Register an implementation for what torch has in C++ alone: torch.nn.functional's Python of that name, which calls it, stays."""
+    """Return a decorator that registers an implementation for the C++ functions of these names.
+
+    A Python function of the same name in torch.nn.functional, which calls the C++ function, stays as it is.
+    """
 
     def register(handler: _Handler) -> _Handler:
         entry = Op(handler, inspect.signature(handler), always)
@@ -151,7 +156,7 @@ def primitive(*names: str, always: bool = False) -> Callable[[_Handler], _Handle
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """What lies in the containers that torch functions take."""
+    """Yield the leaves of the containers that torch functions take."""
     if type(x) in (tuple, list) or (isinstance(x, tuple) and type(x) is not torch.Size):
         for y in x:
             yield from leaves(y)
@@ -164,7 +169,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def arrays(x: Any) -> Any:
-    """The same containers with arrays for traced tensors and constants."""
+    """Return the containers with traced tensors and torch tensors as arrays."""
     if type(x) is list:
         return list(map(arrays, x))
     if isinstance(x, tuple):  # torch.return_types too, and torch.Size
@@ -175,12 +180,12 @@ def arrays(x: Any) -> Any:
 
 
 def is_traced(x: object) -> bool:
-    """A value that jax computes with, not torch."""
+    """Whether `x` is a jax array or a traced tensor."""
     return isinstance(x, jax.Array | Traced) or is_torchish(x)
 
 
 def wrapped(out: Any) -> Any:
-    """Arrays of a result as traced tensors; without a gradient under `torch.no_grad`."""
+    """Return a result with its arrays as traced tensors. They have no gradient under `torch.no_grad`."""
     if isinstance(out, jax.Array | np.ndarray):
         return Traced(out if torch.is_grad_enabled() else jax.lax.stop_gradient(out))
     if type(out) is Traced:
@@ -200,7 +205,7 @@ def autocasts() -> bool:
 
 
 def dispatch(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a torch function on traced tensors. What it returns requires grad where torch's result would: code may ask."""
+    """Call a torch function on traced tensors. The result requires grad where torch's result would, because code may read the flag."""
     if TRACE.tensors and any(id(x) in TRACE.tensors for x in leaves((args, dict(kwargs)))):
         return _of_the_module(func, _replaced(args), _replaced(dict(kwargs)))
     out = _called(func, args, kwargs)
@@ -210,9 +215,9 @@ def dispatch(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _replaced(x: Any) -> Any:
-    """The same containers with the traced values in the place of the traced module's own parameters and buffers.
+    """Return the containers with the original module's parameters and buffers replaced by their traced tensors.
 
-    A function may hold one of these tensors under a name of its own, which no double of the module changes.
+    Traced code may refer to an original tensor by a name of its own, where the module's proxy cannot replace it.
     """
     if type(x) in (tuple, list) or (isinstance(x, tuple) and type(x) is not torch.Size):
         return type(x)(*map(_replaced, x)) if hasattr(x, "_fields") else type(x)(map(_replaced, x))
@@ -224,7 +229,7 @@ def _replaced(x: Any) -> Any:
 
 
 def _of_the_module(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch function whose arguments were the module's own tensors: what `Traced` defines in Python is found there."""
+    """Call a torch function after its arguments were replaced. Methods that `TracedTensor` defines in Python are looked up there."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(args[0], func.__self__.__name__)
@@ -236,7 +241,7 @@ def _of_the_module(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def follow(results: object, given: object) -> None:
-    """Have results require grad if what they were computed of does."""
+    """Mark results as requiring grad if an input requires grad."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves(given) if type(x) is Traced):
         for x in leaves(results):
             if type(x) is Traced:
@@ -252,8 +257,8 @@ def _called(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return _called(func, args, kwargs)
     if autocasts() and not TRACE.autocast:
         raise RuntimeError(
-            f"torch.autocast is entered {where_now()}, and its casts happen in torch's dispatcher, which no traced program passes through. "
-            "Give it enabled=False; for half precision use module.to(torch.bfloat16)."
+            f"torch.autocast is entered {where_now()}, but its casts happen in torch's dispatcher, which a traced program does not use. "
+            "Pass enabled=False to it; for half precision use module.to(torch.bfloat16)."
         )
     theirs = registered(func)
     if theirs is not None:
@@ -276,7 +281,7 @@ def _called(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _by_torch(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What torch itself makes of values that are all known while jax traces, where there is no implementation: indices of a fixed mask."""
+    """Run a function without an implementation in torch, if jax knows all values while it traces (the indices of a fixed mask)."""
     unknown = _unknown(args, kwargs)
     if unknown is not None and (func.__name__ in BY_VALUES or _tagged(func, torch.Tag.dynamic_output_shape)):
         raise value_needed(_importable(func), unknown)
@@ -296,7 +301,7 @@ def _by_torch(func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _unknown(args: object, kwargs: Mapping[str, object]) -> Tracer | None:
-    """The first among the arguments whose values jax does not know; a number before tensors, for it is what nobody expects."""
+    """Return the first argument whose value jax does not know, scalars before other arrays: users expect a scalar to be known."""
     unknown = [x for x in map(as_array, leaves((args, dict(kwargs)))) if isinstance(x, Tracer)]
     return min(unknown, key=lambda x: bool(x.shape), default=None)
 
@@ -307,38 +312,38 @@ def _forms(func: TorchFunction) -> dict[str, Any]:
 
 
 def _tagged(func: TorchFunction, tag: torch.Tag) -> bool:
-    """Whether torch says this of the function: that it draws from its generator, or that values decide the shape."""
+    """Whether one of the function's overloads has this tag, such as "draws random numbers" or "values decide the shape"."""
     return any(tag in form.tags for form in _forms(func).values())
 
 
 def _writes(func: TorchFunction) -> bool:
-    """Whether the function changes what it is given; each has a form that writes into `out`."""
+    """Whether the function writes into its arguments. The overloads that write into `out` do not count."""
     return func.__name__.endswith("_") or any(writes(form) for name, form in _forms(func).items() if "out" not in name)
 
 
 def _importable(func: TorchFunction) -> str:
-    """Where a function can be imported from; torch's own names for some are those of classes that nobody can."""
+    """Return the path from which a function can be imported. For some functions torch's own name is a class that cannot be imported."""
     plain, theirs = getattr(func, "__name__", ""), torch.overrides.resolve_name(func) or getattr(func, "__qualname__", "")
     with suppress(AttributeError):
         if functools.reduce(getattr, theirs.split(".")[1:], torch) is func and theirs.startswith("torch."):
             return theirs
     found = next((f"{path}.{plain}" for path, space in SPACES.items() if getattr(space, plain, None) is func), None)
     if found is None and "_VariableFunctions" in theirs and hasattr(torch, plain):
-        return f"torch.{plain}"  # which is written in Python, and calls this one
+        return f"torch.{plain}"  # a Python function that calls `func`
     return found or (f"torch.ops.{theirs}" if theirs.startswith("aten.") else theirs) or repr(func)
 
 
 def unsupported(func: TorchFunction, why: str = "") -> NotImplementedError:
-    """The error for a function without an implementation, or not for these arguments."""
+    """Return the error for a function that has no implementation, or none for these arguments."""
     name = _importable(func)
     if getattr(func, "namespace", "") == "prims":
         return NotImplementedError(
-            f"torch.vmap, torch.func or TorchScript is at work {where_now()}, beneath the functions that jax can stand in for ({name} was "
-            "met). Use jax.vmap, jax.grad or jax.jacrev there, of functions of jnp.asarray(x), and a scripted function's own Python."
+            f"torch.vmap, torch.func or TorchScript runs {where_now()} and calls {name}, below the functions that jax can replace. Use "
+            "jax.vmap, jax.grad or jax.jacrev of functions of jnp.asarray(x) there, and the Python code of a scripted function."
         )
     return NotImplementedError(
-        f"{name} has no implementation in jax, and is called {where_now()}{why}. Give one with "
-        f"torch2jax.implements({name}), replace that submodule's forward by other operations, or ask for it in an issue."
+        f"{name} has no implementation in jax, and is called {where_now()}{why}. Register one with "
+        f"torch2jax.implements({name}), use other operations in that submodule's forward, or ask for it in an issue."
     )
 
 
@@ -346,8 +351,8 @@ def _run(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[
     kwargs = dict(kwargs)
     if kwargs.get("generator") is not None:
         raise ValueError(
-            f"{getattr(func, '__name__', func)} is given a generator {where_now()}, but a traced program draws from its key, not from "
-            "torch's generators. Leave it out, or make the numbers outside and pass them in."
+            f"{getattr(func, '__name__', func)} is given a generator {where_now()}, but a traced program draws with jax keys, not with "
+            "torch's generators. Leave it out, or draw the numbers outside and pass them in."
         )
     out = kwargs.pop("out", None)
     inplace = found.inplace
@@ -360,7 +365,7 @@ def _run(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[
             raise unsupported(func, f" with arguments for which it has none ({error})") from error
         if "inplace" in names:
             inplace |= bool(bound.arguments.pop("inplace", False))
-        if "inplace" in names or found.views or not args:  # a view asks for its base in the first place, and torch by place
+        if "inplace" in names or found.views or not args:  # a view needs its base as the first argument
             args, kwargs = bound.args, bound.kwargs
     if found.one_type is not None:
         _refuse_two_types(found.one_type, func, args, kwargs)
@@ -381,7 +386,7 @@ def _run(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: Mapping[
 
 @contextmanager
 def _naming_what_asks(func: TorchFunction, args: object, kwargs: Mapping[str, object]) -> Iterator[None]:
-    """Where an implementation asks for values that jax does not know, the error names the torch function."""
+    """Name the torch function in the error of an implementation that needs values which jax does not know."""
     try:
         yield
     except NOT_KNOWN as error:
@@ -393,20 +398,20 @@ def _refuse_two_types(kind: type[np.generic], func: TorchFunction, args: object,
     types = dict.fromkeys(x.dtype for x in leaves(arrays((args, kwargs))) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, kind))
     if len(types) > 1:
         raise RuntimeError(  # a TypeError in an operator would become NotImplemented
-            f"{getattr(func, '__name__', func)} is given tensors of {' and '.join(map(str, types))} {where_now()}, and torch takes one "
-            "dtype there. Convert one with .to(dtype): the batch to the model's dtype, or the model to the batch's."
+            f"{getattr(func, '__name__', func)} is given tensors of {' and '.join(map(str, types))} {where_now()}, but torch expects one "
+            "dtype. Convert one with .to(dtype): the batch to the model's dtype, or the model to the batch's."
         )
 
 
 def _known_values(found: Op, args: object, kwargs: object) -> AbstractContextManager[object]:
-    """Where all values are known, so are the results, while jax traces too: torch code may branch on them."""
+    """Return a context that computes at once if all values are known, so that torch code may branch on the results."""
     values = [x for x in leaves((args, kwargs)) if isinstance(x, jax.Array)]
     known = values and not found.always and not any(isinstance(x, Tracer) for x in values)
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 
 def viewed(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result as a view of the first argument: a write into either reaches the other."""
+    """Return the result as a view of the first argument: a write into one reaches the other."""
     base, rest, kwargs = args[0], arrays(args[1:]), arrays(kwargs)
     with _known_values(found, (base.value, *rest), kwargs):
         result = found.handler(base.value, *rest, **kwargs)
@@ -416,7 +421,7 @@ def viewed(found: Op, func: TorchFunction, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _write(target: Any, result: Any, func: TorchFunction) -> Any:
-    """Give a traced tensor a new value, as torch writes in place: its shape and dtype stay."""
+    """Write a result into a traced tensor, which keeps its shape and dtype, as in torch."""
     if isinstance(target, tuple | list):
         return type(target)(_write(t, r, func) for t, r in zip(target, result, strict=True))
     if not isinstance(target, Traced):
@@ -440,9 +445,9 @@ def _never(*_: object, **__: object) -> bool:
 
 @functools.cache
 def _body(func: TorchFunction) -> Callable[..., Any] | None:
-    """A function that torch has in Python, without its first question whether somebody overrides it; None for others.
+    """Return a Python function of torch without its check for `__torch_function__` overrides; None for other functions.
 
-    Its own globals are read, not changed. What it calls is overridden as ever.
+    The copy has its own globals; those of torch are not changed. Functions that it calls are still overridden.
     """
     if not isinstance(func, FunctionType):
         return None
@@ -455,7 +460,7 @@ def _body(func: TorchFunction) -> Callable[..., Any] | None:
 
 
 class Mode(TorchFunctionMode):
-    """While it is active on this thread, torch functions are those of `dispatch`."""
+    """A torch function mode that sends the calls of this thread to `dispatch`."""
 
     def __torch_function__(
         self, func: TorchFunction, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""References to the original module while jax traces its double: they reach the double, and nothing of the trace stays in the original.
+"""References to the original module while jax traces its proxy: they reach the proxy, and no traced value stays in the original.
 
-Lambdas, hooks, weak references and helper objects refer to the module that the user made. Every attribute of that module which they
-read, set or delete on the tracing thread is the double's. What they refer to without the module (a container or an object of its
-attributes) is restored after the trace.
+Lambdas, hooks, weak references and helper objects refer to the module that the user made. When they read, set or delete an attribute of
+that module on the tracing thread, they get the proxy's attribute. They may also refer to a container or an object in an attribute, without
+the module. Its contents are restored after the trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .patches import redirects
 from .tensor import Traced
 
 _T = TypeVar("_T")
-UNNAMED = "?"  # a module that is held in an attribute and is no submodule
+UNNAMED = "?"  # the name of a module that an attribute holds but that is no submodule
 
 
 def _reading(theirs: Callable[..., _T]) -> Callable[[object, str], _T]:
@@ -41,7 +41,7 @@ def _writing(theirs: Callable[..., _T]) -> Callable[[object, str, object], _T]:
 
 def _calling(theirs: Callable[..., _T]) -> Callable[..., _T]:
     def called(self: nn.Module, *args: object, **kwargs: object) -> _T:
-        """Call a module. Code outside of all modules was given the double, and what it calls there should be that."""
+        """Call a module. Raise an error if code outside all modules calls an original with trained parameters instead of the proxy."""
         if TRACE.dispatch is None:
             return theirs(self, *args, **kwargs)
         double = None if TRACE.within else TRACE.doubles.get(id(self))
@@ -49,8 +49,8 @@ def _calling(theirs: Callable[..., _T]) -> Callable[..., _T]:
         if double is not None and name != UNNAMED and any(p.requires_grad for p in double.parameters()):
             raise _with_line(
                 ValueError(
-                    f"The original module {f'{name!r} ' if name else ''}({type(self).__name__}) is called, and its parameters are those of "
-                    "torch, not of the traced program. Call the model that loss_fn receives as its first argument, or a part of it."
+                    f"The original module {f'{name!r} ' if name else ''}({type(self).__name__}) is called, but its parameters are torch "
+                    "tensors, not those of the traced program. Call the model that loss_fn receives as its first argument, or a part of it."
                 )
             )
         before, TRACE.within = TRACE.within, True
@@ -67,7 +67,7 @@ redirects({"__getattribute__": _reading, "__setattr__": _writing, "__delattr__":
 
 @contextmanager
 def not_redirected() -> Iterator[None]:
-    """Refer to modules and tensors as they are, also to those of a trace that is going on."""
+    """Return a context in which references to modules and tensors are not redirected, also within a trace."""
     before = TRACE.doubles, TRACE.tensors
     TRACE.doubles, TRACE.tensors = {}, {}
     try:
@@ -77,7 +77,7 @@ def not_redirected() -> Iterator[None]:
 
 
 def _with_line(error: Exception) -> Exception:
-    """The error with a note of the innermost line of code that is neither torch's nor ours."""
+    """Add a note to the error with the innermost line of code outside torch, jax and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "bridge", "jax"):
         frame = frame.f_back
@@ -85,35 +85,36 @@ def _with_line(error: Exception) -> Exception:
     return error
 
 
-# Objects whose attributes are not looked at: they belong to many modules, or they are tensors and arrays.
+# Types whose attributes are not inspected: their objects are shared between modules, or they are tensors and arrays.
 _NOT_LOOKED_INTO = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Tensor, jax.Array, np.ndarray)
-_MANY = 1000  # values that are looked at for one object in an attribute, and in one container
+_MANY = 1000  # how many values are inspected of one object in an attribute, and of one container
 _KINDS = (list, deque, set, dict)
-_LIBRARIES = "torch", "torchvision", "torchaudio", "builtins"  # whose classes keep no value of a trace
+_LIBRARIES = "torch", "torchvision", "torchaudio", "builtins"  # packages whose classes store no traced values
 _ABSENT = object()
 
 
 class Belongings:
-    """The containers and objects in the attributes of a module as they were before a trace.
+    """A snapshot of the containers and objects in a module's attributes, taken before a trace.
 
-    The double has copies of some containers. Code that writes into the original of such a container refers to it without the module,
-    and the double does not see what it writes: that is an error. The double shares the other objects and containers with the original.
+    The proxy has copies of some containers. Code that writes into the original of a copied container refers to it without the module. The
+    proxy does not see the write, so it is an error. The proxy shares the other objects and containers with the original.
     """
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, Any, str]] = []  # a container, a copy of it, where it is; "" for what the double shares
-        self._slots: list[tuple[object, dict[str, object]]] = []  # an object with slots, their values
-        self._classes: dict[int, tuple[type, dict[str, object]]] = {}  # a class by id, its attributes
-        self._seen: dict[int, object] = {}  # the objects by id, which stays their own so
+        # A container, a copy of it, and its attribute path; "" for a container that the proxy shares.
+        self._before: list[tuple[Any, Any, str]] = []
+        self._slots: list[tuple[object, dict[str, object]]] = []  # an object and the values of its slots
+        self._classes: dict[int, tuple[type, dict[str, object]]] = {}  # id of a class -> the class and its attributes
+        self._seen: dict[int, object] = {}  # id -> object; holding the object keeps its id in use
 
     def copied(self, container: Any, place: str) -> None:
-        """Note a container that the double has a copy of, or the attributes of a module."""
+        """Record a container of which the proxy has a copy, or the attributes of a module."""
         before = _shallow(container)
         if before is not None:
             self._before.append((container, before, place))
 
     def shared(self, x: object) -> None:
-        """Note an object that is the double's as well, and what it holds."""
+        """Record an object that the proxy shares, and the objects in it."""
         pending = [x]
         for _ in range(_MANY):
             if not pending:
@@ -135,7 +136,7 @@ class Belongings:
                 pending += _elements(part) if len(part) <= _MANY else ()
 
     def classes(self, kind: type) -> None:
-        """Note the attributes of a class and of those that it is derived from, of users alone."""
+        """Record the attributes of a class and its bases, except classes of libraries."""
         for k in kind.__mro__:
             if id(k) not in self._classes and _is_of_a_user(k):
                 self._classes[id(k)] = k, dict(vars(k))
@@ -144,9 +145,9 @@ class Belongings:
                         self.shared(value)
 
     def restore(self) -> list[str]:
-        """Take traced values out of what was noted; where the double has a copy of what held one.
+        """Remove traced values from all recorded objects. Return the paths of copied containers that held one.
 
-        What cannot be restored is left, so that the rest is restored and an error of the traced code is the one that is raised.
+        An object that cannot be restored is skipped. So the others are restored, and an error of the traced code is not hidden.
         """
         found = []
         for container, before, place in self._before:
@@ -169,7 +170,7 @@ def _is_of_a_user(kind: type) -> bool:
 
 
 def slots_of(x: object) -> dict[str, object] | None:
-    """The values in the slots of an object; None where its class has none. A subclass may hide a slot, which is then not looked at."""
+    """Return the values in an object's slots; None if its class has none. Slots that a subclass hides are not included."""
     if not _is_of_a_user(type(x)):
         return None
     names = [name for kind in type(x).__mro__ for name, slot in vars(kind).items() if type(slot) is MemberDescriptorType]
@@ -177,7 +178,7 @@ def slots_of(x: object) -> dict[str, object] | None:
         return None
     found = {}
     for name in names:
-        with suppress(AttributeError):  # nothing yet
+        with suppress(AttributeError):  # not assigned yet
             found[name] = object.__getattribute__(x, name)
     return found
 
@@ -204,15 +205,15 @@ def _elements(container: Iterable[object]) -> Iterable[object]:
 
 
 def _shallow(container: Any) -> Any:
-    """A plain copy; also of a subclass, whose own way of copying is not asked. None where another thread always changes it."""
+    """Return a copy as a plain dict or list, without a subclass's own copy method. None if another thread changes it at every attempt."""
     for _ in range(_MANY):
-        with suppress(RuntimeError):  # changed by another thread while it was copied
+        with suppress(RuntimeError):  # another thread changed it during the copy
             return dict.copy(container) if isinstance(container, dict) else list(container)
     return None
 
 
 def _refill(container: Any, before: Any, new: set[int]) -> None:
-    """Undo what a trace wrote: of a dict the entries with a value that is among `new`, else all elements."""
+    """Restore a container: the entries of a dict whose value's id is in `new`, or all elements of another container."""
     if isinstance(container, dict):
         for key in [key for key, value in dict.items(container) if id(value) in new]:
             if key in before:
@@ -228,7 +229,7 @@ def _refill(container: Any, before: Any, new: set[int]) -> None:
 
 
 def _is_of_a_trace(x: object, depth: int = 4) -> bool:
-    """Whether it is or holds a value that jax traces."""
+    """Whether `x` is or holds a traced value, down to `depth` levels."""
     if type(x) in weakref.ProxyTypes:
         return False
     if isinstance(x, Traced | Tracer) or is_torchish(x):

@@ -1,4 +1,8 @@
-"""The attributes of torch and jax that are replaced while any thread traces. Each does as before on a thread that does not trace."""
+"""Attributes of torch and jax that are replaced while any thread traces.
+
+A replacement does the same as the original on a thread that does not trace. The original is restored when the last scope that needs the
+replacement ends.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from .context import TRACE
 
 
 class _Note(NamedTuple):
-    """An attribute that is replaced: what it was, and what it is now."""
+    """A replaced attribute: its owner and name, the original and the replacement."""
 
     owner: object
     name: str
@@ -26,37 +30,37 @@ class _Note(NamedTuple):
 
 
 _WANTED: list[tuple[object, str, object]] = []
-_Make: TypeAlias = Callable[[Any], object]  # from what an attribute is to what it becomes
-_Change: TypeAlias = tuple[object, str, _Make]  # the owner of an attribute, its name, and what it becomes
+_Make: TypeAlias = Callable[[Any], object]  # from an attribute's value to its replacement
+_Change: TypeAlias = tuple[object, str, _Make]  # an attribute's owner and name, and how to make its replacement
 _REDIRECTS: dict[str, _Make] = {}
 _ABSENT = object()
 _Key = tuple[int, str]  # id of an owner, the name of its attribute
-_lock = threading.RLock()  # reentrant: a signal handler that arrives while it is held may trace
-_going_on: dict[object, set[_Key]] = {}  # each time that has begun -> the attributes that it needs
+_lock = threading.RLock()  # reentrant, because a signal handler may trace while this thread holds it
+_going_on: dict[object, set[_Key]] = {}  # each active scope -> the attributes that it needs
 _notes: dict[_Key, _Note] = {}  # the attributes that are replaced now
-_stances: list[AbstractContextManager[object]] = []  # each has set the stance of torch.compile, and knows which was before
+_stances: list[AbstractContextManager[object]] = []  # torch.compile stances that were set; leaving one restores the stance before it
 
 
 def while_tracing(owner: object, name: str, value: object) -> None:
-    """Have `owner` this attribute while any thread traces."""
+    """Register a replacement: `owner` has this attribute value while any thread traces."""
     _WANTED.append((owner, name, value))
 
 
 def patched() -> AbstractContextManager[None]:
-    """The time of one trace. What torch.compile has made runs as the Python that it was made of."""
+    """Return a context with all registered replacements, for one trace. Functions compiled by torch.compile run as their Python code."""
     return _changed([(owner, name, lambda _, value=value: value) for owner, name, value in _WANTED])
 
 
 def redirects(methods: Mapping[str, _Make]) -> None:
-    """Have methods of these names, made of a class's own, on the classes of modules that are traced."""
+    """Register methods for the classes of traced modules. Each is made from the class's own method of the same name."""
     _REDIRECTS.update(methods)
 
 
 def redirected(doubles: Mapping[int, nn.Module]) -> AbstractContextManager[None]:
-    """The time in which code may refer to the originals of these doubles.
+    """Return a context in which attribute access on the original modules reaches these proxies.
 
-    Only the classes of these modules are changed: Python updates each subclass of a class that is. A class whose metaclass refuses the
-    change stays as it is.
+    Only the classes of these modules are changed, because Python updates every subclass of a changed class. A class whose metaclass
+    refuses the change stays as it is.
     """
     classes = {id(type(double)): type(double) for double in doubles.values()}.values()
     return _changed([(kind, name, make) for kind in classes for name, make in _REDIRECTS.items()])
@@ -64,9 +68,10 @@ def redirected(doubles: Mapping[int, nn.Module]) -> AbstractContextManager[None]
 
 @contextmanager
 def _changed(wanted: Sequence[_Change]) -> Iterator[None]:
-    """The time in which these attributes are what is made of them.
+    """Replace the attributes for the duration of the context.
 
-    An interrupt may arrive at any line. It is undone twice, because the first may be interrupted; the second then has the rest to do.
+    An interrupt may arrive at any line, also while the replacements are undone. They are therefore undone twice: the second time does what
+    an interrupt of the first left.
     """
     time = object()
     try:
@@ -80,7 +85,7 @@ def _changed(wanted: Sequence[_Change]) -> Iterator[None]:
 
 
 def _begin(time: object, wanted: Sequence[_Change]) -> None:
-    """Change attributes, each when it is noted what it was; at any line a signal handler may begin and end a time of its own."""
+    """Replace attributes. Each original is recorded first, because a signal handler may enter and leave its own scope at any line."""
     with _lock:
         _going_on[time] = {(id(owner), name) for owner, name, _ in wanted}
         if DYNAMO in sys.modules and not _stances:
@@ -94,7 +99,7 @@ def _begin(time: object, wanted: Sequence[_Change]) -> None:
 
 
 def _end(time: object) -> None:
-    """Undo what no other time needs; nothing where that has been done."""
+    """Restore the attributes that no other scope needs. A second call for one scope does nothing."""
     with _lock:
         _going_on.pop(time, None)
         needed = set[_Key]().union(*_going_on.values())
@@ -111,7 +116,7 @@ def _end(time: object) -> None:
 def _put(owner: object, name: str, value: object) -> None:
     if vars(owner).get(name, _ABSENT) is value:
         return
-    with suppress(AttributeError, TypeError):  # of a metaclass
+    with suppress(AttributeError, TypeError):  # raised by a metaclass that refuses
         if value is _ABSENT:
             delattr(owner, name)
         else:
@@ -122,7 +127,7 @@ _compile: Any = torch.compile
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
-    """torch.compile, which leaves what a traced forward gives it as it is."""
+    """Do what `torch.compile` does; on a tracing thread, return the model or function uncompiled."""
     if TRACE.dispatch is None:
         return _compile(model, **options)
     return model if model is not None else lambda function: function

@@ -1,4 +1,4 @@
-"""Dtypes of traced values by torch's rules of promotion."""
+"""torch's type promotion for traced values, and the mapping between torch's and NumPy's dtypes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ TORCH = {theirs: ours for ours, theirs in NUMPY.items()}
 
 
 def torch_dtype(array: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> torch.dtype:
-    """torch's name for the dtype of an array; a TypeError for one that torch has not."""
+    """Return the torch dtype of an array.
+
+    Raises:
+      TypeError: torch has no such dtype.
+    """
     found = TORCH.get(np.dtype(array.dtype))
     if found is None:
         raise TypeError(f"torch has no dtype for {array.dtype} ({where_now()}). Convert it with astype first.")
@@ -28,23 +32,23 @@ def torch_dtype(array: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> torch.d
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype:
-    """The dtype that jax gives an array of a torch dtype: 64 bits only where x64 is on, as jax itself decides."""
+    """Return the dtype that jax gives an array of a torch dtype. It has 64 bits only if x64 is on."""
     return jax.dtypes.canonicalize_dtype(NUMPY[dtype])
 
 
 def default_float() -> np.dtype:
-    """torch's default dtype, as jax has it."""
+    """Return torch's default dtype as a jax dtype."""
     return jax_dtype(torch.get_default_dtype())
 
 
 def promoted(*xs: Any) -> list[Any]:
-    """Arrays and numbers as arrays of the one dtype that torch gives their combination."""
+    """Return arrays and Python numbers as arrays of the dtype to which torch promotes them."""
     dtype = jax_dtype(result_type(*xs))
     return [jnp.asarray(x, dtype) if not hasattr(x, "astype") else x.astype(dtype) for x in xs]
 
 
 def result_type(*xs: Any) -> torch.dtype:
-    """torch.result_type over any number of arrays and numbers."""
+    """Return `torch.result_type` of any number of arrays and Python numbers."""
     with torch.DisableTorchFunction():
         arrays = [_like(torch_dtype(x), min(x.ndim, 1)) if hasattr(x, "dtype") else x for x in xs]
         wide = [x for x in arrays if isinstance(x, torch.Tensor) and x.ndim]
@@ -52,7 +56,7 @@ def result_type(*xs: Any) -> torch.dtype:
         numbers = [x for x in arrays if not isinstance(x, torch.Tensor)]
         if not wide and not flat:
             return torch.result_type(torch.tensor(numbers[0]), numbers[-1])
-        # As in torch, tensors without dimensions agree among themselves before they meet the others.
+        # As in torch, zero-dimensional tensors are promoted among themselves before they are combined with the others.
         best, *others = [functools.reduce(_combined, group) for group in (wide, flat) if group]
         return functools.reduce(_combined, [*others, *numbers], best).dtype
 

@@ -1,4 +1,4 @@
-"""The value that torch code sees while jax traces it: torch's methods, views and in-place writes over a jax value, and a `Torchish`."""
+"""The tensor that torch code gets while jax traces it: torch's methods, views and in-place writes over a jax value."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from .context import TRACE, no_graph, value_needed, where_now
 from .functionalization import unnoticed, written_through
 from .promotion import torch_dtype
 
-Tensor: Any = torch.Tensor  # any: what is an attribute there is a property here
-# Whose `x.dtype` asks for numpy's: jax reads it of whatever has `__jax_array__`, and torch.dtype is nothing to it.
+Tensor: Any = torch.Tensor  # Any, because attributes of torch.Tensor are properties here
+# Packages that get a NumPy dtype from `x.dtype`: jax reads it from every object with `__jax_array__` and cannot use a torch.dtype.
 JAX_SIDE = ("jax", "numpy", "optax", "chex", "flax", "equinox", "ml_dtypes")
-# Where torch checks the arguments of distributions: by values that are known; what is traced passes.
+# The modules in which torch checks the arguments of distributions. Checks of unknown values pass.
 CHECKS = tuple(f"torch.distributions.{name}" for name in ("distribution", "constraints", "uniform"))
 
 
-# What jax raises where Python code wants the value of a tracer.
+# The errors that jax raises when Python code needs the value of a tracer.
 NOT_KNOWN = jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 
 _T = TypeVar("_T")
 
 
 class Graph:
-    """What `grad_fn` of a traced value is where torch would have a node: there, and of no further use."""
+    """The `grad_fn` of a traced tensor that requires grad. It only exists: each attribute raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise no_graph(f"grad_fn.{name} belongs")
 
 
 class View(NamedTuple):
-    """How a tensor was taken of its base.
+    """How a view is computed from its base.
 
-    `handler`: the implementation over arrays; `args`, `kwargs`: what it is given after the base's array. `output_index`: which of its
-    results this one is; None: the only one. `func`: the torch function.
+    `handler`: the implementation over arrays; `args`, `kwargs`: its arguments after the base's array; `output_index`: the position of the
+    view among its results, None where it has one result; `func`: the torch function.
     """
 
     handler: Callable[..., Any]
@@ -64,9 +64,9 @@ class View(NamedTuple):
 class Traced(Tensor):
     """A jax value under torch's interface.
 
-    A real tensor, so that torch's C code may look into it: one without memory, on the meta device, with the value's shape and
-    dtype. Functional inside: a write makes a new value. A view knows its base and how it was taken, so that a write through
-    either is seen by the other, as in torch. jax's functions take it (`__jax_array__`, and as a pytree).
+    It is a real tensor on the meta device with the value's shape and dtype, so that torch's C code can inspect it. A write replaces the
+    value. A view knows its base and its `ViewSpec`, so that a write to one is seen by the other, as in torch. jax functions accept it
+    through `__jax_array__` and as a pytree. Once anything is traced, its class is also a subclass of torch2jax's `Torchish`.
     """
 
     def __new__(cls, value: jax.Array | np.ndarray, *_: object, **__: object) -> Traced:
@@ -77,7 +77,7 @@ class Traced(Tensor):
         self._value = value
         self._base_, self._taken = base, view
         self._writes = 0
-        self._before: list[Traced] = []  # what lay where it lay until its `data` was given another place
+        self._before: list[Traced] = []  # one tensor for each assignment to `data`: the value that it had before
         self._epoch = len(base._before) if base is not None else 0
         self._seen = base._stamp() if base is not None else 0
         self._is_param = parameter is not None
@@ -101,17 +101,17 @@ class Traced(Tensor):
         self._writes += 1
 
     def put_back(self, value: jax.Array) -> None:
-        """Have a value from before again, which views of it then see."""
+        """Restore an earlier value. Views of this tensor see it too."""
         self._value = value
         self._writes += 1
 
     @property
     def written(self) -> bool:
-        """Whether something has written into it, or through a view of it."""
+        """Whether code has written into this tensor or through a view of it."""
         return self._writes > 0
 
     def _base_now(self) -> Traced | None:
-        """The tensor that it is a view of: that of the time when it was made, if the base has been given other `data` since."""
+        """Return the base of this view. If the base's `data` was replaced since, return the tensor with the base's former value."""
         base = self._base_
         if base is not None and self._epoch < len(base._before):
             self._base_, self._epoch = base._before[self._epoch], 0
@@ -127,15 +127,15 @@ class Traced(Tensor):
         return out if view.output_index is None else out[view.output_index]
 
     def _written(self, array: jax.Array, new: jax.Array) -> jax.Array:
-        """The base's array after this view of it became `new`."""
+        """Return the base's array with `new` written through this view."""
         return written_through(self._of, array, new)
 
     def _aliases(self) -> bool:
-        """Whether torch would have made a view here, not a copy (`reshape` decides by strides): asked of torch, without memory."""
+        """Whether torch would have made a view here and not a copy. `reshape`, for example, decides by strides."""
         return self._meta()[1]
 
     def _meta(self) -> tuple[torch.Tensor, bool]:
-        """How torch would lay it out, and whether in the memory of its base."""
+        """Return a meta tensor with torch's strides for this tensor, and whether torch would share the base's memory."""
         base = self._base_now()
         if base is None:
             return _without_memory(self._value), False
@@ -144,14 +144,14 @@ class Traced(Tensor):
             base = base._meta()[0]
             try:
                 out = view.func(base, *(_without_memory(x) if isinstance(x, jax.Array) else x for x in view.args), **view.kwargs)
-            except (TypeError, RuntimeError):  # an index whose values decide the shape: it copies
+            except (TypeError, RuntimeError):  # an index whose values decide the shape; torch copies there
                 return _without_memory(self._value), False
             out = out if view.output_index is None else out[view.output_index]
             same = out.untyped_storage() is base.untyped_storage()
             return (out, True) if same else (torch.empty_like(out), False)
 
     def laid_out(self) -> torch.Tensor:
-        """A tensor without memory that torch would lay out as this one."""
+        """Return a meta tensor with the strides that this tensor would have in torch."""
         return self._meta()[0]
 
     @classmethod
@@ -161,7 +161,7 @@ class Traced(Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def __jax_array__(self) -> jax.Array:
-        """The value for code in jax: as jax would take it in, of 32 bits where it keeps no others."""
+        """Return the value for jax code, with 32 bits where jax keeps no 64-bit types."""
         if TRACE.x64 is not False:
             return self.value
         with x64():
@@ -169,7 +169,7 @@ class Traced(Tensor):
         return canonical(value)
 
     def jax(self) -> Array:
-        """The value, as torchax's tensors give theirs: by this, code in torch asks whether jax traces, and then reads no values."""
+        """Return the value, like torchax's tensors. Libraries look for this method to learn that jax traces, and then read no values."""
         return self.__jax_array__()
 
     @property
@@ -202,7 +202,7 @@ class Traced(Tensor):
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
-        """Lie where `new` lies, with the derivative as it was. Views of it stay over what it was."""
+        """Share the memory of `new`, and keep the derivative. Existing views of this tensor keep the former memory."""
         old = self.value
         before = Traced(old, self._base_, self._taken)
         before._writes, before._epoch, before._seen = self._writes, self._epoch, self._seen
@@ -221,7 +221,7 @@ class Traced(Tensor):
     grad_fn = property(lambda self: None if self.is_leaf else Graph())
 
     def follow(self) -> None:
-        """Say from now on that it requires grad, as torch would of the result of what does."""
+        """Set `requires_grad` if the dtype allows it. torch does so for results of an input that requires grad."""
         self._wants_grad |= torch_dtype(self.value).is_floating_point or torch_dtype(self.value).is_complex
 
     is_meta = is_cuda = False
@@ -235,7 +235,7 @@ class Traced(Tensor):
     itemsize = property(lambda self: self.value.dtype.itemsize)
 
     def __getattr__(self, name: str) -> Any:
-        """For code in jax: what torch's tensors have not and jax's arrays have."""
+        """Return an attribute that jax arrays have and torch tensors do not, for jax code."""
         if name.startswith("_") or "_value" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__jax_array__(), name)
@@ -267,14 +267,14 @@ class Traced(Tensor):
         return self._asked("numpy()", np.array, whole=True)
 
     def _asked(self, what: str, ask: Callable[[jax.Array], _T], whole: bool = False) -> _T:
-        """What Python code wants to know of its values: an error where jax does not know them."""
+        """Return `ask(value)`, or raise an error that names `what` if jax does not know the value while it traces."""
         try:
             return ask(self.value if whole else self._one())
         except NOT_KNOWN:
             raise value_needed(what, self.value) from None
 
     def _one(self) -> jax.Array:
-        """The value of a tensor of one element, of whatever shape."""
+        """Return the value; as a scalar if the tensor has one element."""
         if self.value.size != 1 or not self.value.ndim:
             return self.value
         with nullcontext() if isinstance(self.value, Tracer) else jax.ensure_compile_time_eval():
@@ -315,7 +315,7 @@ class Traced(Tensor):
         return format(self.item(), spec) if spec else repr(self)
 
     def backward(self, *_: object, **__: object) -> NoReturn:
-        """Not of use to a traced value, as all that follows torch's graph; likewise hooks."""
+        """Raise an error: traced values have no autograd graph, for backward or for hooks."""
         raise no_graph("backward, retain_grad and hooks of a tensor belong")
 
     retain_grad = register_hook = register_post_accumulate_grad_hook = backward
@@ -324,17 +324,17 @@ class Traced(Tensor):
         return memo.setdefault(id(self), self._like(Traced(jax.lax.stop_gradient(self.value) if self.is_leaf else self.value)))
 
     def __copy__(self) -> Traced:
-        return self._like(self.detach())  # over the same memory
+        return self._like(self.detach())  # shares memory with this tensor
 
     def _like(self, copy: Traced) -> Traced:
-        """A copy that says of itself what this tensor does: a parameter's is one."""
+        """Return `copy` with this tensor's flags: whether it is a parameter, and whether it requires grad."""
         copy._is_param, copy._wants_grad = self._is_param, self._wants_grad
         return copy
 
 
 @functools.cache
 def joined() -> type:
-    """Return the class of torch2jax's values, which traced tensors are from now on: operators registered with it ask for that type."""
+    """Make `TracedTensor` a subclass of torch2jax's value class and return that class. Operators registered there check for it."""
     kind = torchish()
     Traced.__bases__ = (torch.Tensor, kind)
     return kind
@@ -354,8 +354,8 @@ def _reverse(x: Traced) -> tuple[()] | tuple[tuple[int, ...]]:
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if TRACE.dispatch is None:
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} was called on a traced tensor after its trace had ended. It was kept somewhere, "
-            f"such as an attribute or a list; return it from the function instead."
+            f"{getattr(func, '__name__', func)} was called on a traced tensor after its trace had ended. Something keeps it, "
+            f"such as an attribute or a list. Return it from the function instead."
         )
     return TRACE.dispatch(func, args, kwargs)
 
@@ -379,12 +379,12 @@ for _name in [
     if hasattr(torch.Tensor, _name):
         setattr(Traced, _name, _dunder(_name))
 
-# What jax's functions get in a traced tensor's place is the array: they do not take another type everywhere.
+# jax functions get the array of a traced tensor, because not all of them accept another type.
 jax.tree_util.register_pytree_node(Traced, lambda x: ((x.__jax_array__(),), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]
 
 
 def as_traced(tree: PyTree) -> PyTree:
-    """A pytree with traced tensors for its arrays; keys stay keys."""
+    """Return the pytree with each array as a traced tensor. Random keys stay as they are."""
 
     def leaf(x: object) -> object:
         return Traced(x) if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -393,34 +393,34 @@ def as_traced(tree: PyTree) -> PyTree:
 
 
 def as_array(x: Any) -> Any:
-    """What jax computes with: the value of a traced tensor, a constant made of a torch tensor; anything else as it is."""
+    """Return the jax value of a traced tensor, a torch tensor as a constant, a NumPy scalar as a Python number; others unchanged."""
     if type(x) is Traced or is_torchish(x):
         return x.value
     if isinstance(x, torch.Tensor):
         return constant(x)
-    return x.item() if isinstance(x, np.generic) else x  # a number to torch: it promotes nothing
+    return x.item() if isinstance(x, np.generic) else x  # a Python number, as which torch treats it in promotion
 
 
 def constant(tensor: torch.Tensor) -> jax.Array:
-    """A torch tensor that is no parameter, buffer or input, as it is now: a copy, made once in each trace.
+    """Return a copy of a torch tensor that is no parameter, buffer or input. Each tensor is copied once in a trace.
 
     Raises:
-      ValueError: it requires grad; its gradient would be lost without a word.
+      ValueError: the tensor requires grad, because no gradient would reach it; or it is on the meta device.
     """
     if tensor.is_meta:
         raise ValueError(
-            f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {where_now()}. A model that was "
-            "built there gets memory by to_empty(). torch.vmap and torch.func make such tensors of what jax traces: use jax.vmap, jax.grad "
-            "or jax.jacrev there, of functions of jnp.asarray(x)."
+            f"A torch tensor of shape {tuple(tensor.shape)} without memory (on the meta device) was met {where_now()}. If the model was "
+            "built on that device, call to_empty() first. torch.vmap and torch.func also make such tensors from traced values: use "
+            "jax.vmap, jax.grad or jax.jacrev there, of functions of jnp.asarray(x)."
         )
     if tensor.requires_grad:
         raise ValueError(
             f"A torch tensor of shape {tuple(tensor.shape)} that requires grad was met {where_now()}, and it is no parameter of this "
-            f"module: no gradient could reach it. Register it in the module, give it as an input, or detach() it."
+            f"module: no gradient could reach it. Register it in the module, pass it as an input, or detach() it."
         )
     known = TRACE.constants if TRACE.constants is not None else {}
     if id(tensor) not in known:
         with torch.DisableTorchFunction(), jax.ensure_compile_time_eval():
             array = to_jax(tensor.detach().clone(), copy=None)
-            known[id(tensor)] = tensor, array.astype(jax.dtypes.canonicalize_dtype(array.dtype))  # the tensor keeps its id its own
+            known[id(tensor)] = tensor, array.astype(jax.dtypes.canonicalize_dtype(array.dtype))  # the tensor keeps its id in use
     return known[id(tensor)][1]
