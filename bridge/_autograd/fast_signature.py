@@ -1,8 +1,7 @@
-"""Arguments that need no questions: what they are and where they lie, in one pass.
+"""The fast path of `jax_function`: the key and the addresses of common arguments, computed in one pass.
 
-Most calls are given contiguous or transposed tensors on the CPU, floats, and a few static values. Their key is made of
-little more than what torch hands out, so that a call which was seen before costs few lines of Python; the other ways
-into a program answer all questions, and must have answered them once for each key.
+Most calls get contiguous or transposed tensors on the CPU, floats and a few static values. A warm call with such arguments runs few lines
+of Python. The general path handles all other arguments, and makes all checks on the first call with each key.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from bridge._interop.dlpack import ALIGNMENT, dense_order
 from bridge._interop.tensor_storage import offset_of, storage_of
 from bridge._memory.adoption import align
 
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses, which may have no memory or other semantics
-_STATIC = frozenset({int, bool, str})  # what has a hash, no part that could change, and is equal only where programs are
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclasses: they may have no memory, or other semantics
+_STATIC = frozenset({int, bool, str})  # hashable and immutable; equal values of one type give equal programs
 
 
-# The key, all that decides what a call does with the leaves; the tensors; where they lie; what else the program is given; and what is to
-# be held until the call has ended, so that no other thread moves a parameter which is read.
+# (key, tensors, addresses of the tensors, floats, storages). The key holds everything that decides how a call treats the leaves. The caller
+# holds the storages until the call has ended, so that no other thread moves a parameter that the program reads.
 Plain = tuple[list[Hashable], list[torch.Tensor], list[int], list[float], list[torch.UntypedStorage]]
 
 
 def plain(leaves: Iterable[Any]) -> Plain | None:
-    """The leaves described, if all are tensors on the CPU with memory of their own, floats, or static; None if one is not."""
+    """Return the fast signature of the leaves; None if one is not a CPU tensor with readable memory, a float, or a static value."""
     key: list[Hashable] = []
     tensors, addresses, floats, held = [], [], [], []
     try:
         for leaf in leaves:
             kind = type(leaf)
             if kind in _TENSORS:
-                address = leaf.data_ptr()  # raises where there is none: sparse, or left over from a transformation
-                # Empty, or with gaps, or in a storage that was freed or made smaller.
+                address = leaf.data_ptr()  # raises RuntimeError for sparse tensors, and for tensors that a transformation left behind
+                # It is empty, on another device, or has more elements than its storage: expanded, or the storage was freed or resized.
                 if not address or not leaf.is_cpu or len(storage_of(leaf)) < offset_of(leaf) * leaf.itemsize + leaf.nbytes:
                     return None
                 if address % ALIGNMENT and kind is torch.nn.Parameter:
@@ -57,21 +56,21 @@ def plain(leaves: Iterable[Any]) -> Plain | None:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its values are what lies at its address, one after another in some order of dimensions."""
+    """Whether the tensor's memory holds its values without gaps, in some order of dimensions."""
     return not tensor.is_neg() and not tensor.is_conj() and dense_order(tensor) is not None
 
 
 def addresses_of(tensors: Sequence[torch.Tensor], specs: Sequence[tuple[torch.dtype, int]]) -> list[int] | None:
-    """Where the tensors lie, if each is contiguous on the CPU, of this type and so many elements; None if one is not."""
+    """Return the addresses of the tensors; None if one is not a contiguous CPU tensor with the dtype and element count of its spec."""
     found = []
     for tensor, (dtype, count) in zip(tensors, specs, strict=True):
         plain = type(tensor) in _TENSORS and tensor.dtype is dtype and tensor.is_cpu and tensor.layout is torch.strided
         if not plain or tensor.numel() != count or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
         try:
-            if len(storage_of(tensor)) < offset_of(tensor) * tensor.itemsize + tensor.nbytes:  # it was freed or made smaller
+            if len(storage_of(tensor)) < offset_of(tensor) * tensor.itemsize + tensor.nbytes:  # freed or resized
                 return None
             found.append(tensor.data_ptr())
-        except RuntimeError:  # left over from a transformation
+        except RuntimeError:  # a tensor that a transformation left behind
             return None
     return found if all(found) else None

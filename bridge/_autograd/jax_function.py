@@ -1,4 +1,4 @@
-"""A JAX function as a differentiable torch function."""
+"""`jax_function`, which makes a differentiable torch function of a JAX function."""
 
 from __future__ import annotations
 
@@ -35,68 +35,70 @@ from .autograd_functions import _apply, _record, _recording, _transformed
 from .fast_signature import is_dense, plain
 from .traced_function import Call, Place, Program, Recording, Spec
 
-_PROGRAMS_KEPT = 512  # of one function; the oldest goes
+_PROGRAMS_KEPT = 512  # of one function; the oldest is dropped
 _config: Any = jax.config
 
 
 def jax_function(fn: Callable[..., PyTree], *, x64: bool | None = None) -> JaxFunction:
-    """A JAX function as a torch function of tensors and pytrees, differentiable to any order, compiled once per signature.
+    """Return a JAX function as a torch function of tensors and pytrees. It is differentiable to any order.
+
+    The function compiles once for each signature: the tree, shapes, dtypes, device, dimension order in memory, static leaves, and jax's
+    settings of matrix product precision, promotion and x64. Gradients of another set of arguments compile another program.
 
     Args:
-      fn: a pure function of arrays; `jax.grad`, `lax.scan`, `custom_vjp` and so on may stand in it. It runs once for each
-        signature, traced: what it closes over is fixed then.
-      x64: None: jax keeps 64-bit types in a program that is given a tensor or a jax array of 64 bits (within it `jnp.ones(3)`
-        is then float64 too, as under `jax.enable_x64`), and otherwise does as its flag says. True: it keeps them in all.
-        False: tensors of 64 bits are converted to 32, as jax does by itself: for class labels in int64 among float32.
+      fn: a pure function of arrays. It may use `jax.grad`, `lax.scan`, `custom_vjp` and so on. It runs once for each signature, when it is
+        traced; values that it closes over are fixed then.
+      x64: whether jax keeps 64-bit types in a program. None: yes if an argument is a 64-bit tensor or jax array, otherwise as jax's flag
+        says. Where they are kept, `jnp.ones(3)` in the program is float64 too, as under `jax.enable_x64`. True: always. False: 64-bit
+        tensors are converted to 32 bits, as jax does with its flag off. Use False for int64 class labels among float32 tensors.
 
     Returns:
-      A function of `fn`'s arguments, any pytrees of:
-        tensors: dynamic. Those of real and complex numbers are differentiable, integers and booleans are not.
-        jax arrays (random keys too) and numpy arrays, Python floats and complex numbers: dynamic, not differentiable.
-          numpy arrays become what jax makes of them. Floats change without a new program.
-        ints, bools, strings, functions, all else that is hashable: static, part of the signature.
-      It returns the tree that `fn` returns, with tensors for arrays and numbers; random keys stay jax arrays.
+      A function with `fn`'s arguments. They are pytrees of:
+        tensors: dynamic. Floating-point and complex tensors are differentiable, integers and booleans are not.
+        jax arrays (random keys too), NumPy arrays, Python floats and complex numbers: dynamic, not differentiable. jax's rules give
+          the dtype of NumPy arrays. Another value of a float needs no new program.
+        ints, bools, strings, functions and other hashable objects: static, part of the signature.
+      It returns the tree that `fn` returns, with tensors for arrays and numbers. Random keys stay jax arrays.
 
-    The ninth signature of one function warns (`torch_api.CompilationWarning`), and so does the ninth function that is made of one code
-    after the others are gone.
+    Warnings: the ninth signature of one function emits a `torch_api.CompilationWarning`. So does the ninth function that is made from the
+    same code after the others were dropped.
 
-    The signature is the tree, shapes, dtypes, device, dimension order in memory, static leaves, and of jax's settings the
-    precision of matrix products, promotion and x64. Gradients of another set of arguments compile another program.
+    Memory: tensors in any order of dimensions are read in place. A tensor that is unaligned, has gaps or overlaps itself is copied on its
+    device. An unaligned `torch.nn.Parameter` on the CPU (a weight from a file) that is the only owner of its storage is moved once instead.
+    Outputs are new memory that torch aliases without a copy, also where `fn` returns an argument. On the CPU the call has read its
+    arguments when it returns, so they may change; on a GPU torch's stream waits.
 
-    Memory: arguments are read where they lie, in any order of dimensions; what starts unaligned, has gaps or overlaps is
-    copied on its device. An unaligned `torch.nn.Parameter` on the CPU (a weight from a file) that owns its storage alone is moved once,
-    instead. Outputs are new memory that torch sees without a copy, also where `fn` hands an argument through.
-    When the call returns on the CPU, it has read its arguments, so they may change; on a GPU torch's stream waits. Residuals
-    are kept by `save_for_backward` (hooks see them; torch's error is raised if a tensor that is needed changed meanwhile),
-    but for those that a few elementwise operations make of the arguments, 4096 elements in all, which the backward makes anew;
-    nothing is kept under `torch.no_grad` or where no tensor requires grad. With `create_graph=True` the backward computes anew from
-    the arguments and is itself such a function.
+    Residuals: `save_for_backward` holds them, so hooks see them, and torch raises its error if a needed tensor was changed. The backward
+    rematerializes residuals that a few elementwise operations compute from the arguments, up to 4096 elements in total. Nothing is saved
+    under `torch.no_grad` or if no tensor requires grad. With `create_graph=True` the backward computes the forward again from the
+    arguments, and is differentiable in the same way.
 
-    `torch.func` (grad, vjp, jvp, vmap, and combinations) and forward mode work where jax can transform `fn`; under vmap a random
-    key is the same for all. torch's old vmap (`is_grads_batched`, `vectorize=True`) is an error. Under autocast it computes in the
-    types that it is given, like `torch.amp.custom_fwd` without `cast_inputs`. Threads may share it. torch.compile breaks its graph
-    here. It can be pickled if `fn` can; programs stay behind. Within `module_function` and `JaxTrainStep` `fn` becomes a part of
-    their program, with their types of 64 bits.
+    Transformations: `torch.func` (grad, vjp, jvp, vmap and combinations) and forward mode work if jax can transform `fn`. Under vmap all
+    examples share a random key. torch's old vmap (`is_grads_batched`, `vectorize=True`) is an error. Under autocast the function computes
+    in the dtypes of its arguments, like `torch.amp.custom_fwd` without `cast_inputs`. `torch.compile` breaks its graph at the call. In
+    `module_function` and `JaxTrainStep`, `fn` becomes a part of their program and follows their 64-bit settings.
+
+    Threads may share the function. It can be pickled if `fn` can, without its programs.
 
     Raises:
       TypeError: an argument is a tracer (call `fn` itself inside jax), not hashable, or an object that holds tensors and is no pytree;
         an output is no array.
-      ValueError: tensors lie on several devices, are sparse or meta, or their storage was freed.
-      RuntimeError: in a process forked after jax started; jax does not see the tensors' device.
-      FloatingPointError: a result, or what is kept for a backward, has NaN under `jax_debug_nans`, or infinity under `jax_debug_infs`.
-      And whatever `fn` raises.
+      ValueError: tensors are on several devices, are sparse or meta, or their storage was freed.
+      RuntimeError: the process was forked after jax started; jax does not see the tensors' device.
+      FloatingPointError: a result or a residual has NaN under `jax_debug_nans`, or infinity under `jax_debug_infs`.
+      Exception: any error that `fn` raises.
 
     Sources: https://docs.jax.dev/en/latest/_autosummary/jax.vjp.html, https://docs.pytorch.org/docs/stable/notes/extending.func.html.
     """
     return JaxFunction(fn, x64)
 
 
-_MANY = 9  # so many signatures are one for each call of some loops: that is said
+_MANY = 9  # the number of signatures that triggers a warning: a loop may need a new one in each call
 _compiled: weakref.WeakKeyDictionary[CodeType, _Compiled] = weakref.WeakKeyDictionary()
 
 
 class _Compiled:
-    """The functions with one code that have compiled a program: how many there were in all, and those that still exist."""
+    """The functions of one code object that have compiled a program: how many were created, and which still exist."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -105,12 +107,12 @@ class _Compiled:
 
 
 def _count(function: JaxFunction, names: Sequence[str]) -> None:
-    """Warn where a function compiles for the ninth signature, or where it is the ninth that is made of one code and soon dropped."""
+    """Warn at the ninth signature of a function, and at the ninth function that is made from one code object and dropped."""
     if function.programs == _MANY:
         how = _difference(list(function._known), names)
         warnings.warn(
             f"{function._title} has compiled {_MANY} programs, one for each signature, which differ {how}. Pass numbers that change "
-            "as tensors or floats, pad tensors to a few shapes, and pass functions that are made once.",
+            "as tensors or floats, pad tensors to a few shapes, and create functions that you pass once, outside of the loop.",
             CompilationWarning,
             stacklevel=stack_level(),
         )
@@ -125,15 +127,15 @@ def _count(function: JaxFunction, names: Sequence[str]) -> None:
     if not of_code.was_said and of_code.made - len(of_code.functions) >= _MANY - 1:
         of_code.was_said = True
         warnings.warn(
-            f"{function._title} was made anew {_MANY} times or more from one function, and each compiled a program of its own. Make it "
-            "once, outside of the loop, and pass what changes as an argument.",
+            f"{function._title} was made anew {_MANY} times or more from one function, and each compiled its own program. Make it "
+            "once, outside of the loop, and pass values that change as arguments.",
             CompilationWarning,
             stacklevel=stack_level(),
         )
 
 
 def _difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
-    """Which arguments differ between signatures that have the tree of the last one."""
+    """Return a phrase that names the arguments in which signatures with the last one's tree differ."""
     same = [key[1] for key in keys if key[0] == keys[-1][0] and len(key[1]) == len(names)]
     if len(same) < 2:
         return "by the trees of the arguments"
@@ -143,7 +145,7 @@ def _difference(keys: Sequence[tuple[Any, ...]], names: Sequence[str]) -> str:
 
 
 def _code(fn: Callable[..., object]) -> CodeType | None:
-    """The code that a function was made of, beneath partial applications and transformations; None for other callables."""
+    """Return the code object of a function under partial applications and transformations; None for other callables."""
     for _ in range(20):
         inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", getattr(fn, "__wrapped__", None))
         if inner is None:
@@ -153,7 +155,7 @@ def _code(fn: Callable[..., object]) -> CodeType | None:
 
 
 class _ProgramCall(NamedTuple):
-    """A program, the tree of its outputs, and the arguments that it is called with: tensors, and the other arrays and numbers."""
+    """A program, the tree of its outputs, and its arguments: the tensors, and the other arrays and numbers."""
 
     program: Program
     out_tree: PyTreeDef
@@ -162,7 +164,7 @@ class _ProgramCall(NamedTuple):
 
 
 class JaxFunction:
-    """What `jax_function` returns; `programs` counts the signatures that it keeps."""
+    """The torch function that `jax_function` returns. `programs` is the number of signatures with a compiled program."""
 
     def __init__(self, fn: Callable[..., PyTree], x64: bool | None = None) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -206,7 +208,7 @@ class JaxFunction:
     def _remember(
         self, key: Hashable, args: Sequence[object], kwargs: Mapping[str, object], tensors: Sequence[torch.Tensor]
     ) -> tuple[Call, Recording | None, PyTreeDef] | None:
-        """What the plain arguments with this key need; None if they must go the general way each time."""
+        """Store and return the compiled call for arguments with this fast signature; None if they need the general path each time."""
         if not all(map(is_dense, tensors)) or (self._x64 is False and any(map(is_wide, tensors))):
             return None
         found = self._found(args, kwargs, False)
@@ -221,10 +223,10 @@ class JaxFunction:
         return self._quick[key]
 
     def _any(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
-        """A call with whatever arguments, under whatever transformation."""
+        """Call the function by the general path, which accepts all arguments and transformations."""
         if _process._forked:
             raise RuntimeError(
-                f"{self._title}: this process was forked after jax had started, and jax hangs in such a child. "
+                f"{self._title}: this process was forked after jax had started, and jax hangs in a forked process. "
                 "Start it with 'spawn' (DataLoader: multiprocessing_context='spawn')."
             )
         if TRACE.dispatch is not None:
@@ -240,11 +242,11 @@ class JaxFunction:
             if isinstance(leaf, torch.Tensor) and (why := shortage(leaf)):
                 raise ValueError(
                     f"{self._title}: argument {path_name(path[1:])!r} of shape {tuple(leaf.shape)} cannot be read: {why}. "
-                    "Pass a tensor whose storage is whole."
+                    "Pass a tensor whose storage holds all its elements."
                 )
 
     def _found(self, args: Sequence[object], kwargs: Mapping[str, object], transformed: bool) -> _ProgramCall:
-        """The program for these arguments, and what it is called with."""
+        """Return the program for these arguments, and the arguments in the form in which it is called."""
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         if first_short([x for x in leaves if isinstance(x, torch.Tensor)]) is not None:
             self._refuse_short(args, kwargs)
@@ -255,24 +257,24 @@ class JaxFunction:
         key = (tree, tuple(signature), *settings)
         try:
             known = self._known.get(key)
-        except TypeError:  # a static leaf without a hash, which is named below
+        except TypeError:  # a static leaf is not hashable; the check below names it
             known = None
         program, out_tree = known or self._program(key, leaves, args, kwargs, transformed)
         return _ProgramCall(program, out_tree, tensors, others)
 
     def _traced(self, args: Sequence[object], kwargs: Mapping[str, object]) -> PyTree:
-        """Within torch code that jax traces (`module_function`, `JaxTrainStep`): `fn` of the arrays is a part of that program."""
+        """Call `fn` on traced values, as a part of the program that `module_function` or `JaxTrainStep` traces."""
         args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, Traced))
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
         flag = _config.jax_enable_x64 if TRACE.x64 is None else TRACE.x64
-        with scope(keeps(self._x64, flag, arrays)):  # a train step itself keeps 64 bits, whatever the flag says
+        with scope(keeps(self._x64, flag, arrays)):  # a train step keeps 64-bit types with any flag
             outs, tree = _outputs(self._title, self._fn(*args, **kwargs))
             return as_traced(tree.unflatten([jax.numpy.asarray(x) if not isinstance(x, jax.Array) else x for x in outs]))
 
     def _program(
         self, key: tuple[Any, ...], leaves: Sequence[Any], args: Sequence[object], kwargs: Mapping[str, object], transformed: bool
     ) -> tuple[Program, PyTreeDef]:
-        """Check what is given, and trace `fn` for it."""
+        """Check the arguments, and trace `fn` for their signature."""
         named = [(path_name(path[1:]), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
         for name, leaf in named:
             self._check(name, leaf)
@@ -298,26 +300,26 @@ class JaxFunction:
     def _check(self, name: str, leaf: object) -> None:
         if isinstance(leaf, Tracer):
             raise TypeError(
-                f"{self._title}: argument {name!r} is a tracer ({leaf.aval}); expected a tensor. Inside jit, grad or vmap of jax call "
-                "the function itself, which is its `__wrapped__`."
+                f"{self._title}: argument {name!r} is a tracer ({leaf.aval}); expected a tensor. Inside jax's jit, grad or vmap call the "
+                "JAX function itself, which is its `__wrapped__`."
             )
         if _kind(leaf) == "static":
             try:
                 hash(leaf)
             except TypeError:
                 raise TypeError(
-                    f"{self._title}: argument {name!r} is a {type(leaf).__name__}, which has no hash; expected a tensor, an array, a "
-                    "number, or something hashable. Register its type as a pytree, or close over it."
+                    f"{self._title}: argument {name!r} is a {type(leaf).__name__}, which is not hashable; expected a tensor, an array, "
+                    "a number, or a hashable object. Register its type as a pytree, or close over it."
                 ) from None
             place = holds(leaf, torch.Tensor)
             if place is not None:
                 raise TypeError(
-                    f"{self._title}: argument {name!r} is a {type(leaf).__name__} that holds a tensor at {place!r}, and it is no pytree to "
-                    "jax: the tensor's values would be constants of the program. Pass its tensors, or register its type as a pytree."
+                    f"{self._title}: argument {name!r} is a {type(leaf).__name__} that holds a tensor at {place!r}, but is no jax pytree: "
+                    "the tensor's values would be constants of the program. Pass its tensors, or register its type as a pytree."
                 )
 
     def _place(self, named: Sequence[tuple[str, object]]) -> Place:
-        """The device of the tensors, else of the jax arrays, else jax's own; and whether types of 64 bits are there to keep."""
+        """Return the device of the tensors, else of the jax arrays, else jax's default; and whether 64-bit types are kept."""
         tensors = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
         arrays = [x for _, x in named if isinstance(x, jax.Array)]
         for name, x in tensors:
@@ -331,9 +333,9 @@ class JaxFunction:
 
 
 class _Flat:
-    """`fn` of the arrays among its leaves, tensors first, to the arrays among its outputs.
+    """`fn` as a function of its dynamic leaves, tensors first, that returns a list of arrays.
 
-    out_tree: the tree of the outputs, once it was called.
+    out_tree: the tree of the outputs; set by the first call.
     """
 
     out_tree: PyTreeDef
@@ -351,7 +353,7 @@ class _Flat:
 
 
 def _outputs(title: str, result: PyTree) -> tuple[list[ArrayLike], PyTreeDef]:
-    """What a function returned, as leaves, each of which can be a tensor, and their tree."""
+    """Return the leaves of a result and their tree. Raise an error if a leaf cannot become a tensor."""
     outs, tree = jax.tree_util.tree_flatten_with_path(result)
     for path, out in outs:
         if not isinstance(out, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
@@ -364,7 +366,7 @@ def _outputs(title: str, result: PyTree) -> tuple[list[ArrayLike], PyTreeDef]:
 
 
 def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Hashable], list[torch.Tensor], list[ArrayLike]]:
-    """What of each leaf belongs to the signature; the tensors; the other arrays and numbers."""
+    """Return the signature of the leaves, the tensors among them, and the other arrays and numbers."""
     signature, tensors, others = [], [], []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -382,7 +384,7 @@ def _described(leaves: Sequence[Any], transformed: bool) -> tuple[list[Hashable]
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of dimensions in which the memory is contiguous; None where it is as it is, or needs a copy."""
+    """Return the order of dimensions in which the tensor is contiguous; None if it is row-major, or needs a copy."""
     return None if tensor.layout is not torch.strided or tensor.is_contiguous() else dense_order(tensor)
 
 
@@ -393,12 +395,12 @@ def _kind(leaf: object) -> str:
 
 
 def _first_device(arrays: Sequence[jax.Array]) -> Device:
-    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # also in a function that jax traces
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # also within a jax trace
         return next(iter((arrays or [jax.numpy.zeros(())])[0].devices()))
 
 
 def _settled(leaf: ArrayLike, place: Place) -> jax.Array | complex:
-    """A leaf that is no tensor, where the program runs, and such that nobody changes it."""
+    """Return a leaf that is no tensor on the program's device. NumPy arrays are copied, because the caller may change them."""
     if isinstance(leaf, np.ndarray | np.generic):
         with scope(place.wide), jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return jax.device_put(np.array(leaf), place.device)

@@ -1,8 +1,7 @@
-"""What a backward needs of its forward: from where it has each residual, and which it makes anew.
+"""The residuals of a backward: where each comes from, and which are rematerialized.
 
-A residual that is an input or an output is not kept a second time. What few elementwise operations make of the inputs is
-not kept either: each array that a program returns and torch saves costs 4 us of a call, in which a core does some
-thousand such operations.
+A residual that is an input or an output is not saved a second time. A residual that a few elementwise operations compute from the inputs
+is not saved either, because it takes longer to return and save one more array than to compute it again.
 """
 
 from __future__ import annotations
@@ -19,13 +18,15 @@ from bridge._ir.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, aval_o
 _SLOW = {"bessel_i0e", "bessel_i1e", "digamma", "erf_inv", "igamma", "lgamma"}
 _QUICK = (ELEMENTWISE - _SLOW) | {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"}
 _CALLS = {"jit", "pjit"}
-ANEW = 4096  # elements that a backward may compute a second time
+ANEW = 4096  # how many elements a backward may compute a second time
 
 
 class Sources(NamedTuple):
-    """Of each residual, in order, (kind, which): an input, an output, a constant, kept, rest, or anew; and the variables of some kinds.
+    """Where the residuals of a backward come from.
 
-    kept: variables that are nowhere else; `rest`: those of them that torch has no type for; `anew`: what the backward computes again.
+    by_residual: for each residual (kind, which), where kind is "input", "output", "constant" or the name of one of the other fields;
+    `transferable`: variables that torch must save; `untransferable`: variables of a dtype that torch does not have; `rematerialized`:
+    variables that the backward computes again.
     """
 
     of: list[tuple[str, Any]]
@@ -35,7 +36,7 @@ class Sources(NamedTuple):
 
 
 def sources(closed: ClosedJaxpr, width: int) -> Sources:
-    """Where the residuals come from, which are the outputs of a traced function after the first `width`."""
+    """Return where the residuals come from. They are the outputs of a jaxpr after the first `width`."""
     outvars: Sequence[Atom] = closed.jaxpr.outvars
     outputs = reversed([(i, v) for i, v in enumerate(outvars[:width]) if crosses(aval_of(v))])
     known: dict[int, tuple[str, Any]] = {id(v): ("output", i) for i, v in outputs}
@@ -57,7 +58,7 @@ def sources(closed: ClosedJaxpr, width: int) -> Sources:
 
 
 def reached(jaxpr: Jaxpr, targets: Iterable[Atom]) -> list[int]:
-    """Which inputs the targets depend on."""
+    """Return the positions of the inputs on which the targets depend."""
     live = {id(v) for v in targets}
     for eqn in reversed(jaxpr.eqns):
         if any(id(v) in live for v in eqn.outvars):
@@ -66,7 +67,7 @@ def reached(jaxpr: Jaxpr, targets: Iterable[Atom]) -> list[int]:
 
 
 def _made_anew(jaxpr: Jaxpr, variables: Sequence[Var]) -> list[Var]:
-    """Which of the variables cost less to compute again from the inputs than to keep, `ANEW` elements in all."""
+    """Return the variables that are cheaper to compute again than to save, up to `MAX_REMATERIALIZED` elements in total."""
     makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     done: dict[int, Eqn] = {}
     found = []
@@ -79,7 +80,10 @@ def _made_anew(jaxpr: Jaxpr, variables: Sequence[Var]) -> list[Var]:
 
 
 def _chain(variable: Var, makers: Mapping[int, Eqn], done: Mapping[int, Eqn]) -> dict[int, Eqn] | None:
-    """The operations that make a variable of the inputs and of what is done already; None if they are too many or not quick."""
+    """Return the equations that compute a variable from the inputs and from the equations in `rematerialized`, by id.
+
+    None if they compute too many elements, or if one of them is expensive.
+    """
     chain: dict[int, Eqn] = {}
     left: list[Atom] = [variable]
     budget = ANEW - sum(map(_elements, done.values()))

@@ -1,8 +1,8 @@
-"""One traced JAX function of flat arrays, and what is made of it: the call, what a backward needs, pullback, pushforward, batch.
+"""A traced JAX function of flat arrays, and the functions derived from it: the compiled call, its VJP, its JVP and its `vmap`.
 
-The user's function runs once for each signature; all else is made of its jaxpr. A program reads tensors where they lie
-and has ended when the call returns, so the tensors may change right after. No result lies in memory that anything else
-holds: what a function hands through, or returns twice, is copied.
+The user's function runs once for each signature; all else comes from its jaxpr. On the CPU a call reads tensors in place and has ended when
+it returns, so the tensors may change afterwards. Each result has its own memory: an argument that the function returns, or a value that it
+returns twice, is copied.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _config: Any = jax.config
 _settings = attrgetter("jax_disable_jit", "jax_transfer_guard_host_to_device", "jax_debug_nans", "jax_debug_infs")
 Order = tuple[int, ...] | None
 Function = Callable[..., Any]
-# The shape and dtype of an argument that is no tensor; a Python number stands for itself.
+# An argument that is no tensor: its shape and dtype, or a Python number itself.
 Spec: TypeAlias = jax.ShapeDtypeStruct | complex
-# A result: as an array if torch has no type for it.
+# A result: a jax array if torch does not have its dtype.
 Result: TypeAlias = torch.Tensor | jax.Array
 _T = TypeVar("_T")
 
 
 class Place(NamedTuple):
-    """Where a program runs, and whether jax keeps 64-bit types there."""
+    """The device of a program, and whether jax keeps 64-bit types in it."""
 
     device: Device
     wide: bool
 
 
 class Call:
-    """A compiled function of tensors, each with its dimensions in the order given, and of other arrays."""
+    """A compiled function of tensors, whose dimensions are contiguous in given orders, and of other arguments."""
 
     def __init__(
         self, function: Function, tensors: Sequence[jax.ShapeDtypeStruct], others: Sequence[Spec], place: Place, orders: Sequence[Order]
@@ -59,7 +59,7 @@ class Call:
 
         def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             given = list(map(_unflattened, arrays, tensors, orders))
-            return tuple(function(*given, *arrays[len(given) :])) or (jnp.zeros(()),)  # something to wait for
+            return tuple(function(*given, *arrays[len(given) :])) or (jnp.zeros(()),)  # one result at least, to wait for
 
         def spec(aval: Spec) -> Spec:
             if not isinstance(aval, jax.ShapeDtypeStruct):
@@ -79,9 +79,10 @@ class Call:
         self._looks_for_addresses = self.reads_addresses and not any(orders)
 
     def __call__(self, tensors: Sequence[torch.Tensor], others: Sequence[ArrayLike]) -> Sequence[Result]:
-        """Run to the end: on the CPU the tensors may be overwritten afterwards, elsewhere by what torch's stream does next.
+        """Run the function. On the CPU it has ended when the call returns; on a GPU torch's stream waits for it.
 
-        Returns tensors over results that nobody else holds, and as arrays what torch has no type for.
+        Returns:
+          The results in memory that nothing else holds: tensors, and jax arrays for dtypes that torch does not have.
         """
         addresses = addresses_of(tensors, self._specs) if self._looks_for_addresses else None
         if addresses is not None:
@@ -89,7 +90,7 @@ class Call:
         return self._run(operands([x.detach() for x in tensors], self._orders), others)
 
     def at(self, addresses: Iterable[int], others: Sequence[ArrayLike]) -> Sequence[Result]:
-        """The same of tensors that lie at these addresses, dense and in the order of dimensions given (`reads_addresses`)."""
+        """Run the function on dense tensors at these addresses, with the given orders of dimensions. It needs `reads_addresses`."""
         return self._run(self._views(addresses), others)
 
     def _run(self, flat: Sequence[ArrayLike], others: Sequence[ArrayLike]) -> Sequence[Result]:
@@ -121,14 +122,14 @@ def _unflattened(flat: jax.Array, aval: jax.ShapeDtypeStruct, order: Order) -> j
 
 
 class Program:
-    """A function of flat arrays, traced: first some tensors, in the order of dimensions given, then what is not a tensor.
+    """A traced function of flat arrays: first the tensors, then the other arguments.
 
     Args:
-      function: of the arrays, to a sequence of arrays.
-      tensors: their shapes and dtypes.
-      others: shapes and dtypes of jax arrays, or Python floats and complex numbers, which are traced.
-      place: where it runs.
-      orders: for each tensor, the order in which its dimensions are contiguous; None where they are as they come.
+      function: takes the arrays, and returns a sequence of arrays.
+      tensor_specs: shapes and dtypes of the tensors.
+      other_specs: shapes and dtypes of jax arrays, or Python floats and complex numbers, which are traced too.
+      target: the device, and whether 64-bit types are kept.
+      dim_orders: for each tensor the order in which its dimensions are contiguous; None for row-major order.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Program:
         with default_settings(place.wide), jax.default_device(place.device):
             self.closed = jax.make_jaxpr(lambda *arrays: list(function(*arrays)))(*self.avals)
         self.outs = [_struct(v) for v in self.closed.jaxpr.outvars]
-        self.outs_differ = list(map(differs, self.outs))  # of which outputs a gradient comes
+        self.outs_differ = list(map(differs, self.outs))  # which outputs have a gradient
         self.differentiable = any(self.outs_differ) and any(map(differs, self.tensors))
         self._made: dict[Hashable, Any] = {}
         self._lock = threading.RLock()
@@ -154,22 +155,27 @@ class Program:
         return [*self.tensors, *self.others]
 
     def run(self, tensors: Sequence[torch.Tensor], others: Sequence[ArrayLike]) -> tuple[Result, ...]:
-        """The outputs alone; nothing is kept."""
+        """Return the outputs, and save no residuals."""
         return tuple(self.plain()(tensors, others)[: len(self.outs)])
 
     def plain(self) -> Call:
-        """The call that gives the outputs alone."""
+        """Return the compiled call that computes the outputs alone."""
         return self._made.get("run") or self._once("run", self._plain)
 
     def recording(self, wanted: tuple[int, ...]) -> Recording:
-        """The call that also keeps what the gradients of the wanted tensors need."""
+        """Return the forward that also returns the residuals for the gradients of these tensors."""
         return self._made.get(wanted) or self._once(wanted, lambda: Recording(self, wanted))
 
     def pullback(self, wanted: tuple[int, ...], given: tuple[int, ...], needed: tuple[int, ...]) -> Program:
-        """(needed tensors, gradients of the given outputs) -> gradients of the wanted tensors; computes all anew.
+        """Return the function (needed tensors, output gradients) -> input gradients. It computes the forward again.
 
-        Gradients are torch's: of complex numbers the conjugate of jax's
+        Gradients follow torch's convention: those of complex numbers are the conjugates of jax's
         (https://docs.pytorch.org/docs/stable/notes/autograd.html#autograd-for-complex-numbers).
+
+        Args:
+          grad_argnums: the positions of the tensors whose gradients are returned.
+          grad_out_indices: the positions of the outputs whose gradients are passed; those of the others are zero.
+          needed_argnums: the positions of the tensors that are passed; the gradients do not depend on the others.
         """
         tensors = [*(self.tensors[i] for i in needed), *(self.outs[i] for i in given)]
 
@@ -183,7 +189,7 @@ class Program:
         return self._once(("pull", wanted, given, needed), lambda: Program(pull, tensors, self.others, self.place))
 
     def pushforward(self, given: tuple[int, ...]) -> Program:
-        """(tensors, tangents of the given ones) -> tangents of those outputs that have one."""
+        """Return the function (tensors, tangents of the tensors at `tangent_argnums`) -> tangents of the differentiable outputs."""
         count = len(self.tensors)
 
         def push(*arrays: jax.Array) -> list[jax.Array]:
@@ -196,7 +202,10 @@ class Program:
         return self._once(("push", given), lambda: Program(push, tensors, self.others, self.place))
 
     def batched(self, size: int, dims: tuple[int | None, ...]) -> Program:
-        """Over one more dimension of the tensors where `dims` says; all outputs have it first, random keys cannot."""
+        """Return the function under `jax.vmap`, over dimension `dims[i]` of tensor i; None: the tensor is not batched.
+
+        Outputs have the batch dimension first. Outputs of dtypes that torch does not have, such as random keys, are not batched.
+        """
 
         def shape(aval: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
             if dim is None:
@@ -209,18 +218,25 @@ class Program:
         return self._once(("batch", size, dims), lambda: Program(function, tensors, self.others, self.place))
 
     def vjp(self, wanted: Sequence[int], arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], Function, list[jax.Array]]:
-        """`jax.vjp` by the wanted tensors: outputs that have a gradient, the pullback, the other outputs."""
+        """Apply `jax.vjp` with respect to the tensors at `grad_argnums`.
+
+        Returns:
+          The differentiable outputs, their VJP function, and the other outputs.
+        """
         function, chosen = self._of(wanted, arrays)
         return jax.vjp(function, *chosen, has_aux=True)
 
     def pulled(self, back: Function, given: Sequence[int], grads: Sequence[jax.Array]) -> list[jax.Array]:
-        """Gradients of the wanted tensors, torch's, by those of the given outputs; of the other outputs they are zero."""
+        """Return torch's input gradients from the output gradients `grads`. Gradients of outputs not in `grad_out_indices` are zero."""
         known = dict(zip(given, grads, strict=True))
         outs = [(i, aval) for i, aval in enumerate(self.outs) if self.outs_differ[i]]
         return list(map(jnp.conj, back([jnp.conj(known[i]) if i in known else jnp.zeros(a.shape, a.dtype) for i, a in outs])))
 
     def _of(self, chosen: Sequence[int], arrays: Sequence[jax.Array]) -> tuple[Function, list[jax.Array]]:
-        """As a function of the chosen arrays, to what has a gradient and what has none; and those arrays."""
+        """Return a function of the arrays at `argnums`, with the others fixed, and these arrays.
+
+        The function returns the differentiable outputs and the other outputs.
+        """
 
         def function(*values: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
             full = list(arrays)
@@ -244,14 +260,16 @@ class Program:
 
 
 class Recording:
-    """A program that keeps residuals: what its outputs and their pullback have in common.
+    """A compiled forward that also returns residuals, and the backward that reads them.
 
-    A residual that is an input or an output is not kept a second time, and torch watches for changes of those; nor is
-    what the backward makes anew of the inputs (`residuals`).
+    A residual that is an input or an output is not saved a second time; torch's own check finds out whether it was changed. A residual that
+    the backward rematerializes from the inputs is not saved at all (`residuals`).
 
-    needed: the tensors on which the residuals depend; `outputs`: the outputs that are residuals; `kept`: residuals that are
-    neither; `rest`: those of them that torch has no type for. `forward` gives outputs, kept and rest in one list, which
-    `ends` cuts. `saves_all_tensors`: all are needed. `without_gradient`: which outputs are tensors that have none.
+    forward: the compiled call. It returns the outputs, `transferable` and `untransferable` in one list, which `split_points` splits.
+    needed_argnums: the positions of the tensors on which the residuals depend; `saves_all_tensors`: whether these are all tensors.
+    residual_out_indices: the positions of the outputs that are residuals.
+    transferable, untransferable: the other residuals that are saved, as tensors and as jax arrays (dtypes that torch does not have).
+    non_differentiable_outs: the positions of the outputs that are tensors without a gradient.
     """
 
     def __init__(self, program: Program, wanted: tuple[int, ...]) -> None:
@@ -283,12 +301,12 @@ class Recording:
         self.without_gradient = [i for i, yes in enumerate(program.outs_differ) if not yes and crosses(program.outs[i])]
 
     def backward(self, given: tuple[int, ...], tensors: Sequence[torch.Tensor], arrays: Sequence[ArrayLike]) -> Sequence[Result]:
-        """The gradients of the wanted tensors.
+        """Return the gradients of the tensors at `grad_argnums`.
 
         Args:
-          given: of which outputs there is a gradient; of the others it is zero.
-          tensors: needed, outputs, kept, and the gradients given.
-          arrays: rest, and the call's arguments that are no tensors.
+          grad_out_indices: the positions of the outputs whose gradients are passed; those of the others are zero.
+          tensors: the needed tensors, the outputs that are residuals, the transferable residuals, and the gradients.
+          arrays: the untransferable residuals, and the arguments of the call that are no tensors.
         """
         call = self._backward.get(given) or self._compile(given)
         return call(tensors, arrays)
@@ -318,7 +336,7 @@ class Recording:
 
 
 def _is_weak(aval: object) -> bool:
-    return getattr(aval, "weak_type", False)  # random keys have no such thing
+    return getattr(aval, "weak_type", False)  # random keys have no weak_type
 
 
 def _struct(variable: Atom) -> jax.ShapeDtypeStruct:
@@ -327,17 +345,17 @@ def _struct(variable: Atom) -> jax.ShapeDtypeStruct:
 
 
 def differs(aval: jax.ShapeDtypeStruct) -> bool:
-    """Whether numbers of this type have gradients."""
+    """Whether values of this dtype have gradients in torch."""
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact)) and crosses(aval)
 
 
 def cut(values: Sequence[_T], *at: int) -> list[Sequence[_T]]:
-    """The values, cut at these positions."""
+    """Split the values at these positions."""
     return [values[start:end] for start, end in zip((0, *at), (*at, len(values)), strict=True)]
 
 
 def evaluated(closed: ClosedJaxpr) -> Function:
-    """The traced function; jax gives some constants as Python numbers, and here they are arrays."""
+    """Return the jaxpr as a function. It returns arrays also where jax returns Python numbers, for some constants."""
     call, outvars = jaxpr_as_fun(closed), closed.jaxpr.outvars
     return lambda *arrays: [
         x if hasattr(x, "dtype") else jnp.asarray(x, aval_of(v).dtype) for x, v in zip(call(*arrays), outvars, strict=True)
@@ -345,7 +363,10 @@ def evaluated(closed: ClosedJaxpr) -> Function:
 
 
 def fresh(closed: ClosedJaxpr, outs: Iterable[int] | None = None, kept: Sequence[int] = ()) -> Function:
-    """The traced function, each of its outputs in memory of its own, whatever jax hands through; those in `kept` as they are."""
+    """Return the jaxpr as a function whose outputs at `outs` have their own memory. The outputs at `kept` follow, without a copy.
+
+    jax would return an argument, or a value that is returned twice, in the same memory.
+    """
     outvars, outs = closed.jaxpr.outvars, range(len(closed.jaxpr.outvars)) if outs is None else outs
     seen = {id(v) for v in (*closed.jaxpr.invars, *closed.jaxpr.constvars)}
     shared = set()
