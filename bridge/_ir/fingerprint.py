@@ -58,7 +58,7 @@ class Shapeless:
         return "\n".join([*lines, *(f"{name} = {read(var)[0]}" for name, var in results)])
 
     def _line(self, eqn: Eqn, operands: Sequence[tuple[str, bool]]) -> tuple[str | None, bool]:
-    """Return the line of an equation, None where the line depends on the leaf's shape, and whether the results are of leaf size."""
+        """Return the line of an equation, None where the line depends on the leaf's shape, and whether the results are of leaf size."""
         size, of_leaf = self._size, any(large for _, large in operands)
         dtypes = [str(aval_of(v).dtype) for v in eqn.outvars]
         plain = f"{eqn.primitive.name} {[name for name, _ in operands]} -> {dtypes}"
