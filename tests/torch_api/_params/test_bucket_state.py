@@ -1,4 +1,4 @@
-"""Packs: storages, edits by hand, checkpoints and several optimizers, as if every small parameter had a memory of its own."""
+"""State of bucketed parameters: storages, edits by hand, checkpoints and several optimizers work as without buckets."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ def saved_bytes(thing):
     return len(buffer.getvalue())
 
 
-def test_each_parameter_and_state_tensor_has_a_storage_of_its_own_bytes():
+def test_storage_of_each_tensor_has_exactly_its_bytes():
     params = parameters()
     ours = bucketed(torch_api.MaskedAdamW(params, amsgrad=True))
     run([(ours, params)], 2)
@@ -37,10 +37,10 @@ def test_each_parameter_and_state_tensor_has_a_storage_of_its_own_bytes():
     for p in (params[0], params[9]):
         for t in (p, ours.state[p]["exp_avg_sq"], ours.state[p]["step"]):
             assert saved_bytes(t) == saved_bytes(t.detach().clone().requires_grad_(t.requires_grad) if t is not p else clones([p])[0])
-    assert saved_bytes(torch.zeros(16)) < saved_bytes(torch.zeros(16 * 13))  # sizes would tell
+    assert saved_bytes(torch.zeros(16)) < saved_bytes(torch.zeros(16 * 13))  # the comparison can fail: file sizes differ
 
 
-def test_safetensors_saves_them_and_of_one_its_bytes(tmp_path):
+def test_safetensors_saves_only_the_bytes_of_each_tensor(tmp_path):
     params = parameters()
     run([(bucketed(torch_api.MaskedAdam(params)), params)], 1)
     safetensors.save_file({str(i): p.detach() for i, p in enumerate(params)}, tmp_path / "x")
@@ -50,10 +50,10 @@ def test_safetensors_saves_them_and_of_one_its_bytes(tmp_path):
     for tensor in (one, one.clone(), torch.zeros(13, *one.shape)):
         safetensors.save_file({"w": tensor}, tmp_path / "one")
         sizes.append((tmp_path / "one").stat().st_size)
-    assert sizes[0] == sizes[1] < sizes[2]  # the third would tell
+    assert sizes[0] == sizes[1] < sizes[2]  # the comparison can fail: the third file is larger
 
 
-def test_addresses_of_parameters_and_state_stay():
+def test_addresses_of_parameters_and_state_stay_constant():
     params = parameters()
     ours = bucketed(torch_api.MaskedAdamW(params, amsgrad=True))
     run([(ours, params)], 1)
@@ -83,7 +83,7 @@ def test_parameters_and_state_outlive_the_optimizer_and_each_other():
     del junk
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- edits by hand
 
 
 def trained_pair():
@@ -118,7 +118,7 @@ def swapped(optimizer, p):
 
 
 @pytest.mark.parametrize("edit", [replace, pop, other_data, filled, swapped])
-def test_state_edited_by_hand_is_gone_on_from_as_torch_does(edit):
+def test_steps_continue_from_edited_state_as_in_torch(edit):
     runs, start = trained_pair()
     for _ in range(2):
         for optimizer, params in runs:
@@ -129,7 +129,7 @@ def test_state_edited_by_hand_is_gone_on_from_as_torch_does(edit):
     assert [float(ours.state[p]["step"]) for p in params] == [float(theirs.state[q]["step"]) for q in others]
 
 
-def test_replaced_data_goes_back_into_its_row_when_nobody_holds_the_old():
+def test_replaced_data_is_moved_back_into_its_bucket_row():
     runs, start = trained_pair()
     (ours, params), _ = runs
     memory, address = ours._leaves[1].memory, params[1].data_ptr()
@@ -148,7 +148,7 @@ HOLD = {"the tensor": lambda p: p.data, "a view": lambda p: p.data[1:3], "a view
 
 
 @pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD.keys())
-def test_old_data_that_somebody_holds_keeps_its_values(hold):
+def test_old_data_with_another_holder_keeps_its_values(hold):
     runs, start = trained_pair()
     (_, params), (_, others) = runs
     held = hold(params[1])
@@ -161,13 +161,13 @@ def test_old_data_that_somebody_holds_keeps_its_values(hold):
     assert len({p.data_ptr() for p in params}) == len(params)
 
 
-def held_and_replaced(optimizer, p):
-    """The old tensors must keep their values, which the caller checks."""
+def replace_all(optimizer, p):
+    """Replace all state of a parameter; the caller checks that the old tensors keep their values."""
     optimizer.state[p] = {name: torch.full_like(tensor, 2.0) for name, tensor in optimizer.state[p].items()}
 
 
-@pytest.mark.parametrize("edit", [pop, replace, held_and_replaced])
-def test_old_state_that_somebody_holds_keeps_its_values(edit):
+@pytest.mark.parametrize("edit", [pop, replace, replace_all])
+def test_old_state_with_another_holder_keeps_its_values(edit):
     runs, start = trained_pair()
     (ours, params), (_, others) = runs
     held = list(ours.state[params[1]].values())
@@ -182,23 +182,23 @@ def test_old_state_that_somebody_holds_keeps_its_values(edit):
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["a dead row", "a row of another optimizer"])
-def test_rows_that_had_no_part_in_the_step_are_followed_too(second):
+def test_inactive_rows_are_rebound_after_their_bucket_moved(second):
     params = parameters(shapes=[(10,)] * 6)
     start, others = clones(params), clones(params)
     runs = [(bucketed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
     run(runs, 2)
     moving = [(torch_api.MaskedSGD(params[3:], lr=0.1), params[3:]), (torch.optim.SGD(others[3:], lr=0.1), others[3:])] if second else runs
-    some_only = random_grads if second else lambda ps: [None, *random_grads(ps[1:])]
-    run(moving, 1, some_only)
-    held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers: XLA must copy instead of reusing them
-    run(moving, 1, some_only)
+    active_grads = random_grads if second else lambda ps: [None, *random_grads(ps[1:])]
+    run(moving, 1, active_grads)
+    held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers, so XLA must write results elsewhere
+    run(moving, 1, active_grads)
     assert {jax_buffers.located(p.detach())[0] for p in params} == {runs[0][0]._leaves[5].memory}
     del held
     run(runs, 2)
     assert_near(params, others, start)
 
 
-def test_a_model_in_bfloat16_between_steps():
+def test_model_may_be_cast_to_bfloat16_between_steps():
     class Model(torch.nn.Module):
         def __init__(self, start):
             super().__init__()
@@ -223,7 +223,7 @@ def test_a_model_in_bfloat16_between_steps():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_freezing_and_thawing_leaves_the_moments_of_others(keep):
+def test_freezing_and_thawing_keeps_the_moments_of_other_parameters(keep):
     runs, start = trained_pair()
     (ours, params), (theirs, others) = runs
     frozen = (1, 5, 9)
@@ -249,7 +249,7 @@ def test_freezing_and_thawing_leaves_the_moments_of_others(keep):
 
 
 @pytest.mark.parametrize("coarse_first", [True, False])
-def test_two_optimizers_of_coarser_and_finer_groups_over_the_same_parameters(coarse_first):
+def test_two_optimizers_may_bucket_the_same_parameters_differently(coarse_first):
     params = parameters(shapes=[(10,)] * 8 + [(4, 4)] * 4)
     start, others = clones(params), clones(params)
     halves = lambda ps: [{"params": ps[:6]}, {"params": ps[6:], "maximize": True}]  # noqa: E731
@@ -263,7 +263,7 @@ def test_two_optimizers_of_coarser_and_finer_groups_over_the_same_parameters(coa
     assert_near(params, others, start)
 
 
-def test_a_finer_optimizer_over_half_of_a_pack():
+def test_second_optimizer_may_have_half_of_a_bucket():
     params = parameters(shapes=[(10,)] * 8)
     start, others = clones(params), clones(params)
     ours = bucketed(torch_api.MaskedAdam(params, lr=0.01)), torch_api.MaskedSGD(params[:4], lr=0.1)
@@ -285,7 +285,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle}
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-def test_copies_go_on_by_themselves(copied):
+def test_copies_are_independent(copied):
     params = parameters(shapes=[(10,)] * 6)
     ours = bucketed(torch_api.MaskedAdam(params, lr=0.01), 6)
     run([(ours, params)], 3)
@@ -301,7 +301,7 @@ def test_copies_go_on_by_themselves(copied):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-def test_copies_are_packed_too(copied):
+def test_copies_are_bucketed(copied):
     params = parameters(shapes=[(10,)] * 6)
     ours = bucketed(torch_api.MaskedAdam(params, lr=0.01), 6)
     run([(ours, params)], 1)
@@ -310,7 +310,7 @@ def test_copies_are_packed_too(copied):
     bucketed(twin, 6)
 
 
-def test_parameters_of_another_dtype_are_packed_again():
+def test_parameters_are_bucketed_again_after_a_change_of_dtype():
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
     ours = bucketed(torch_api.MaskedAdam(model.parameters(), lr=0.01), 12)
     run([(ours, list(model.parameters()))], 1)
@@ -319,7 +319,7 @@ def test_parameters_of_another_dtype_are_packed_again():
     bucketed(ours, 12)
 
 
-def test_state_dicts_load_from_torch_and_into_it_in_the_middle():
+def test_state_dicts_load_from_and_into_torch_between_steps():
     runs, start = trained_pair()
     (ours, params), (theirs, others) = runs
     saved = copy.deepcopy(ours.state_dict()), copy.deepcopy(theirs.state_dict())
@@ -335,7 +335,7 @@ def test_state_dicts_load_from_torch_and_into_it_in_the_middle():
         torch.testing.assert_close(tensor, theirs.state_dict()["state"][3][name], rtol=1e-5, atol=1e-8)
 
 
-def test_a_state_dict_of_leaves_by_themselves_with_state_for_some_only():
+def test_state_dict_without_buckets_and_with_partial_state_loads():
     params = parameters()
     make = lambda ps: torch_api.MaskedAdam(ps, lr=0.01)  # noqa: E731
     start = clones(params)

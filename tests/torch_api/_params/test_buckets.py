@@ -1,4 +1,4 @@
-"""Packs: the numbers of small parameters that are updated side by side are those of parameters by themselves, and torch's."""
+"""Bucketed parameters get the numbers of unbucketed parameters and of torch."""
 
 import optax
 import pytest
@@ -36,7 +36,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ("NAdam", "Adagrad", "amsgrad") else n for n in PAIRS])
-def test_steps_with_other_gradients_missing_at_each_are_torchs_and_compile_nothing(name):
+def test_steps_with_missing_gradients_move_as_in_torch_and_compile_nothing(name):
     masked, original, options = PAIRS[name]
     params = parameters()
     start, others = clones(params), clones(params)
@@ -52,7 +52,7 @@ def test_steps_with_other_gradients_missing_at_each_are_torchs_and_compile_nothi
             assert torch.equal(p, value) == (g is None)
             assert all(torch.equal(tensor, state[name]) == (g is None) for name, tensor in ours.state[p].items())
     after = ours.cache_info()
-    assert bridge.compilations() == compiled, "which rows live is no part of a program"
+    assert bridge.compilations() == compiled, "a set of active rows needed another program"
     assert (after.programs, after.compilations) == (before.programs, before.compilations)
     assert after.misses > before.misses
     assert_near(params, others, start)
@@ -60,7 +60,7 @@ def test_steps_with_other_gradients_missing_at_each_are_torchs_and_compile_nothi
         assert "step" not in theirs.state[q] or float(ours.state[p]["step"]) == float(theirs.state[q]["step"])
 
 
-FEW = [(10,), (4, 4), (3, 5), (2, 5), (7,), (33,), (6, 7)]  # each size of a leaf by itself is a loop to compile
+FEW = [(10,), (4, 4), (3, 5), (2, 5), (7,), (33,), (6, 7)]  # few sizes: each size of an unbucketed leaf is another loop to compile
 HALF, FULL = torch.bfloat16, torch.float32
 ALONE = {
     **{name: (masked, FULL, options, False) for name, (masked, _, options) in PAIRS.items()},
@@ -80,13 +80,13 @@ QUICK = ("Adam", "bfloat16")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALONE])
-def test_numbers_are_those_of_leaves_by_themselves(name):
+def test_bucketed_parameters_move_like_unbucketed_ones(name):
     masked, dtype, options, in_bits = ALONE[name]
     make = lambda params: masked(params, lr=0.01, **options)  # noqa: E731
     params = parameters(dtype, FEW)
     start, ours = clones(params), bucketed(make(params), 4)
     theirs, others = unbucketed_twin(make, params)
-    lacking = [True, False, False, False, True, False, True]  # two sets, because each is a program where leaves are alone
+    lacking = [True, False, False, False, True, False, True]  # only two sets: without buckets each set is another program
     for step in range(20):
         step_all(
             [(ours, params), (theirs, others)], [g if step % 3 or on else None for g, on in zip(random_grads(params), lacking, strict=True)]
@@ -102,20 +102,20 @@ def test_numbers_are_those_of_leaves_by_themselves(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.complex64, marks=pytest.mark.slow)], ids=str)
-def test_torchs_numbers_in_other_types(dtype):
+def test_bucketed_parameters_of_other_dtypes_move_as_in_torch(dtype):
     params = parameters(dtype)
     start, others = clones(params), clones(params)
     run([(bucketed(torch_api.MaskedAdam(params, lr=0.01)), params), (torch.optim.Adam(others, lr=0.01), others)], 20)
     assert_near(params, others, start)
 
 
-def test_channels_last_and_transposed_parameters_keep_their_strides_in_a_pack():
-    def laid_out():
+def test_bucketed_parameters_keep_their_strides():
+    def parameters_with_strides():
         made = [torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last) for _ in range(3)]
         made += [torch.randn(4, 6).t() for _ in range(3)] + [torch.randn(24) for _ in range(2)]
         return [torch.nn.Parameter(t.clone(memory_format=torch.preserve_format)) for t in made]
 
-    params = laid_out()
+    params = parameters_with_strides()
     strides, start, others = [p.stride() for p in params], clones(params), clones(params)
     ours, theirs = bucketed(torch_api.MaskedAdamW(params, lr=0.01)), torch.optim.AdamW(others, lr=0.01)
     contiguous = lambda ps: [torch.randn(p.shape) for p in ps]  # noqa: E731 - strides other than the parameter's
@@ -125,7 +125,7 @@ def test_channels_last_and_transposed_parameters_keep_their_strides_in_a_pack():
     assert strides == [p.stride() for p in params] == [ours.state[p]["exp_avg"].stride() for p in params]
 
 
-def test_gradients_that_require_grad_or_are_not_contiguous():
+def test_gradients_may_require_grad_or_be_strided():
     params = parameters(shapes=[(4, 4)] * 6)
     start, others = clones(params), clones(params)
     runs = [(bucketed(torch_api.MaskedAdam(params, lr=0.01), 6), params), (torch.optim.Adam(others, lr=0.01), others)]
@@ -147,7 +147,7 @@ def test_gradients_that_require_grad_or_are_not_contiguous():
     assert_near(params, others, start)
 
 
-def test_lr_scale_and_decay_share_packs_with_numbers_of_each_row():
+def test_rows_of_a_bucket_have_their_own_lr_scale_and_decay():
     params = parameters(shapes=[(10,)] * 8)
     start, others = clones(params), clones(params)
     names = [f"{'norm' if i % 2 else 'layer'}{i}.weight" for i in range(8)]
@@ -163,8 +163,8 @@ def test_lr_scale_and_decay_share_packs_with_numbers_of_each_row():
     assert_near(params, others, start)
 
 
-def test_state_that_begins_with_a_number_of_its_own_group():
-    """Rprop's step sizes begin at the lr."""
+def test_initial_state_uses_the_hyperparameters_of_its_group():
+    """Rprop's step sizes start at the lr."""
     params = parameters(shapes=[(10,)] * 6)
     start, others = clones(params), clones(params)
     split = lambda ps: [{"params": ps[::2], "lr": 0.01}, {"params": ps[1::2], "lr": 0.05}]  # noqa: E731
@@ -174,7 +174,7 @@ def test_state_that_begins_with_a_number_of_its_own_group():
     assert_near(params, others, start)
 
 
-def test_state_that_begins_later_begins_with_the_numbers_of_then():
+def test_late_initial_state_uses_the_current_hyperparameters():
     params = parameters(shapes=[(10,)] * 6)
     start, others = clones(params), clones(params)
     runs = [(bucketed(torch_api.MaskedRprop(params, lr=0.01), 6), params), (torch.optim.Rprop(others, lr=0.01), others)]
@@ -186,12 +186,14 @@ def test_state_that_begins_later_begins_with_the_numbers_of_then():
 
 
 @pytest.mark.slow
-def test_an_option_of_one_of_two_groups_that_share_a_pack():
+def test_groups_that_share_a_bucket_may_differ_in_an_option():
     params = parameters(shapes=[(10,)] * 8)
     start, others = clones(params), clones(params)
     split = lambda ps: [{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.03}]  # noqa: E731
-    ours = bucketed(torch_api.MaskedSGD(split(params), lr=0.01, momentum=0.9))
-    theirs = torch.optim.SGD(split(others), lr=0.01, momentum=0.9)
+    ours, theirs = (
+        bucketed(torch_api.MaskedSGD(split(params), lr=0.01, momentum=0.9)),
+        torch.optim.SGD(split(others), lr=0.01, momentum=0.9),
+    )
     runs = [(ours, params), (theirs, others)]
     assert len({leaf.memory for leaf in ours._active}) == 1
     for option in ({"maximize": True}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": False, "nesterov": False}):
@@ -205,12 +207,12 @@ def test_an_option_of_one_of_two_groups_that_share_a_pack():
 # ---------------------------------------------------------------------- all gradients together
 
 
-def test_the_norm_is_over_live_rows_and_as_torchs():
+def test_norm_is_over_active_rows_as_in_torch():
     params = parameters()
     start, others = clones(params), clones(params)
     ours, theirs = bucketed(torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=0.7), 13), torch.optim.SGD(others, lr=0.1)
     for step in range(8):
-        size = (100.0, 0.01)[step % 2]  # what the rows of the step before held would dominate
+        size = (100.0, 0.01)[step % 2]  # gradients left over from the previous step would dominate
         grads = [g if g is None else size * g for g in random_subset(params, 0.6)]
         set_grads(params, grads)
         set_grads(others, grads)
@@ -229,7 +231,7 @@ def scaled_step(optimizer, params, grads, scale=8.0):
 
 @pytest.mark.parametrize("bound", [None, pytest.param(0.5, marks=pytest.mark.slow)], ids=["plain", "clipped"])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan], ids=str)
-def test_of_a_scaled_loss_a_bad_row_skips_all_unless_it_is_dead(bad, bound):
+def test_nonfinite_row_skips_the_step_unless_it_is_inactive(bad, bound):
     params = parameters()
     start, others = clones(params), clones(params)
     ours = bucketed(torch_api.MaskedAdam(params, lr=0.01, fused=True, max_grad_norm=bound), 13)
@@ -245,7 +247,7 @@ def test_of_a_scaled_loss_a_bad_row_skips_all_unless_it_is_dead(bad, bound):
     assert same(states(ours, params), state)
     for _ in range(2):
         grads = random_grads(params)
-        grads[2] = None  # its row still holds what was not finite
+        grads[2] = None  # its row still holds nonfinite values
         scaled_step(ours, params, grads)
         step_all([(theirs, others)], grads)
     assert ours.skipped_steps == 1
@@ -253,7 +255,7 @@ def test_of_a_scaled_loss_a_bad_row_skips_all_unless_it_is_dead(bad, bound):
     assert_near(params, others, start)
 
 
-def test_grad_scaler_goes_through_packs_as_through_torch():
+def test_grad_scaler_with_buckets_works_as_in_torch():
     params = parameters()
     start, others = clones(params), clones(params)
     runs = [
@@ -275,7 +277,7 @@ def test_grad_scaler_goes_through_packs_as_through_torch():
     assert_near(params, others, start, 1e-5)
 
 
-# ---------------------------------------------------------------------- what may not be packed
+# ---------------------------------------------------------------------- parameters that may not be bucketed
 
 TENSORWISE = {
     "Muon": lambda params: torch_api.MaskedMuon(params),
@@ -291,15 +293,15 @@ TENSORWISE = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", TENSORWISE.values(), ids=TENSORWISE.keys())
-def test_what_looks_at_whole_tensors_is_not_packed(make):
+def test_transformations_of_whole_tensors_are_not_bucketed(make):
     params = parameters(shapes=[(4, 4)] * 6)
     optimizer = make(params)
     run([(optimizer, params)], 2)
     assert bucket_rows(optimizer) == [None] * 6
-    bucketed(torch_api.MaskedAdam(parameters(shapes=[(4, 4)] * 6)), 6)  # these shapes can be
+    bucketed(torch_api.MaskedAdam(parameters(shapes=[(4, 4)] * 6)), 6)  # these shapes can be bucketed
 
 
-# Of these each row is updated as a tensor of its own, which is what it is where rows are no longer than the tensors.
+# These transformations update each row as a tensor, which is right where rows are no longer than the tensors.
 ROWWISE = {
     "Lamb": lambda params: torch_api.MaskedLamb(params, lr=0.01, weight_decay=0.1),
     "Lars": lambda params: torch_api.MaskedLars(params, lr=0.1, weight_decay=0.1),
@@ -310,7 +312,7 @@ ROWWISE = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", ROWWISE.values(), ids=ROWWISE.keys())
-def test_what_sums_over_a_tensor_is_packed_where_no_row_is_longer(make):
+def test_transformations_that_sum_are_bucketed_if_rows_have_no_padding(make):
     params = [*parameters(shapes=[(4, 4), (2, 8), (16,)] * 2), *parameters(shapes=[(3, 5), (10,)] * 4)]
     start = clones(params)
     ours = make(params)
@@ -322,7 +324,7 @@ def test_what_sums_over_a_tensor_is_packed_where_no_row_is_longer(make):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_optax_transformations_of_single_elements_are_packed():
+def test_elementwise_optax_transformations_are_bucketed():
     params = parameters(shapes=[(4, 4), (10,)] * 3)
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, optax.adamw, learning_rate=0.01)  # noqa: E731

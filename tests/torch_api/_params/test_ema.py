@@ -1,4 +1,4 @@
-"""`ema_decay`: an average of the trained weights from inside the update."""
+"""`ema_decay`: the update also computes an average of the trained weights."""
 
 import io
 
@@ -30,7 +30,7 @@ def train(optimizer, params, steps, after=lambda: None):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_average_is_that_of_the_weights_after_each_step(make, dtype):
+def test_average_is_taken_of_the_weights_after_each_step(make, dtype):
     params = random_params(dtype)
     optimizer = make(params, ema_decay=0.9)
     wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -47,10 +47,10 @@ def test_the_average_is_that_of_the_weights_after_each_step(make, dtype):
         kept = optimizer.state[p]["ema_param"]
         assert kept.dtype == (torch.float32 if dtype is torch.bfloat16 else dtype)
         assert movement_error(kept, a, s) < bound
-        assert movement_error(kept, p, s) > 1e-2  # it is not simply the parameter
+        assert movement_error(kept, p, s) > 1e-2  # the average differs from the parameter
 
 
-def test_the_context_swaps_in_place_and_gives_back_every_bit():
+def test_ema_params_swaps_in_place_and_restores_every_bit():
     params = random_params(torch.bfloat16)
     optimizer = torch_api.MaskedAdam([{"params": params[:4]}, {"params": params[4:], "trainable": False}], lr=1e-2, ema_decay=0.8)
     train(optimizer, params, 5)
@@ -80,7 +80,7 @@ def test_the_context_swaps_in_place_and_gives_back_every_bit():
     train(optimizer, params, 1)
 
 
-def test_without_ema_decay_the_context_says_what_to_do():
+def test_ema_params_without_ema_decay_raises_with_advice():
     optimizer = torch_api.MaskedAdam(random_params())
     with (
         pytest.raises(RuntimeError, match=r"ema_decay is None, so there is no average\. Construct with ema_decay=0.999"),
@@ -89,7 +89,7 @@ def test_without_ema_decay_the_context_says_what_to_do():
         pass
 
 
-def test_it_is_saved_and_resumed_and_a_checkpoint_without_it_begins_one():
+def test_average_is_saved_and_starts_anew_if_the_checkpoint_lacks_it():
     params = random_params()
     optimizer = torch_api.MaskedAdam(params, lr=1e-2, ema_decay=0.9)
     train(optimizer, params, 4)
@@ -105,7 +105,7 @@ def test_it_is_saved_and_resumed_and_a_checkpoint_without_it_begins_one():
         optimizer.step(), resumed.step()
     assert same([optimizer.state[p]["ema_param"] for p in params], [resumed.state[p]["ema_param"] for p in copies])
     theirs = clones(params)
-    torch.optim.Adam(theirs).load_state_dict(optimizer.state_dict())  # torch reads a checkpoint that has it
+    torch.optim.Adam(theirs).load_state_dict(optimizer.state_dict())  # torch loads a checkpoint with the average
     plain = torch_api.MaskedAdam(clones(params))
     plain.load_state_dict(optimizer.state_dict())
     fresh = clones(params)
@@ -117,7 +117,7 @@ def test_it_is_saved_and_resumed_and_a_checkpoint_without_it_begins_one():
         torch.testing.assert_close(begun.state[p]["ema_param"], expected)
 
 
-def test_the_decay_may_change_at_any_step_and_compiles_nothing():
+def test_changing_ema_decay_compiles_nothing():
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch_api.MaskedSGD([p], lr=1.0, ema_decay=0.5)
     for step, decay in enumerate((0.5, 0.0, 0.75)):
@@ -129,7 +129,7 @@ def test_the_decay_may_change_at_any_step_and_compiles_nothing():
     assert optimizer.state[p]["ema_param"].tolist() == [2.25] * 3  # 0.5, then 2, then 2 + (3 - 2) / 4
 
 
-def test_a_decay_set_later_is_checked_as_in_the_constructor():
+def test_ema_decay_set_later_is_validated():
     optimizer = torch_api.MaskedSGD([torch.nn.Parameter(torch.zeros(3))], ema_decay=0.5)
     for wrong in (1.0, -0.1, "0.9"):
         with pytest.raises(ValueError, match=r"MaskedSGD: ema_decay is .*; expected a number from 0 to below 1, or None"):
@@ -139,7 +139,7 @@ def test_a_decay_set_later_is_checked_as_in_the_constructor():
 
 @FUSES
 @pytest.mark.parametrize("make", [torch_api.MaskedSGD, torch_api.MaskedAdamW, torch_api.MaskedAdam])
-def test_it_costs_its_own_bytes_only(make):
+def test_average_costs_only_its_own_bytes(make):
     p = torch.nn.Parameter(torch.zeros(4096))
     counts = {}
     for decay in (None, 0.9):
@@ -151,9 +151,9 @@ def test_it_costs_its_own_bytes_only(make):
 
 
 @pytest.mark.parametrize("make", [torch_api.MaskedAdagrad, torch_api.MaskedAdam])
-def test_weights_loaded_after_construction_are_what_the_average_begins_with(make):
+def test_average_starts_at_weights_loaded_after_construction(make):
     params = random_params()
-    optimizer = make(params, lr=1e-2, ema_decay=0.9)  # Adagrad has its state from here on
+    optimizer = make(params, lr=1e-2, ema_decay=0.9)  # Adagrad makes its state at construction
     with torch.no_grad():
         for p in params:
             p.add_(10.0)
@@ -169,7 +169,7 @@ def test_weights_loaded_after_construction_are_what_the_average_begins_with(make
         assert torch.equal(resumed.state[q]["ema_param"], optimizer.state[p]["ema_param"])
 
 
-def test_a_parameter_in_memory_of_another_optimizer_is_not_its_own_average():
+def test_average_does_not_alias_a_parameter_of_another_optimizer():
     p = torch.nn.Parameter(torch.ones(64))
     p.grad = torch.ones(64)
     torch_api.MaskedSGD([p], lr=0.1).step()
@@ -181,7 +181,7 @@ def test_a_parameter_in_memory_of_another_optimizer_is_not_its_own_average():
     assert torch.allclose(average, torch.full((64,), 0.89))
 
 
-def test_the_trained_bits_come_back_where_the_parameter_is_then():
+def test_ema_params_restores_trained_values_at_the_parameters_new_address():
     p = torch.nn.Parameter(torch.ones(5))
     optimizer = torch_api.MaskedSGD([p], lr=0.1, ema_decay=0.9)
     train(optimizer, [p], 2)
@@ -191,7 +191,7 @@ def test_the_trained_bits_come_back_where_the_parameter_is_then():
     assert torch.equal(p, before)
 
 
-def test_an_average_may_be_asked_for_and_given_up_between_steps():
+def test_ema_decay_may_be_switched_on_and_off_between_steps():
     p = torch.nn.Parameter(torch.ones(5))
     optimizer = torch_api.MaskedSGD([p], lr=0.1, momentum=0.9)
     train(optimizer, [p], 2)
@@ -203,12 +203,12 @@ def test_an_average_may_be_asked_for_and_given_up_between_steps():
     assert torch.equal(optimizer.state[p]["ema_param"], kept)
 
 
-def test_momentum_may_be_switched_on_between_saving_and_loading():
+def test_checkpoint_with_average_loads_after_momentum_was_switched_on():
     p = torch.nn.Parameter(torch.ones(5))
     optimizer = torch_api.MaskedSGD([p], lr=0.1, ema_decay=0.9)
     train(optimizer, [p], 1)
     saved = optimizer.state_dict()
     saved["param_groups"][0]["momentum"] = 0.9
-    optimizer.load_state_dict(saved)  # without an average there would be no state, and nothing to object to
+    optimizer.load_state_dict(saved)  # the saved state has the average but no momentum buffer
     train(optimizer, [p], 1)
     assert optimizer.state[p].keys() == {"momentum_buffer", "ema_param"}

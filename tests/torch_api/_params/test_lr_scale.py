@@ -1,4 +1,4 @@
-"""`lr_scale` by selector and by group, and `wd_scale`, against torch with a group for each parameter, under a scheduler."""
+"""`lr_scale` by selector and by group, and `wd_scale`, move as torch with one group per parameter, under a scheduler."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def movement(ends, begun):
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["as torch", "a broken sibling is caught"])
-def test_layer_decay_is_that_of_a_group_for_each_layer(wrong):
+def test_layer_decay_moves_like_one_group_per_layer(wrong):
     ours, theirs = model(), model()
     scales = torch_api.layer_decay(ours, 0.5)
     assert type(scales) is dict
@@ -50,7 +50,7 @@ def test_layer_decay_is_that_of_a_group_for_each_layer(wrong):
     assert (movement(own, expected) <= 1e-5 * moved) is not wrong
 
 
-def test_scales_of_a_group_hold_under_a_scheduler():
+def test_scales_of_a_group_apply_under_a_scheduler():
     ours, theirs = model(), model()
     scaled = [{"params": ours[0].parameters(), "lr_scale": 0.1, "wd_scale": 3.0}, {"params": ours[1:].parameters()}]
     optimizer = torch_api.MaskedAdamW(scaled, lr=1e-2, weight_decay=0.1)
@@ -61,8 +61,8 @@ def test_scales_of_a_group_hold_under_a_scheduler():
     assert movement(own, expected) <= 1e-5 * movement(expected, [p.detach() for p in model().parameters()])
 
 
-def test_a_scheduler_that_multiplies_by_the_groups_lr_scale_does_not_make_it_act_twice():
-    """As timm's schedulers do, and many scripts after BEiT and MAE."""
+def test_lr_scale_acts_once_if_a_scheduler_multiplies_by_it():
+    """timm's schedulers and many scripts based on BEiT and MAE do so."""
     ends, scales = [], [0.25, 0.5, 1.0]
     for make in (torch_api.MaskedAdamW, torch.optim.AdamW):
         module = model()
@@ -85,7 +85,7 @@ def scaled(make, lr, scale):
     return optimizer
 
 
-def test_the_lr_scale_of_a_group_travels_in_both_directions():
+def test_lr_scale_of_a_group_is_saved_and_loaded():
     ours, theirs = scaled(torch_api.MaskedAdamW, 0.1, 0.3), scaled(torch.optim.AdamW, 0.2, 0.3)
     assert ours.state_dict()["param_groups"][0]["lr_scale"] == 0.3
     ours.param_groups[0]["lr_scale"] = 0.5
@@ -98,12 +98,12 @@ def test_the_lr_scale_of_a_group_travels_in_both_directions():
     assert theirs.param_groups[0]["lr_scale"] == pytest.approx(0.3 * 0.5)
 
 
-def test_the_report_shows_the_lr_of_each_parameter():
+def test_report_shows_the_lr_of_each_parameter():
     optimizer = torch_api.MaskedAdamW([{"params": list(model().named_parameters()), "lr_scale": 0.5}], lr=1e-2, lr_scale={"0": 0.1})
     assert [row["lr"] for row in optimizer.report().rows] == pytest.approx([5e-4] * 2 + [5e-3] * 4)
 
 
-def test_values_that_are_no_scale_are_refused():
+def test_invalid_scales_are_refused():
     for value in (-1.0, "x", True, float("nan")):
         with pytest.raises(ValueError, match=r"lr_scale: '0.weight' got .* expected a number that is not negative"):
             torch_api.MaskedAdamW(model().named_parameters(), lr_scale={"0": value})

@@ -1,4 +1,4 @@
-"""Parameters of an odd number of elements on a few cores: updated in a longer row of their own, their gradients copied to such a row."""
+"""Parameters with an odd number of elements on a few cores: each is updated in its own padded row, and so is its gradient."""
 
 import copy
 import ctypes
@@ -22,15 +22,15 @@ from torch_api._step import bound_executable
 
 PRIME = 16411
 SHAPES = [(PRIME,), (129, 131), (3, 3, 7, 331), (PRIME,), (18000,), (7,)]
-ODD = 4  # of them are padded
+ODD = 4  # how many of SHAPES are padded
 HALF = torch.bfloat16
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="no row is longer here")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="this platform pads no rows")]
 
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
-    """Two cores, whatever the machine has, and programs of this test alone."""
+    """Set the number of cores to two, and use only programs that this test compiles."""
     monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(cache, "_programs", {})
 
@@ -44,13 +44,13 @@ def padded(optimizer):
 
 
 def give(params, grads):
-    """The gradients themselves, no copies."""
+    """Set the given tensors as gradients, without a copy."""
     for p, g in zip(params, grads, strict=True):
         p.grad = g
 
 
-def behind(tensor, value):
-    """The tensor at a multiple of 64 bytes, with this value in all that follows."""
+def followed_by(tensor, value):
+    """Return the tensor at a multiple of 64 bytes, followed by elements of this value."""
     size = tensor.numel()
     space = torch.full((size + 64,), value, dtype=tensor.dtype)
     start = -space.data_ptr() % 64 // space.element_size()
@@ -58,7 +58,7 @@ def behind(tensor, value):
 
 
 @FUSES
-def test_the_bytes_and_loops_are_those_of_an_even_number():
+def test_padded_parameter_has_the_bytes_and_loops_of_an_even_size():
     (p,) = params = parameters([(PRIME,)])
     optimizer = torch_api.MaskedAdamW(params, lr=0.01)
     address = p.data_ptr()
@@ -77,7 +77,7 @@ def test_the_bytes_and_loops_are_those_of_an_even_number():
     assert [p.data_ptr(), *(x.data_ptr() for x in optimizer.state[p].values())] == [address, *places]
 
 
-def test_nobody_sees_it():
+def test_padding_is_not_visible_to_the_user():
     params = parameters()
     optimizer = torch_api.MaskedAdamW(params, lr=0.01)
     set_grads(params, random_grads(params))
@@ -103,7 +103,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_numbers_are_torchs(name):
+def test_padded_parameters_move_as_in_torch(name):
     masked, original, options = RULES[name]
     params = parameters()
     params[2].data = params[2].data.to(memory_format=torch.channels_last)
@@ -120,14 +120,14 @@ def test_the_numbers_are_torchs(name):
         (torch_api.MaskedAdamW, torch.float32, {"max_grad_norm": 1.0, "ema_decay": 0.9}, 1e-6),
         (torch_api.MaskedAdam, torch.float64, {"amsgrad": True}, 1e-13),
         (torch_api.MaskedAdam, torch.complex64, {}, 1e-6),
-        (torch_api.MaskedAdamW, HALF, {"stochastic_rounding": True}, 1e-3),  # whose bits are of an element's position
+        (torch_api.MaskedAdamW, HALF, {"stochastic_rounding": True}, 1e-3),  # the random bits depend on an element's position
         (torch_api.MaskedAdamW, torch.float32, {"state_dtype": HALF}, 1e-4),
         (torch_api.MaskedAdamW, HALF, {"master_weights": True}, 1e-3),
         (torch_api.MaskedSGD, torch.float16, {"momentum": 0.9}, 2e-2),
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_numbers_are_those_without_it(masked, dtype, options, bound, monkeypatch):
+def test_padded_parameters_move_like_unpadded_ones(masked, dtype, options, bound, monkeypatch):
     params = parameters(dtype=dtype)
     start, others = clones(params), clones(params)
     grads = [random_grads(params) for _ in range(20)]
@@ -135,7 +135,7 @@ def test_the_numbers_are_those_without_it(masked, dtype, options, bound, monkeyp
     for mine in (params, others):
         optimizers.append(masked(mine, lr=0.01, **options))
         for given in grads:
-            give(mine, [behind(g, torch.nan) for g in given])
+            give(mine, [followed_by(g, torch.nan) for g in given])
             optimizers[-1].step()
         monkeypatch.setattr(buckets, "is_padded", lambda leaf: False)
     assert [len(padded(optimizer)) for optimizer in optimizers] == [ODD, 0]
@@ -148,8 +148,8 @@ def test_the_numbers_are_those_without_it(masked, dtype, options, bound, monkeyp
             assert error <= max(bound, 1e-6 if x.itemsize > 2 else 1e-3) * y.to(wide).norm()
 
 
-class FullOfOthers(call_arguments.PaddedOperands):
-    """Rows with other numbers than zero behind the gradient."""
+class NonzeroPadding(call_arguments.PaddedOperands):
+    """Padded arguments whose padding is not zero."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -159,20 +159,20 @@ class FullOfOthers(call_arguments.PaddedOperands):
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["read ahead", "in the program"])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
-    """The broken sibling takes what stands behind the gradient for a part of it."""
+def test_norm_excludes_the_padding(ahead, broken, monkeypatch):
+    """The broken variants count the padding as part of the gradient."""
     monkeypatch.setattr(plan, "_LEAST", 1 << 14 if ahead else 1 << 30)
     monkeypatch.setattr(streaming_stats, "_LEAST", 1 << 14 if ahead else 1 << 30)
     if broken and ahead:
         monkeypatch.setattr(plan.Leaf, "size", property(lambda leaf: leaf.spec.shape[0]))
     elif broken:
-        monkeypatch.setattr(bound_executable, "PaddedOperands", FullOfOthers)
+        monkeypatch.setattr(bound_executable, "PaddedOperands", NonzeroPadding)
     params = parameters([(PRIME,)])
     start, others = clones(params), clones(params)
     ours, theirs = torch_api.MaskedSGD(params, lr=0.1, max_grad_norm=1.0), torch.optim.SGD(others, lr=0.1)
     for _ in range(20):
         grads = random_grads(params)
-        give(params, [behind(g, 1e3) for g in grads])
+        give(params, [followed_by(g, 1e3) for g in grads])
         set_grads(others, grads)
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         ours.step()
@@ -182,7 +182,7 @@ def test_a_norm_is_over_what_is_the_gradients(ahead, broken, monkeypatch):
     assert (movement_error(params[0], others[0], start[0]) <= 1e-5) is not broken
 
 
-def test_a_scaled_loss_is_finite_whatever_stands_behind():
+def test_nonfinite_memory_behind_a_gradient_skips_no_step():
     params = parameters([(PRIME,), (18000,)])
     start, others = clones(params), clones(params)
     optimizer, theirs = torch_api.MaskedAdamW(params, lr=0.01, fused=True), torch.optim.AdamW(others, lr=0.01)
@@ -190,7 +190,7 @@ def test_a_scaled_loss_is_finite_whatever_stands_behind():
     for _ in range(20):
         grads = random_grads(params)
         scaler.scale(torch.ones(()))
-        give(params, [behind(64 * g, torch.inf) for g in grads])
+        give(params, [followed_by(64 * g, torch.inf) for g in grads])
         scaler.step(optimizer)
         scaler.update()
         set_grads(others, grads)
@@ -199,8 +199,8 @@ def test_a_scaled_loss_is_finite_whatever_stands_behind():
     assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
 
 
-def test_nothing_behind_the_gradient_is_read():
-    """The gradient ends where a page begins that nobody may read."""
+def test_memory_behind_the_gradient_is_not_read():
+    """The gradient ends at the start of a page that may not be read."""
     params, libc = parameters([(PRIME,)]), ctypes.CDLL(None, use_errno=True)
     length = -(-PRIME * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
     space = mmap.mmap(-1, length + mmap.PAGESIZE)
@@ -231,7 +231,7 @@ def _negative(g):
 @pytest.mark.parametrize(
     "made", [_strided, _misaligned, _negative, lambda g: g.requires_grad_()], ids=["strided", "misaligned", "neg", "grad"]
 )
-def test_a_gradient_that_cannot_be_read_so_is_copied(made):
+def test_gradient_that_cannot_be_aliased_is_copied(made):
     params = parameters([(PRIME,), (129, 131)])
     start, others = clones(params), clones(params)
     ours, theirs = torch_api.MaskedAdam(params, lr=0.01), torch.optim.Adam(others, lr=0.01)
@@ -245,8 +245,8 @@ def test_a_gradient_that_cannot_be_read_so_is_copied(made):
     assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
 
 
-def test_equal_ones_share_a_program():
-    params = parameters([(40009,)] * 100)  # smaller ones are gathered in a pack
+def test_equal_padded_parameters_share_a_program():
+    params = parameters([(40009,)] * 100)  # smaller parameters would share a bucket
     optimizer = torch_api.MaskedAdamW(params, lr=0.01)
     set_grads(params, random_grads(params))
     optimizer.step()
@@ -255,7 +255,7 @@ def test_equal_ones_share_a_program():
     assert len(optimizer._launches.latest) > len(programs_of_it)
 
 
-class Otherwise(torch_api.MaskedAdamW):
+class Subclass(torch_api.MaskedAdamW):
     pass
 
 
@@ -269,7 +269,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_others_are_as_they_were(name):
+def test_other_optimizers_of_a_padded_parameter_use_no_padding(name):
     params = parameters([(PRIME,)])
     first = torch_api.MaskedAdamW(params, lr=0.01)
     set_grads(params, random_grads(params))
@@ -281,13 +281,13 @@ def test_others_are_as_they_were(name):
     assert not torch.equal(before, params[0])
 
 
-def test_on_other_numbers_of_cores_nothing_is_longer(monkeypatch):
+def test_parameters_are_padded_only_on_a_few_cores(monkeypatch):
     for cores, expected in ((1, 0), (3, ODD), (4, ODD), (5, 0), (64, 0)):
         monkeypatch.setattr(_process, "CORES", cores)
         assert len(padded(torch_api.MaskedAdamW(parameters(), lr=0.01))) == expected
 
 
-def test_a_later_optimizer_a_copy_a_pickle_and_a_checkpoint_go_on():
+def test_copies_and_checkpoints_of_padded_parameters_continue():
     params = parameters()
     others = clones(params)
     ours, theirs = torch_api.MaskedAdamW(params, lr=0.01), torch.optim.AdamW(others, lr=0.01)
@@ -305,7 +305,7 @@ def test_a_later_optimizer_a_copy_a_pickle_and_a_checkpoint_go_on():
     assert all(movement_error(p, q, s) <= 1e-5 for p, q, s in zip(params, others, start, strict=True))
 
 
-def test_parameters_that_are_added_replaced_and_frozen():
+def test_padded_parameters_may_be_added_replaced_and_frozen():
     params = parameters([(PRIME,), (129, 131)])
     more = parameters([(PRIME,), (20001,)])
     start, others = clones([*params, *more]), clones([*params, *more])
@@ -326,7 +326,7 @@ def test_parameters_that_are_added_replaced_and_frozen():
         assert movement_error(p, q, s) <= 1e-5
 
 
-def test_a_train_step_of_one_program_takes_them():
+def test_train_step_updates_padded_parameters():
     torch.manual_seed(0)
     model = torch.nn.Linear(129, 131)
     other = copy.deepcopy(model)
@@ -343,7 +343,7 @@ def test_a_train_step_of_one_program_takes_them():
     assert all(movement_error(p, q, s) <= 1e-4 for p, q, s in zip(model.parameters(), other.parameters(), start, strict=True))
 
 
-def test_what_a_loop_of_an_odd_length_is():
+def test_is_ragged_depends_on_the_length():
     assert chunking.is_ragged(PRIME)
     assert not chunking.is_ragged(PRIME + 1)
     assert not chunking.is_ragged(9)

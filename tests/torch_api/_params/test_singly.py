@@ -1,4 +1,4 @@
-"""Packs of large leaves, whose gradients are arguments of their own: what a GPU has, here on the CPU too."""
+"""Buckets of large parameters whose gradients are separate arguments: the layout of a GPU, tested here on the CPU too."""
 
 import itertools
 import math
@@ -43,8 +43,8 @@ def parameters(dtype=torch.float32):
     return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in SHAPES]
 
 
-def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
-    """The movement beside that of an optimizer with every leaf by itself."""
+def compare_with_unbucketed(make, ours, steps=20, grads=None, tolerance=1e-6):
+    """Compare the movement with an unbucketed optimizer; return both optimizers."""
     optimizer = make(ours)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "SINGLY_ON", set())
@@ -67,12 +67,12 @@ def compared(make, ours, steps=20, grads=None, tolerance=1e-6):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
-def test_numbers_are_those_of_leaves_by_themselves(make):
+def test_bucketed_parameters_move_like_unbucketed_ones(make):
     ours = parameters()
-    optimizer, _ = compared(make, ours)
+    optimizer, _ = compare_with_unbucketed(make, ours)
     bucketed(optimizer, 7)
     by_itself = [leaf.param for leaf in optimizer._active if leaf.slot is None]
-    assert any(p is ours[7] for p in by_itself)  # its row would be longer than it is
+    assert any(p is ours[7] for p in by_itself)  # its bucket row would need padding
     assert all(pack.singly for each in optimizer._launches.latest for pack in each.packs)
     addresses = [p.data_ptr() for p in ours]
     set_grads(ours, random_grads(ours))
@@ -81,14 +81,14 @@ def test_numbers_are_those_of_leaves_by_themselves(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_every_dtype(dtype):
+def test_parameters_of_every_dtype_move_like_unbucketed_ones(dtype):
     ours = parameters(dtype)
-    optimizer, _ = compared(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01), ours, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6)
+    optimizer, _ = compare_with_unbucketed(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01), ours, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6)
     bucketed(optimizer, 4)
 
 
 @pytest.mark.parametrize("norm", [None, 0.5])
-def test_who_has_no_gradient_stays_as_it_is(norm):
+def test_parameter_without_gradient_does_not_change(norm):
     turn = itertools.count()
 
     def grads(params):
@@ -96,7 +96,7 @@ def test_who_has_no_gradient_stays_as_it_is(norm):
         return [None if (i + n) % 3 == 0 else torch.randn_like(p) for i, p in enumerate(params)]
 
     ours = parameters()
-    optimizer, other = compared(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, max_grad_norm=norm), ours, grads=grads)
+    optimizer, other = compare_with_unbucketed(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, max_grad_norm=norm), ours, grads=grads)
     counts = [[int(o.state[p]["step"]) for p in o.param_groups[0]["params"]] for o in (optimizer, other)]
     assert counts[0] == counts[1]
     assert len(set(counts[0])) > 1
@@ -109,7 +109,7 @@ def test_who_has_no_gradient_stays_as_it_is(norm):
     assert others[1] is ours[1].grad
 
 
-def test_gradients_are_read_where_they_lie_and_nothing_is_gathered():
+def test_gradients_are_arguments_without_a_copy():
     ours = parameters()
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01)
     set_grads(ours, random_grads(ours))
@@ -124,7 +124,7 @@ def test_gradients_are_read_where_they_lie_and_nothing_is_gathered():
     assert only.program.elements == size
 
 
-def test_strided_parameters_and_gradients():
+def test_strided_parameters_and_gradients_move_as_in_torch():
     def weights():
         torch.manual_seed(3)
         return [torch.nn.Parameter(torch.randn(4, 4, 2, 2).to(memory_format=torch.channels_last)) for _ in range(3)]
@@ -142,7 +142,7 @@ def test_strided_parameters_and_gradients():
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
-def test_a_checkpoint_goes_both_ways():
+def test_checkpoints_load_from_and_into_torch():
     ours = parameters()
     theirs = clones(ours)
     start = [p.detach().clone() for p in ours]
@@ -156,7 +156,7 @@ def test_a_checkpoint_goes_both_ways():
     assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for s in a.state.values() for t in s.values())
 
 
-def test_a_train_step_updates_them():
+def test_train_step_and_eager_steps_alternate():
     def model():
         torch.manual_seed(1)
         return torch.nn.Sequential(
@@ -183,18 +183,18 @@ def test_a_train_step_updates_them():
     assert max(map(movement_error, one.parameters(), other.parameters(), start)) < 1e-4
 
 
-def test_a_gradient_in_the_wrong_row_is_seen(monkeypatch):
-    """The control: this is what the comparison above is there for."""
+def test_gradient_in_the_wrong_row_is_detected(monkeypatch):
+    """The comparison above can fail."""
     monkeypatch.setattr(bound_executable.Block, "singly", property(lambda self: [(p, None) for p in self.positions[::-1]]))
     with pytest.raises(AssertionError):
-        compared(MAKE["AdamW"], parameters())
+        compare_with_unbucketed(MAKE["AdamW"], parameters())
 
 
-def test_numbers_in_one_table_are_those_of_each_leaf(monkeypatch):
-    """As a program of a GPU reads them."""
+def test_scalars_in_one_table_give_the_same_movement(monkeypatch):
+    """Programs of a GPU read scalars this way."""
     asked = []
     inner = per_kind.for_each
     monkeypatch.setattr(update, "for_each", lambda kinds, common, apart: asked.append(apart) or inner(kinds, common, False))
     monkeypatch.setattr(cache, "_programs", {})
-    compared(MAKE["AdamW"], parameters())
+    compare_with_unbucketed(MAKE["AdamW"], parameters())
     assert asked

@@ -1,4 +1,4 @@
-"""Gradients that `torch.amp.GradScaler` has looked at before the step: the program takes its word, and reads them once."""
+"""Gradients that `torch.amp.GradScaler` has checked before the step: the program uses its result and reads the gradients once."""
 
 import re
 
@@ -28,7 +28,7 @@ def adamw(params, **options):
 
 def scaler(kind=torch.amp.GradScaler):
     made = kind("cpu", init_scale=64.0, growth_interval=1000)
-    made.scale(torch.zeros(()))  # which makes its tensors
+    made.scale(torch.zeros(()))  # the scaler makes its tensors here
     return made
 
 
@@ -38,8 +38,8 @@ def scaled_step(optimizer, params, grads, by):
     by.update()
 
 
-def by_hand(optimizer, params, grads):
-    """As somebody does who tells of no check."""
+def step_with_scale_set_by_hand(optimizer, params, grads):
+    """Step with a scale that is set by hand, so that nobody has checked the gradients."""
     set_grads(params, [g * 8 for g in grads])
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
     optimizer.step()
@@ -50,9 +50,9 @@ def decisive(optimizer):
     return {program.plan.decisive for program in programs(optimizer)}
 
 
-@pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
+@pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop")
 @pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
-def test_rows_are_read_where_they_lie_and_move_as_torchs(bound, monkeypatch):
+def test_addressed_rows_move_as_in_torch(bound, monkeypatch):
     lower_addressing_thresholds(monkeypatch, 8)
     monkeypatch.setattr(plan, "_LEAST", 1)
     monkeypatch.setattr(streaming_stats, "_LEAST", 1)
@@ -79,7 +79,7 @@ def test_rows_are_read_where_they_lie_and_move_as_torchs(bound, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_numbers_are_the_papers(broken):
+def test_steps_match_the_reference_of_the_paper(broken):
     params, by = parameters([(20, 30), (7,)]), scaler()
     start = clones(params)
     ours, papers = adamw(params), [NumpyAdam(lr=0.01, weight_decay=0.1, decoupled=True) for _ in params]
@@ -93,10 +93,10 @@ def test_numbers_are_the_papers(broken):
 
 
 @FUSES
-def test_no_byte_is_read_for_it():
-    """28 bytes a parameter, as without a scaled loss; 4 more where the program must look itself."""
+def test_check_by_grad_scaler_costs_no_bytes_in_the_step():
+    """28 bytes per parameter, as without a scaled loss; 4 more if the program itself must check the gradients."""
     counts = []
-    for step in (None, scaled_step, by_hand):
+    for step in (None, scaled_step, step_with_scale_set_by_hand):
         params = parameters([(256, 256), (300, 200)])
         optimizer, size = adamw(params), sum(p.numel() for p in params)
         grads = random_grads(params)
@@ -109,11 +109,11 @@ def test_no_byte_is_read_for_it():
     plain, told, itself = counts
     assert 28 <= plain < 28.1
     assert 28 <= told < 28.1
-    assert 32 <= itself < 36.2  # the compiler also counts the branch that reads them again
+    assert 32 <= itself < 36.2  # the compiler also counts the branch that reads the gradients again
 
 
-def test_its_word_is_taken_as_by_torchs_fused_optimizers():
-    class Blind(torch.amp.GradScaler):
+def test_result_of_grad_scaler_is_trusted_as_by_fused_torch():
+        """A scaler that reports no infinities without a check."""
         """It looks at nothing, and has found nothing."""
 
         def _check_inf_per_device(self, optimizer):
@@ -125,12 +125,12 @@ def test_its_word_is_taken_as_by_torchs_fused_optimizers():
         params = parameters([(4, 5), (7,)])
         grads, optimizer = random_grads(params), make(params)
         grads[1][2] = torch.nan
-        scaled_step(optimizer, params, grads, scaler(Blind))
+        scaled_step(optimizer, params, grads, scaler(NoCheckScaler))
         assert [bool(p.isfinite().all()) for p in params] == [True, False]
 
 
 @pytest.mark.parametrize("bound", [None, 0.5], ids=["plain", "clipped"])
-def test_who_looks_may_change_and_is_a_program_more_only_where_that_is_all(bound):
+def test_changing_who_checks_compiles_only_if_nothing_else_needs_the_check(bound):
     params, by = parameters([(20, 30), (7,)]), scaler()
     optimizer = adamw(params, max_grad_norm=bound)
     scaled_step(optimizer, params, random_grads(params), by)
@@ -141,15 +141,15 @@ def test_who_looks_may_change_and_is_a_program_more_only_where_that_is_all(bound
     if bound is None:
         cause = re.escape("compiled a program more: the program itself looks whether gradients are finite now") + "$"
         with pytest.warns(torch_api.CompilationWarning, match=cause):
-            by_hand(optimizer, params, random_grads(params))
+            step_with_scale_set_by_hand(optimizer, params, random_grads(params))
     else:
-        by_hand(optimizer, params, random_grads(params))
+        step_with_scale_set_by_hand(optimizer, params, random_grads(params))
         assert bridge.compilations() == compiled
-    assert decisive(optimizer) == {True}  # what GradScaler asked before holds for one step
+    assert decisive(optimizer) == {True}  # the check of GradScaler is valid for one step only
     bad = random_grads(params)
     bad[0][0] = torch.inf
     before = clones(params)
-    by_hand(optimizer, params, bad)
+    step_with_scale_set_by_hand(optimizer, params, bad)
     assert all(map(torch.equal, params, before))
     assert optimizer.skipped_steps == 1
     compiled = bridge.compilations()
@@ -157,7 +157,7 @@ def test_who_looks_may_change_and_is_a_program_more_only_where_that_is_all(bound
     assert bridge.compilations() == compiled
 
 
-def test_what_was_asked_holds_for_no_later_step():
+def test_failed_scaler_step_does_not_affect_later_steps():
     params, by = parameters([(20, 30), (7,)]), scaler()
     optimizer = adamw(params)
     params[0].grad = torch.ones(20, 30).to_sparse()
@@ -166,15 +166,15 @@ def test_what_was_asked_holds_for_no_later_step():
         by.step(optimizer)
     for held in ("grad_scale", "found_inf"):
         vars(optimizer).pop(held, None)
-    by_hand(optimizer, params, random_grads(params))
+    step_with_scale_set_by_hand(optimizer, params, random_grads(params))
     assert decisive(optimizer) == {True}
-    host = torch_api.MaskedAdamW(params, lr=0.01)  # GradScaler unscales and skips by itself
+    host = torch_api.MaskedAdamW(params, lr=0.01)  # here GradScaler unscales gradients and skips steps
     scaled_step(host, params, random_grads(params), scaler())
-    by_hand(host, params, random_grads(params))
+    step_with_scale_set_by_hand(host, params, random_grads(params))
     assert decisive(host) == {True}
 
 
-def test_gradients_unscaled_before_are_not_looked_at_again():
+def test_gradients_unscaled_before_are_not_checked_again():
     params, by = parameters([(20, 30), (7,)]), scaler()
     optimizer, before = adamw(params), clones(params)
     set_grads(params, [g * 64 for g in random_grads(params)])

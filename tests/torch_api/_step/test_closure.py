@@ -1,4 +1,4 @@
-"""Transformations that call the loss: line searches, through a torch closure that the compiled update calls back."""
+"""Transformations that call the loss (line searches): the compiled update calls the torch closure back."""
 
 import jax
 import jax.numpy as jnp
@@ -66,8 +66,8 @@ SEARCHES = {
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-6), (torch.float32, 1e-4)], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_line_search_through_a_closure_is_that_of_pure_jax(name, dtype, near):
-    """To 1e-6 where the two frameworks' losses agree better than that; their float32 losses differ, and a search amplifies it."""
+def test_line_search_through_a_closure_matches_pure_jax(name, dtype, near):
+    """The losses of both frameworks differ in float32, and a line search amplifies that; elsewhere the tolerance is 1e-6."""
     tx, params, calls = SEARCHES[name](), start(dtype), []
     optimizer = torch_api.OptaxOptimizer(params.items(), tx)
     steps = 20 if dtype is torch.float64 else 8
@@ -83,7 +83,7 @@ def test_a_line_search_through_a_closure_is_that_of_pure_jax(name, dtype, near):
         assert np.abs(p.detach().clone().numpy() - np.asarray(reference[key])).max() <= near * moved
 
 
-def test_lbfgs_without_a_closure_says_what_it_needs():
+def test_lbfgs_without_a_closure_raises_with_advice():
     params = start()
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.lbfgs())
     torch_loss(*params.values()).backward()
@@ -91,7 +91,7 @@ def test_lbfgs_without_a_closure_says_what_it_needs():
         optimizer.step()
 
 
-def test_a_closure_that_fails_inside_the_search_leaves_all_as_it_was():
+def test_error_of_a_closure_inside_the_search_changes_nothing():
     params, calls = start(), []
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.lbfgs())
     closure = closure_of(params, optimizer, calls)
@@ -115,7 +115,7 @@ def test_a_closure_that_fails_inside_the_search_leaves_all_as_it_was():
     assert not torch.equal(params["w"], before["w"])
 
 
-def test_the_gradients_that_the_closure_left_are_there_after_the_step():
+def test_gradients_set_by_the_closure_remain_after_the_step():
     params = start()
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.lbfgs())
     at = {name: p.detach().clone() for name, p in params.items()}
@@ -124,7 +124,7 @@ def test_the_gradients_that_the_closure_left_are_there_after_the_step():
     assert all(torch.equal(p.grad, leaves[name].grad) for name, p in params.items())
 
 
-def test_value_and_grad_come_from_the_closure_unless_they_are_given():
+def test_value_and_grad_default_to_those_of_the_closure():
     seen = []
 
     def update(updates, state, params=None, *, value, grad, **_):
@@ -141,7 +141,7 @@ def test_value_and_grad_come_from_the_closure_unless_they_are_given():
     assert seen[1][0] == 7.0
 
 
-def test_further_arguments_by_parameter_name_reach_the_live_ones():
+def test_extra_arguments_by_parameter_name_reach_active_parameters():
     def update(updates, state, params=None, *, weights, **_):
         return jax.tree.map(lambda g, w: -g * w, updates, weights), state
 
@@ -160,15 +160,15 @@ def test_further_arguments_by_parameter_name_reach_the_live_ones():
     assert torch.allclose(params["b"], before["b"] - 2 * weights["b"])
 
 
-def test_a_transformation_without_further_arguments_refuses_them():
+def test_unsupported_extra_arguments_raise():
     params = start()
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.scale(0.1))
     with pytest.raises(TypeError, match=r"takes no further arguments, but got \['valu'\]"):
         optimizer.step(valu=1.0)
 
 
-def test_float64_keeps_its_bits_when_the_callback_runs_in_a_thread_of_xla():
-    """Where x64 is off; programs of small operands run in the caller's thread, where it is on."""
+def test_float64_survives_a_callback_in_a_thread_of_xla():
+    """x64 is off; programs with small operands run in the caller's thread, where it is on."""
     size, steps = 2000, 6
     generator = torch.Generator().manual_seed(0)
     w = torch.nn.Parameter(torch.randn(size, dtype=torch.float64, generator=generator))
@@ -198,7 +198,7 @@ def test_float64_keeps_its_bits_when_the_callback_runs_in_a_thread_of_xla():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 5)])
-def test_arrays_cross_to_the_host_and_back_with_their_bits(dtype, shape):
+def test_arrays_keep_their_bits_through_a_host_callback(dtype, shape):
     pairs = np.random.default_rng(0).normal(size=(*shape, 2))
     x = np.asarray(pairs.view(np.complex128)[..., 0] if dtype is np.complex128 else pairs[..., 0].astype(dtype))
     crossed = arguments._words(x)

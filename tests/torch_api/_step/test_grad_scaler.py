@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` where the optimizer unscales, checks and skips by itself."""
+"""`torch.amp.GradScaler` with an optimizer that unscales, checks and skips in its program."""
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ def snapshot(optimizer, params):
 
 @pytest.fixture(params=[True, False], ids=["chosen", "both"])
 def choosing(request, monkeypatch):
-    """As a program on a CPU looks at gradients, and as one on a GPU does."""
+    """Run the test with the gradient check of a CPU program and with that of a GPU program."""
     if not request.param:
         monkeypatch.setattr(grad_stats, "CHOOSING", set())
         monkeypatch.setattr(cache, "_programs", {})
@@ -59,12 +59,12 @@ def choosing(request, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_on_the_device_as_on_the_host(make):
+def test_device_path_moves_like_the_host_path(make):
     params = random_params()
     start, other = clones(params), clones(params)
     ours, theirs = make(params), make(other)
     assert ours._step_supports_amp_scaling
-    theirs._step_supports_amp_scaling = False  # torch's host path: unscale_, look at the device, leave the step out
+    theirs._step_supports_amp_scaling = False  # torch's host path: unscale_, check on the host, skip the step
     train(ours, params, 20, scaler(), spoil={4, 11})
     train(theirs, other, 20, scaler(), spoil={4, 11})
     assert (ours.skipped_steps, theirs.skipped_steps) == (2, 0)
@@ -74,7 +74,7 @@ def test_on_the_device_as_on_the_host(make):
         assert all(torch.equal(t, theirs.state[q][name]) for name, t in ours.state[p].items() if t.ndim == 0 and p.ndim)
 
 
-def test_as_torchs_fused_adamw():
+def test_steps_move_as_torchs_fused_adamw():
     params = random_params()
     start, other = clones(params), clones(params)
     ours, theirs = MAKERS["adamw"](params), torch.optim.AdamW(other, lr=1e-2, fused=True)
@@ -89,7 +89,7 @@ def test_as_torchs_fused_adamw():
 
 @pytest.mark.parametrize("scale", [None, 4.0])
 @pytest.mark.parametrize("infinities", [None, 0.0, 1.0])
-def test_what_a_scaler_leaves_is_read_as_torchs_fused_adamw_reads_it(scale, infinities):
+def test_grad_scale_and_found_inf_are_read_as_by_fused_adamw(scale, infinities):
     params = random_params()
     start, other = clones(params), clones(params)
     pairs = (MAKERS["adamw"](params), params), (torch.optim.AdamW(other, lr=1e-2, fused=True), other)
@@ -109,7 +109,7 @@ def test_what_a_scaler_leaves_is_read_as_torchs_fused_adamw_reads_it(scale, infi
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "ema_decay": 0.9}], ids=["plain", "clip and average"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_skipped_step_changes_nothing_and_the_next_goes_on(make, options):
+def test_skipped_step_changes_nothing_and_the_next_one_updates(make, options):
     params = random_params()
     optimizer, scale = make(params, **options), scaler()
     train(optimizer, params, 3, scale)
@@ -124,7 +124,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_goes_on(make, options):
     assert bridge.compilations() == compiled
 
 
-def test_nothing_is_read_on_the_host(monkeypatch):
+def test_scaled_step_reads_nothing_on_the_host(monkeypatch):
     params = random_params()
     optimizer, scale = MAKERS["adamw"](params), scaler()
     train(optimizer, params, 2, scale)
@@ -139,7 +139,7 @@ def test_nothing_is_read_on_the_host(monkeypatch):
     assert optimizer.skipped_steps == 0
 
 
-def test_gradients_unscaled_and_clipped_by_hand_before():
+def test_gradients_may_be_unscaled_and_clipped_before_the_step():
     params = random_params()
     start, other = clones(params), clones(params)
     ours, theirs = MAKERS["adamw"](params), torch.optim.AdamW(other, lr=1e-2, fused=True)
@@ -156,7 +156,7 @@ def test_gradients_unscaled_and_clipped_by_hand_before():
         assert movement_error(p, q, s) < 1e-5
 
 
-def test_its_own_check_looks_at_what_is_trained_only():
+def test_check_covers_only_trained_elements():
     params = random_params()
     rows = torch.zeros(7, 5, dtype=torch.bool)
     rows[1] = True
@@ -170,19 +170,19 @@ def test_its_own_check_looks_at_what_is_trained_only():
     assert optimizer.skipped_steps == 0
     torch.testing.assert_close(params[0].detach(), start[0].detach() - rows.float())
     torch.testing.assert_close(params[1].detach(), start[1].detach() - 1)
-    params[1].grad[2] = torch.nan  # found by the program itself: found_inf says nothing of it
+    params[1].grad[2] = torch.nan  # only the program finds it; found_inf is 0
     before = clones(params)
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert all(map(torch.equal, params, before))
-    params[1].grad[2], optimizer.found_inf = 4.0, torch.tensor(1.0)  # as another process may have found
+    params[1].grad[2], optimizer.found_inf = 4.0, torch.tensor(1.0)  # as if another process had found an infinity
     optimizer.step()
     assert optimizer.skipped_steps == 2
     assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.usefixtures("choosing")
-def test_the_norm_is_that_of_the_unscaled_gradients():
+def test_norm_is_taken_of_unscaled_gradients():
     params, other = random_params(), None
     other = clones(params)
     ours, theirs = MAKERS["sgd"](params, max_grad_norm=0.3), MAKERS["sgd"](other, max_grad_norm=0.3)
@@ -196,8 +196,8 @@ def test_the_norm_is_that_of_the_unscaled_gradients():
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
 
 
-def test_only_fused_true_asks_for_it():
-    """As in torch: trainers clip between unscale_ and step, and count skipped steps, unless told otherwise."""
+def test_amp_scaling_is_supported_only_with_fused():
+    """As in torch: trainers that clip between unscale_ and step, and those that count skipped steps, need the host path by default."""
     params = random_params()
     assert not getattr(torch_api.MaskedAdamW(params), "_step_supports_amp_scaling", False)
     assert not getattr(torch.optim.AdamW(clones(params)), "_step_supports_amp_scaling", False)
@@ -208,7 +208,7 @@ def test_only_fused_true_asks_for_it():
 
 
 @FUSES
-def test_the_check_costs_one_reading_of_the_gradients():
+def test_check_reads_the_gradients_once():
     p = torch.nn.Parameter(torch.zeros(65536))
     counts = []
     for scale in (None, torch.tensor(1.0)):
@@ -218,13 +218,13 @@ def test_the_check_costs_one_reading_of_the_gradients():
         p.grad = torch.ones_like(p)
         optimizer.step()
         counts.append(optimizer.bytes_accessed())
-    # The compiler also counts the branch that is taken only where the sum is not finite: one reading more.
+    # The compiler also counts the branch for a nonfinite sum, which reads the gradients once more.
     assert 4 * p.numel() < counts[1] - counts[0] < 8.1 * p.numel()
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_only_a_sum_that_is_not_finite_has_the_gradients_read_again(clip):
-    """In the traced program: one sum of each gradient, and then a choice between what reads none of them and what reads all."""
+def test_only_a_nonfinite_sum_makes_the_program_read_gradients_again(clip):
+    """The program sums each gradient once; then a cond selects between a branch that reads no gradient and one that reads all."""
     size, counts = 65536, jax.ShapeDtypeStruct((1,), np.float32)
     grads = [jax.ShapeDtypeStruct((size,), np.float32)] * 3
     skipped, before = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((2,), np.float64)
@@ -240,7 +240,7 @@ def test_only_a_sum_that_is_not_finite_has_the_gradients_read_again(clip):
     assert sums(jaxpr.eqns, size) == 3
     assert sums(one_by_one.eqns, size) == (6 if clip else 3)
     assert all(v.aval.size < size for eqn in at_once.eqns for v in (*eqn.invars, *eqn.outvars))
-    without = program("gpu").eqns  # where the host would wait for the choice
+    without = program("gpu").eqns  # a cond would make the host wait there
     assert not any(eqn.primitive.name == "cond" for eqn in without)
     assert sums(without, size) == (6 if clip else 3)
 
@@ -250,7 +250,7 @@ def sums(eqns, size):
 
 
 @pytest.mark.usefixtures("choosing")
-def test_a_norm_whose_scaled_squares_overflow_is_that_of_the_unscaled_gradients():
+def test_norm_is_right_if_the_scaled_squares_overflow():
     params = [torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(3, 2))]
     ours = torch_api.MaskedSGD(params, lr=1.0, fused=True, max_grad_norm=1.0)
     scale = torch.amp.GradScaler("cpu", init_scale=2.0**70)
@@ -265,7 +265,7 @@ def test_a_norm_whose_scaled_squares_overflow_is_that_of_the_unscaled_gradients(
 @pytest.mark.usefixtures("choosing")
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e38}], ids=["plain", "clip"])
 @pytest.mark.parametrize("values", [[3e38, 3e38], [torch.inf, -torch.inf], [torch.nan, 1.0]], ids=["overflows", "cancels", "nan"])
-def test_only_what_is_not_finite_skips_not_a_sum_that_overflows(values, options):
+def test_step_is_skipped_for_nonfinite_values_but_not_for_an_overflowing_sum(values, options):
     params = [torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(3, 2))]
     ours = torch_api.MaskedSGD(params, lr=1e-30, fused=True, **options)
     scale = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -276,5 +276,5 @@ def test_only_what_is_not_finite_skips_not_a_sum_that_overflows(values, options)
     scale.step(ours)
     finite = torch.tensor(values).isfinite().all().item()
     assert ours.skipped_steps == (0 if finite else 1)
-    if not options:  # the norm of the first overflows in torch too, which then multiplies by 0
+    if not options:  # with clipping, the norm of the first case overflows in torch too, which then multiplies by 0
         assert torch.equal(params[0], torch.ones(20)) == (not finite)

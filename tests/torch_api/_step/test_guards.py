@@ -1,4 +1,4 @@
-"""One glance at all parameters: by torch's guards where it has them, leaf by leaf where not, and never blind to a change."""
+"""Guards of the warm path: with torch's guards or with a check of each parameter, they notice every change."""
 
 import copy
 
@@ -21,7 +21,7 @@ WAYS = {"guards": sight_torch.guard, "leaf by leaf": no_guard}
 
 @pytest.fixture(autouse=True, params=WAYS)
 def way(request, monkeypatch):
-    """Both ways that `Sight` may have chosen."""
+    """Run the test with both kinds of guards."""
     monkeypatch.setattr(guards, "guard", WAYS[request.param])
     return request.param
 
@@ -35,17 +35,17 @@ def made(**options):
     return optimizer, params
 
 
-def looks(optimizer, monkeypatch):
-    """Counts how often the leaves are looked at one by one from now on."""
+def count_slow_checks(optimizer, monkeypatch):
+    """Return a list that grows each time the optimizer checks its parameters one by one."""
     count = []
     look = type(optimizer)._look
     monkeypatch.setattr(type(optimizer), "_look", lambda self: (count.append(1), look(self))[1])
     return count
 
 
-def test_leaves_are_looked_at_one_by_one_only_where_others_have_gradients(monkeypatch, way):
+def test_slow_check_runs_only_if_other_parameters_have_gradients(monkeypatch, way):
     optimizer, params = made()
-    count = looks(optimizer, monkeypatch)
+    count = count_slow_checks(optimizer, monkeypatch)
     for absent, looked in ((None, 0), (None, 0), (1, 1), (1, 1), (None, 2), (3, 3), (3, 3)):
         set_grads(params, [None if i == absent else g for i, g in enumerate(random_grads(params))])
         optimizer.step()
@@ -54,11 +54,11 @@ def test_leaves_are_looked_at_one_by_one_only_where_others_have_gradients(monkey
 
 
 @pytest.mark.parametrize("change", [lambda g: g.untyped_storage().resize_(0), lambda g: g.untyped_storage().resize_(g.nbytes - 4)])
-def test_a_storage_that_was_resized_is_looked_at(change, monkeypatch):
+def test_resized_storage_is_noticed(change, monkeypatch):
     optimizer, params = made()
     set_grads(params, random_grads(params))
     optimizer.step()
-    count = looks(optimizer, monkeypatch)
+    count = count_slow_checks(optimizer, monkeypatch)
     change(params[1].grad)
     with pytest.raises(ValueError, match="Nothing was updated"):
         optimizer.step()
@@ -77,13 +77,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("absent", [None, 2])
-def test_what_is_changed_by_hand_is_followed(change, absent):
-    """As by an optimizer that looks at every leaf at every step."""
+def test_changes_by_hand_take_effect(change, absent):
+    """Compare with an optimizer that checks every parameter at every step."""
     optimizer, params = made()
     twin, others = copy.deepcopy((optimizer, params))
     for each, theirs in ((optimizer, params), (twin, others)):
         set_grads(theirs, [torch.ones_like(p) for p in theirs])
-        each.step()  # the copy has its launches again
+        each.step()  # the copy prepares its executables again
         change(each, theirs[0])
     for _ in range(3):
         grads = [None if i == absent else g for i, g in enumerate(random_grads(params))]
@@ -104,7 +104,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
-def test_a_gradient_that_does_not_fit_is_seen(spoil):
+def test_invalid_gradient_is_noticed(spoil):
     optimizer, params = made()
     set_grads(params, random_grads(params))
     before = [p.detach().clone() for p in params]
@@ -114,7 +114,7 @@ def test_a_gradient_that_does_not_fit_is_seen(spoil):
     assert same(params, before)
 
 
-def test_a_parameter_frozen_by_hand_stays_and_its_stale_gradient_is_not_read():
+def test_stale_gradient_of_a_parameter_frozen_by_hand_is_not_read():
     optimizer, params = made()
     params[1].requires_grad_(False)
     before = params[1].detach().clone()
@@ -128,7 +128,7 @@ def test_a_parameter_frozen_by_hand_stays_and_its_stale_gradient_is_not_read():
     assert not torch.equal(params[1], before)
 
 
-def test_an_absent_gradient_that_comes_back_is_used():
+def test_gradient_that_returns_is_used():
     optimizer, params = made()
     for grads in (random_grads(params)[:-1] + [None], random_grads(params)[:-1] + [None], random_grads(params)):
         set_grads(params, grads)
@@ -138,7 +138,7 @@ def test_an_absent_gradient_that_comes_back_is_used():
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu"), torch.no_grad])
-def test_in_another_mode_the_answer_is_the_same(mode, monkeypatch):
+def test_guards_work_in_other_torch_modes(mode, monkeypatch):
     optimizer, params = made()
     others = clones(params)
     theirs = torch.optim.AdamW(others, lr=0.01)

@@ -1,4 +1,4 @@
-"""torch's wrapper of a step: there where a hook or a profiler hears it, and nowhere else."""
+"""A step runs through torch's wrapper (hooks, profiler marks) if a hook or a profiler listens, and bypasses it otherwise."""
 
 import sys
 import threading
@@ -23,8 +23,8 @@ def optimizer(cls=MaskedAdamW):
     return made
 
 
-def through_torchs_wrapper(call):
-    """Whether the call goes through the code that torch wraps around each step."""
+def runs_torchs_wrapper(call):
+    """Return whether the call runs the code that torch wraps around each step."""
     found = []
 
     def watch(frame, event, _):
@@ -39,14 +39,14 @@ def through_torchs_wrapper(call):
     return bool(found)
 
 
-def test_nobody_hears_a_step_and_it_takes_the_short_way():
-    assert not hooks.FOUND.noted(), "torch has not the names that tell"
-    assert not through_torchs_wrapper(optimizer().step)
+def test_step_without_listeners_bypasses_the_wrapper():
+    assert not hooks.FOUND.noted(), "torch lacks the attributes that show listeners"
+    assert not runs_torchs_wrapper(optimizer().step)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("everywhere", [True, False], ids=["of all optimizers", "of its own"])
-def test_a_hook_is_heard_until_it_is_removed(before, everywhere):
+def test_hook_is_called_until_it_is_removed(before, everywhere):
     own, calls = optimizer(), []
     register = {
         (True, True): register_optimizer_step_pre_hook,
@@ -56,17 +56,17 @@ def test_a_hook_is_heard_until_it_is_removed(before, everywhere):
     }[before, everywhere]
     handle = register(lambda *given: calls.append((given[0] is own, len(given[1]), given[2])))
     try:
-        assert through_torchs_wrapper(lambda: own.step(closure=None)) is before
+        assert runs_torchs_wrapper(lambda: own.step(closure=None)) is before
     finally:
         handle.remove()
     assert calls == [(True, 1, {"closure": None})]
-    assert not through_torchs_wrapper(own.step)
+    assert not runs_torchs_wrapper(own.step)
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, MaskedAdamW])
 @pytest.mark.parametrize("everywhere", [True, False], ids=["of all optimizers", "of its own"])
-def test_a_hook_that_comes_during_a_step_is_called_behind_it(cls, everywhere):
+def test_hook_registered_during_a_step_is_called_after_it(cls, everywhere):
     own, calls, handles = optimizer(cls), [], []
 
     def closure():
@@ -89,28 +89,28 @@ def marks(run):
     return [event.name for event in profile.events() if event.name.startswith("Optimizer.step#")]
 
 
-def test_a_profiler_sees_the_mark_of_each_step():
+def test_profiler_shows_the_mark_of_each_step():
     own = optimizer()
     assert marks(lambda: [own.step() for _ in range(3)]) == [MARK.format("MaskedAdamW")] * 3
 
 
-def test_a_profiler_of_another_thread_is_heard_as_torch_would():
-    own, heard = optimizer(), []
+def test_profiler_of_another_thread_is_served_as_by_torch():
+    own, listened = optimizer(), []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        thread = threading.Thread(target=lambda: heard.append(through_torchs_wrapper(own.step)))
+        thread = threading.Thread(target=lambda: listened.append(runs_torchs_wrapper(own.step)))
         thread.start()
         thread.join()
-    assert heard == [True]
+    assert listened == [True]
 
 
-def test_the_older_profiler_is_heard():
+def test_autograd_profiler_shows_the_mark():
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         optimizer().step()
     assert MARK.format("MaskedAdamW") in {event.name for event in profile.function_events}
 
 
 @pytest.mark.parametrize("missing", ["_profiler_enabled", "_optimizer_step_pre_hooks"])
-def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch, missing):
+def test_every_step_runs_the_wrapper_if_torch_hides_its_listeners(monkeypatch, missing):
     monkeypatch.delattr(torch.autograd, missing, raising=False)
     monkeypatch.delitem(torch.optim.Optimizer.__annotations__, missing, raising=False)
     found = hooks.Listeners(*heard())
@@ -121,27 +121,27 @@ def test_where_torch_does_not_tell_each_step_is_heard(monkeypatch, missing):
         def step(self, closure=None):
             return super().step(closure)
 
-    assert through_torchs_wrapper(optimizer(Other).step)
+    assert runs_torchs_wrapper(optimizer(Other).step)
 
 
-def test_a_subclass_with_a_step_of_its_own_is_heard_as_often_as_one_of_torchs():
-    heard = []
+def test_subclass_with_its_own_step_is_wrapped_as_in_torch():
+    listened = []
     for base in (torch.optim.AdamW, MaskedAdamW):
         optimizer(base)  # torch wraps the step of a class when it is first made
 
-        class Louder(base):
+        class OwnStep(base):
             def step(self, closure=None):
                 return super().step(closure)
 
-        own, calls = optimizer(Louder), []
+        own, calls = optimizer(OwnStep), []
         own.register_step_post_hook(lambda opt, *_, calls=calls: calls.append(type(opt).__name__))
         own.step()
-        heard.append((calls, marks(own.step)))
-    assert heard[0] == heard[1]
-    assert heard[0][0]
+        listened.append((calls, marks(own.step)))
+    assert listened[0] == listened[1]
+    assert listened[0][0]
 
 
-def test_an_error_comes_through_and_the_next_step_works():
+def test_error_of_a_step_is_raised_and_the_next_step_works():
     own = optimizer()
     own.param_groups[0]["lr"] = "fast"
     with pytest.raises((TypeError, ValueError)):

@@ -1,4 +1,4 @@
-"""Steps look for changes of the state only while someone may hold a part of it."""
+"""Steps check the state for edits only while user code may hold a part of it."""
 
 import copy
 import pickle
@@ -31,24 +31,24 @@ def trained(opt, params, steps):
         opt.step()
 
 
-def looks(monkeypatch):
-    """Counts the steps that look at state tensors from now on."""
+def count_state_checks(monkeypatch):
+    """Return a list that grows with each step that checks state tensors."""
     count = []
     looks = state_watch.Keeper._as_left
     monkeypatch.setattr(state_watch.Keeper, "_as_left", lambda self: (count.append(1), looks(self))[1])
     return count
 
 
-def test_state_that_nobody_has_asked_for_is_not_looked_at(monkeypatch):
+def test_state_that_was_never_read_is_not_checked(monkeypatch):
     opt, params = made()
-    count = looks(monkeypatch)
+    count = count_state_checks(monkeypatch)
     trained(opt, params, 8)
     assert not count
     opt.state[params[0]]["exp_avg"].norm()
     trained(opt, params, 1)
     assert len(count) == 1
     trained(opt, params, 8)
-    assert len(count) == 1  # it was let go again
+    assert len(count) == 1  # the state is no longer watched
 
 
 HELD = {
@@ -62,10 +62,10 @@ HELD = {
 
 
 @pytest.mark.parametrize("ask", HELD.values(), ids=HELD)
-def test_state_that_is_held_is_looked_at_for_as_long_as_it_is(ask, monkeypatch):
+def test_state_is_checked_as_long_as_it_is_held(ask, monkeypatch):
     opt, params = made()
     something = ask(opt, params[1])
-    count = looks(monkeypatch)
+    count = count_state_checks(monkeypatch)
     trained(opt, params, 40)
     assert len(count) == 40
     del something
@@ -83,8 +83,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_through_what_was_held_for_long_is_followed(change):
-    """As in an optimizer that begins with the changed state."""
+def test_edit_through_a_long_held_reference_takes_effect(change):
+    """The result is that of an optimizer that starts with the edited state."""
     opt, params = made()
     fields = opt.state[params[0]]
     trained(opt, params, 37)
@@ -98,7 +98,7 @@ def test_a_change_through_what_was_held_for_long_is_followed(change):
     assert same(opt.state[params[0]].values(), twin.state[others[0]].values())
 
 
-def test_a_tensor_held_while_its_dict_is_not():
+def test_edit_of_a_held_tensor_takes_effect():
     opt, params = made()
     tensor = opt.state[params[0]]["exp_avg"]
     trained(opt, params, 20)
@@ -109,17 +109,17 @@ def test_a_tensor_held_while_its_dict_is_not():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_has_the_state_and_lets_it_go_too(copied, monkeypatch):
+def test_copied_state_is_not_checked_once_it_is_released(copied, monkeypatch):
     opt, params = made()
     twin, others = copied((opt, params))
     assert same([x for fields in opt.state.values() for x in fields.values()], [x for f in twin.state.values() for x in f.values()])
     trained(twin, others, 8)
-    count = looks(monkeypatch)
+    count = count_state_checks(monkeypatch)
     trained(twin, others, 8)
     assert not count
 
 
-def test_a_new_state_takes_the_place_of_the_old():
+def test_assigned_state_replaces_the_old_one():
     opt, params = made()
     old = opt.state
     opt.state = type(old)(dict)
@@ -130,9 +130,9 @@ def test_a_new_state_takes_the_place_of_the_old():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_of_state_that_all_parameters_share_too(monkeypatch):
+def test_shared_state_is_checked_while_it_is_held(monkeypatch):
     opt, params = made(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
-    count = looks(monkeypatch)
+    count = count_state_checks(monkeypatch)
     trained(opt, params, 8)
     assert not count
     shared = opt.state[params[0]]["count"]
@@ -145,8 +145,8 @@ def test_of_state_that_all_parameters_share_too(monkeypatch):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_shared_state_of_parameters_that_are_frozen_meanwhile(monkeypatch):
-    """Their dicts show the shared tensors, too: none of them may be taken for one that another holds."""
+def test_shared_state_of_frozen_parameters_is_not_taken_for_held(monkeypatch):
+    """Dicts of frozen parameters also show the shared tensors; such a reference must not count as held by user code."""
     opt, params = made(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
     opt.set_trainable(lambda name, p: p is params[0], False)
     trained(opt, params, 10)
@@ -158,13 +158,13 @@ def test_shared_state_of_parameters_that_are_frozen_meanwhile(monkeypatch):
     assert not opt._asks.open
 
 
-def test_other_kinds_of_dicts_are_looked_at(monkeypatch):
+def test_state_in_a_dict_subclass_is_checked(monkeypatch):
     class Fields(dict):
         pass
 
     opt, params = made()
     opt.state[params[0]] = Fields(opt.state[params[0]])
-    count = looks(monkeypatch)
+    count = count_state_checks(monkeypatch)
     trained(opt, params, 20)
     assert len(count) == 20
 
@@ -183,12 +183,12 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("shapes", [SHAPES, [(4, 4)] * 5], ids=["alone", "packed"])
-def test_a_change_while_the_parameter_has_no_gradient(edit, shapes):
-    """As in a GAN: it takes part again some steps later, from the state that it was given."""
+def test_edit_while_the_parameter_has_no_gradient_takes_effect(edit, shapes):
+    """As in a GAN: the parameter is active again some steps later and continues from the edited state."""
     opt, params = made(shapes=shapes)
     theirs = [p.detach().clone().requires_grad_() for p in params]
     twin = torch.optim.AdamW(theirs, lr=0.01)
-    twin.load_state_dict(copy.deepcopy(opt.state_dict()))  # torch does not copy
+    twin.load_state_dict(copy.deepcopy(opt.state_dict()))  # torch does not copy the tensors
     for each, ps in ((opt, params), (twin, theirs)):
         edit(each, ps[0])
     for absent in (True, True, True, False, False):

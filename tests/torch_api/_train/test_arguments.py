@@ -1,4 +1,4 @@
-"""JaxTrainStep, part by part: what is not computed, what is drawn, accumulated, returned, and what happens when a call fails."""
+"""JaxTrainStep in detail: gradients that are not computed, random draws, accumulation, results, and calls that fail."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promoti
 
 
 def count(jaxpr, name):
-    """How often an operation stands in a program, functions that it calls included."""
+    """Return how often a primitive occurs in a program, including the functions that it calls."""
     bodies = [getattr(x, "jaxpr", x) for eqn in jaxpr.eqns for x in eqn.params.values()]
     own = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
     return own + sum(count(body, name) for body in bodies if hasattr(body, "eqns"))
@@ -33,11 +33,11 @@ def products(train_step):
     return count(program.jaxpr.jaxpr, "dot_general")
 
 
-# ---------------------------------------------------------------------- what is not computed
+# ---------------------------------------------------------------------- gradients that are not computed
 
 
-def test_no_gradient_of_a_frozen_parameter_is_computed():
-    """Three layers: 3 products forward, and backward 3 for weights and 2 for what flows on; frozen ones have none of these."""
+def test_gradients_of_frozen_parameters_are_not_computed():
+    """Three layers have 3 matrix products forward, 3 backward for weights and 2 for inputs; frozen layers save theirs."""
     counts = {}
     for mask in (True, "4.*", "2.*", "0.*"):
         model = mlp()
@@ -55,7 +55,7 @@ def test_no_gradient_of_a_frozen_parameter_is_computed():
 
 
 class Gated(nn.Module):
-    """Which layers take part depends on the batch; one only without gradient, one only through integers."""
+    """The batch selects which layer is used; another one is used without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Gated(nn.Module):
         return h + self.watched(x).detach()
 
 
-def test_a_parameter_that_the_loss_does_not_reach_is_left_alone_as_without_a_gradient():
+def test_parameter_unused_by_the_loss_does_not_change():
     model = Gated()
     twin = copy.deepcopy(model)
     start = [p.detach().clone() for p in model.parameters()]
@@ -102,7 +102,7 @@ def dropout_run(seed, steps=6):
 
 
 @pytest.mark.quick
-def test_dropout_is_new_at_each_call_and_repeats_with_torchs_seed():
+def test_dropout_differs_between_calls_and_repeats_with_the_seed():
     first, train_step, batch = dropout_run(3)
     assert len(set(first)) == len(first)
     assert dropout_run(3)[0] == first
@@ -111,7 +111,7 @@ def test_dropout_is_new_at_each_call_and_repeats_with_torchs_seed():
     train_step.module.eval()
     value = train_step(*batch).item()
     assert value == train_step(*batch).item() == pytest.approx(mse(train_step.module, *batch).item(), rel=1e-6)
-    assert torch.equal(state, torch.get_rng_state()), "nothing was drawn, so nothing is taken from the generator"
+    assert torch.equal(state, torch.get_rng_state()), "a call without dropout used the random generator"
 
 
 def test_dropout_keeps_the_mean():
@@ -127,7 +127,7 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_accumulation_is_the_mean_over_the_calls(dtype):
+def test_accumulation_averages_over_the_calls(dtype):
     model = mlp(dtype=dtype)
     twin = copy.deepcopy(model)
     start = [p.detach().clone() for p in model.parameters()]
@@ -155,8 +155,8 @@ def test_accumulation_is_the_mean_over_the_calls(dtype):
     assert train_step.cache_info()[1:] == (2, 2, 2)
 
 
-def test_accumulation_over_different_parameters_and_flush():
-    """What a call does not reach keeps the gradient of the calls that did; flush updates with what is there."""
+def test_calls_that_reach_different_parameters_accumulate():
+    """Calls that do not reach a parameter add nothing to its gradient; flush updates with the accumulated gradients."""
     model = Gated()
     twin = copy.deepcopy(model)
     start = [p.detach().clone() for p in model.parameters()]
@@ -176,11 +176,11 @@ def test_accumulation_over_different_parameters_and_flush():
     assert_moved_alike(model, twin, start, 1e-4)
     before = [p.detach().clone() for p in model.parameters()]
     train_step.flush()
-    assert all(map(torch.equal, before, model.parameters())), "nothing was pending"
+    assert all(map(torch.equal, before, model.parameters())), "flush updated without pending calls"
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_half_types_are_summed_in_float32():
+def test_half_gradients_are_accumulated_in_float32():
     model = mlp(dtype=torch.bfloat16)
     train_step = JaxTrainStep(model, mse, adamw(model), accumulate=2)
     for batch in batches(2, dtype=torch.bfloat16):
@@ -202,8 +202,8 @@ def test_hooks_of_the_optimizer_run_around_each_update():
     assert seen == ["before", "after"] * 2
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
-def test_hooks_of_all_optimizers_run_and_a_profile_has_the_step_by_its_name():
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 warns
+def test_global_hooks_run_and_the_profiler_shows_the_step():
     model, seen = mlp(), []
     train_step = JaxTrainStep(model, mse, adamw(model))
     handles = [
@@ -227,7 +227,7 @@ SETTINGS = {"jax_disable_jit": True, "jax_transfer_guard": "disallow"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_jax_settings_for_debugging_do_not_reach_into_the_step(name):
+def test_debug_settings_of_jax_do_not_affect_the_step(name):
     model = mlp()
     train_step = JaxTrainStep(model, mse, adamw(model))
     before = getattr(jax.config, name)
@@ -240,7 +240,7 @@ def test_jax_settings_for_debugging_do_not_reach_into_the_step(name):
     assert not np.isfinite(losses[2:]).any()
 
 
-def test_a_loss_that_raises_leaves_all_as_it_was():
+def test_loss_that_raises_changes_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = adamw(model)
 
@@ -265,8 +265,8 @@ def test_a_loss_that_raises_leaves_all_as_it_was():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_program_that_fails_half_way_leaves_values_and_memory_as_they_were(accumulate):
-    """A callback raises inside the running program, when parameters, state, buffers and sums are donated already."""
+def test_program_that_fails_restores_all_values(accumulate):
+    """A callback raises inside the running program, after parameters, state, buffers and accumulators were donated."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer, broken = adamw(model), []
 
@@ -299,8 +299,8 @@ def test_a_program_that_fails_half_way_leaves_values_and_memory_as_they_were(acc
     assert not torch.equal(before[0], model[0].weight)
 
 
-def test_results_that_lie_elsewhere_are_followed():
-    """A numpy view of a jax array that is donated makes XLA copy; parameters, state and buffers must look at the new place."""
+def test_tensors_follow_results_at_other_addresses():
+    """A NumPy view of a donated jax array makes XLA write results elsewhere; parameters, state and buffers must move there."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
     twin = copy.deepcopy(model)
     start = [p.detach().clone() for p in model.parameters()]
@@ -332,7 +332,7 @@ def test_parameters_outlive_the_step_and_the_optimizer():
     assert all(map(torch.equal, values.values(), model.state_dict().values()))
 
 
-def test_a_graph_built_before_notices_the_step():
+def test_backward_through_an_older_graph_raises():
     model = nn.Linear(4, 4)
     train_step = JaxTrainStep(model, lambda m, x: m(x).square().mean(), adamw(model))
     x = torch.randn(6, 4, requires_grad=True)
@@ -352,7 +352,7 @@ def test_traces_and_compilations_are_counted():
     assert train_step.cache_info() == (4, 1, 1, 1)
 
 
-def test_many_programs_are_said():
+def test_ninth_program_warns():
     model = mlp(width=2)
     train_step = JaxTrainStep(model, lambda m, x, n: m(x).mean() * n, torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
     for n in range(8):
@@ -363,7 +363,7 @@ def test_many_programs_are_said():
 
 
 class Layer(nn.Module):
-    """Torch around a layer that is written in JAX, with a constant, a setting and several outputs."""
+    """A torch module that calls a layer written in JAX, with a constant, a static setting and several outputs."""
 
     def __init__(self):
         super().__init__()
@@ -375,7 +375,7 @@ class Layer(nn.Module):
         return made["out"].sum(-1, keepdim=True) * made["half"]
 
 
-def test_a_layer_written_in_jax_is_a_part_of_the_program():
+def test_layer_written_in_jax_is_part_of_the_program():
     torch.manual_seed(0)
     model = Layer()
     twin = copy.deepcopy(model)
@@ -389,12 +389,12 @@ def test_a_layer_written_in_jax_is_a_part_of_the_program():
         eager.step()
         torch.testing.assert_close(loss, want.detach(), rtol=1e-5, atol=1e-6)
     assert_moved_alike(model, twin, start, 1e-3)
-    assert model.layer.programs == 0  # none of its own
+    assert model.layer.programs == 0  # it compiled no program of its own
     got = jax.jit(bridge.module_function(model))(bridge.module_tree(model), jnp.asarray(x.numpy()))
     np.testing.assert_allclose(got, model(x).detach().numpy(), rtol=1e-5)
 
 
-def test_a_gradient_inside_a_loss_is_taken_by_jax():
+def test_loss_may_use_jax_grad():
     torch.manual_seed(0)
     model = mlp()
     twin = copy.deepcopy(model)

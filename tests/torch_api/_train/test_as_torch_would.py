@@ -1,4 +1,4 @@
-"""What a hostile user found to differ from eager torch in a train step; each case is one that differed."""
+"""Unusual torch code in a train step gives the results of eager torch, or raises an error that names the cause."""
 
 import copy
 import subprocess
@@ -18,7 +18,7 @@ import torch_api
 
 
 def same_training(model, loss_fn, *batches, between=lambda model: None, lr=0.1):
-    """Losses, parameters and buffers beside eager torch's, where `between` changes both models after each step."""
+    """Compare losses, parameters and buffers with eager torch; `between` changes both models after each step."""
     theirs = copy.deepcopy(model)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=lr)
     step = torch_api.JaxTrainStep(model, loss_fn, torch_api.MaskedSGD(model.named_parameters(), lr=lr))
@@ -45,14 +45,14 @@ def mean_square(model, x):
     return model(x).square().mean()
 
 
-def test_forward_hooks_that_come_and_go():
+def test_forward_hooks_may_be_added_and_removed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     handle, seen = [], []
 
     def between(model):
         seen.append(model)
-        if len(seen) <= 2:  # after the first step, of both
+        if len(seen) <= 2:  # after the first step of both models
             handle.append(model[0].register_forward_hook(lambda module, args, out: out * 2))
         elif len(seen) <= 4:
             handle.pop(0).remove()
@@ -60,8 +60,8 @@ def test_forward_hooks_that_come_and_go():
     same_training(model, mean_square, *batches(5, 4, count=4), between=between)
 
 
-def test_an_activation_requires_grad():
-    """Code that asks takes torch's branch; a hook there is the error that it is without the question."""
+def test_activations_require_grad_as_in_torch():
+    """Code that reads `requires_grad` gets torch's answers."""
     seen = []
 
     def loss_fn(model, x):
@@ -80,7 +80,7 @@ def test_an_activation_requires_grad():
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_gradients_by_torch_within_a_loss_are_an_error(create_graph):
+def test_torch_autograd_in_a_loss_raises(create_graph):
     def by_functional(model, x):
         jacobian = torch.autograd.functional.jacobian(lambda v: model(v).sum(0), x, create_graph=create_graph)
         return model(x).mean() + jacobian.square().sum()
@@ -97,7 +97,7 @@ def test_gradients_by_torch_within_a_loss_are_an_error(create_graph):
 
 
 class Flagged(nn.Linear):
-    """As ActNorm: it is told once that it has seen data."""
+    """A layer with a flag buffer that its first forward sets, like ActNorm."""
 
     def __init__(self):
         super().__init__(4, 3)
@@ -108,11 +108,11 @@ class Flagged(nn.Linear):
         return super().forward(x)
 
 
-def test_a_flag_that_forward_sets():
+def test_forward_may_set_a_flag_buffer():
     same_training(Flagged(), mean_square, *batches(5, 4))
 
 
-def test_an_encoder_in_eval_with_padding():
+def test_encoder_in_eval_mode_takes_a_padding_mask():
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
@@ -120,7 +120,7 @@ def test_an_encoder_in_eval_with_padding():
     same_training(encoder, loss_fn, *((x, padding) for (x,) in batches(2, 5, 8)))
 
 
-def test_masked_places_become_a_vector():
+def test_masked_elements_may_be_assigned_a_vector():
     def loss_fn(model, x):
         h = x * 1.0
         h[x[..., 0] > 0] = model.weight[0]
@@ -131,7 +131,7 @@ def test_masked_places_become_a_vector():
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 4)])
-def test_a_value_that_does_not_fit_behind_a_mask_is_refused(shape):
+def test_assigning_a_value_of_unknown_size_by_mask_raises(shape):
     def loss_fn(model, x):
         x[x[:, 0] > 0] = torch.ones(shape)
         return model(x).sum()
@@ -142,7 +142,7 @@ def test_a_value_that_does_not_fit_behind_a_mask_is_refused(shape):
         step(*batches(5, 4)[0])
 
 
-def test_comparisons_with_what_is_no_number():
+def test_tensors_compare_with_none_and_strings():
     def loss_fn(model, x):
         assert [x == None, x != None, x == "causal", x != "causal"] == [False, True, False, True]  # noqa: E711
         assert [x.type(), x.double().type()] == ["torch.FloatTensor", "torch.DoubleTensor"]
@@ -154,19 +154,19 @@ def test_comparisons_with_what_is_no_number():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_first_of_the_largest_has_the_gradient(size):
+def test_first_of_equal_maxima_gets_the_gradient(size):
     ties = torch.tensor([[[1.0, 3, 3, 0, 3, 3, 2]]])
     compare(lambda x: F.adaptive_max_pool1d(x, size), ties)
     compare(lambda x: F.adaptive_max_pool2d(x[..., None], (size, 1), return_indices=True)[0], ties)
     compare(lambda x: nn.AdaptiveMaxPool3d(size)(x[..., None, None].expand(1, 1, 7, 3, 3)), ties)
 
 
-def test_a_bessel_function_at_zero():
+def test_bessel_functions_at_zero_match_torch():
     compare(torch.i0, torch.tensor([0.0, 1.0, -2.0]))
     compare(torch.special.i0, torch.tensor([0.0, 1.0, -2.0]))
 
 
-def test_a_buffer_without_a_value_cannot_get_one():
+def test_giving_a_first_value_to_a_buffer_raises():
     class Lazy(nn.Linear):
         def __init__(self):
             super().__init__(4, 3)
@@ -184,8 +184,8 @@ def test_a_buffer_without_a_value_cannot_get_one():
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_tensors_from_outside_are_read_again_after_a_write(fresh):
-    """A teacher that follows the student, as in DQN, BYOL and mean teachers; `fresh`: at each step another size of batch."""
+def test_closed_over_tensors_are_read_again_after_a_write(fresh):
+    """A teacher follows the student, as in DQN, BYOL and mean teachers; with `fresh` each step has another batch size."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     pairs = [(m, copy.deepcopy(model).requires_grad_(False)) for m in (model, copy.deepcopy(model))]
@@ -207,10 +207,10 @@ def test_tensors_from_outside_are_read_again_after_a_write(fresh):
             for student, follower in pairs:
                 torch._foreach_lerp_(list(follower.parameters()), list(student.parameters()), 0.3)
     assert step.cache_info().compilations == 4
-    assert step.cache_info().programs <= 1 + fresh  # old ones go
+    assert step.cache_info().programs <= 1 + fresh  # unused programs are dropped
 
 
-def test_tensors_from_outside_cost_no_trace_while_they_stay():
+def test_unchanged_closed_over_tensors_cost_no_trace():
     weight = torch.ones(3)
     model = nn.Linear(4, 3)
     step = torch_api.JaxTrainStep(model, lambda m, x: (m(x) * weight).mean(), torch_api.MaskedSGD(model.named_parameters(), lr=0.1))
@@ -229,7 +229,7 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-def test_the_result_of_a_function_requires_grad():
+def test_result_of_an_autograd_function_requires_grad():
     def loss_fn(model, x):
         assert Doubled.apply(model(x)).requires_grad
         assert not Doubled.apply(x).requires_grad
@@ -239,7 +239,7 @@ def test_the_result_of_a_function_requires_grad():
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_a_backward_hook_is_an_error(full):
+def test_backward_hook_raises(full):
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     register = model[1].register_full_backward_hook if full else model[1].register_backward_hook
     register(lambda module, given, out: None)
@@ -248,7 +248,7 @@ def test_a_backward_hook_is_an_error(full):
         step(*batches(5, 4)[0])
 
 
-def test_what_is_put_into_data_is_not_derived():
+def test_values_assigned_to_data_have_no_gradient():
     def loss_fn(model, x):
         y = model(x)
         y.data = y.data.clamp(-0.1, 0.1)
@@ -257,11 +257,11 @@ def test_what_is_put_into_data_is_not_derived():
     same_training(nn.Linear(4, 3), loss_fn, *batches(5, 4))
 
 
-def test_a_number_of_numpy_is_a_number():
+def test_numpy_scalars_combine_with_traced_tensors():
     compare(lambda x: np.float64(2.0) * x.sum() + np.float32(0.5) * x.mean() + x * np.float64(3.0), torch.randn(3))
 
 
-def test_a_shallow_copy_is_a_leaf_over_the_same_memory():
+def test_shallow_copy_shares_memory_without_gradient():
     def function(x):
         y = x * 2
         other = copy.copy(y)
@@ -273,7 +273,7 @@ def test_a_shallow_copy_is_a_leaf_over_the_same_memory():
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "group_norm", "batch_norm"])
-def test_a_number_of_the_batch_is_the_epsilon_of_a_norm(norm):
+def test_epsilon_of_a_norm_may_come_from_the_batch(norm):
     by = {
         "layer_norm": lambda x, eps: F.layer_norm(x, (3,), eps=eps),
         "group_norm": lambda x, eps: F.group_norm(x, 1, eps=eps),
@@ -283,8 +283,8 @@ def test_a_number_of_the_batch_is_the_epsilon_of_a_norm(norm):
     same_training(nn.Linear(4, 3), lambda model, x, eps: by(model(x), eps)[:2].square().mean(), *given)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's own, where a compiled module is given what is no leaf
-def test_what_torch_compile_has_made_runs_as_it_was():
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiled module warns about an input that is not a leaf
+def test_compiled_functions_run_uncompiled_in_a_trace():
     seen = []
 
     @torch.compile(backend="eager")
@@ -302,22 +302,22 @@ def test_what_torch_compile_has_made_runs_as_it_was():
         return graph.forward
 
     torch.compile(lambda x: x + 1, backend=counting)(torch.ones(3))
-    assert calls, "torch.compile is to compile again behind the trace"
+    assert calls, "torch.compile does not work after the trace"
 
 
-def test_sequences_are_padded():
+def test_pad_sequence_matches_torch():
     for first in (True, False):
         compare(lambda x, y, first=first: nn.utils.rnn.pad_sequence([x, y], first, 2.0), torch.randn(3, 2), torch.randn(5, 2))
     compare(lambda x, y: nn.utils.rnn.pad_sequence([x, y], True, padding_side="left"), torch.randn(3), torch.randn(5))
 
 
-def test_fake_quantization():
+def test_fake_quantization_matches_torch():
     torch.manual_seed(0)
     x = torch.cat([torch.randn(3, 4) * 2, torch.tensor([[float("inf"), -float("inf"), 100.0, -100.0]])])
-    finite = x.clamp(-100, 100)  # torch 2.6 has the least number for infinity
+    finite = x.clamp(-100, 100)  # torch 2.6 turns infinity into the smallest number
     right = torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7)[3, 0] > 0
     compare(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), x if right else finite)
-    x = finite  # torch's result of infinities depends on the processor here
+    x = finite  # torch's result for infinities depends on the processor here
     scale, zero = torch.tensor([0.1, 0.2, 0.05, 0.3]), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
     for axis in (0, 1):
         compare(lambda x, axis=axis: torch.fake_quantize_per_channel_affine(x, scale, zero, axis, -8, 7), x)
@@ -325,7 +325,7 @@ def test_fake_quantization():
 
 
 class Adapted(nn.Module):
-    """A module whose forward copies: its layer, a parameter or itself."""
+    """A module whose forward copies its layer, a parameter or itself."""
 
     k = 1.0
 
@@ -362,12 +362,12 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["noisy", "replaced", "itself", "parameter"])
-def test_what_forward_copies_is_a_copy(how):
+def test_forward_may_copy_modules_and_parameters(how):
     torch.manual_seed(0)
     same_training(Adapted(how), mean_square, *batches(2, 3))
 
 
-def test_copies_outside_of_a_trace_are_as_ever():
+def test_copy_outside_of_a_trace_is_unchanged():
     layer = Adapted("itself")
     other = copy.copy(layer)
     assert other.layer is layer.layer
@@ -431,7 +431,7 @@ PLACES = [data_of_a_view, data_swapped, data_under_a_view, data_shared, data_of_
 
 
 @pytest.mark.parametrize("function", PLACES)
-def test_data_takes_another_place_and_leaves_views_over_the_old_one(function):
+def test_assigned_data_leaves_views_on_the_old_memory(function):
     torch.manual_seed(0)
     compare(function, torch.randn(2, 3))
 
@@ -453,7 +453,7 @@ PLANES, SPACES = torch.arange(400.0).reshape(1, 4, 10, 10), torch.arange(1372.0)
     ],
     ids=["dropout", "dropout1d", "alpha_dropout", "rrelu", "gumbel_softmax", "attention", "fractional pool", "of three dims"],
 )
-def test_what_draws_for_a_plain_tensor_draws_by_the_key(layer):
+def test_draws_for_a_plain_tensor_use_the_jax_key(layer):
     plain = -torch.ones(4, 4)
     model = nn.Module()
     model.forward = lambda x: x + layer(plain)
@@ -465,7 +465,7 @@ def test_what_draws_for_a_plain_tensor_draws_by_the_key(layer):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_without_training_a_plain_tensor_may_still_decide_a_branch():
+def test_plain_tensor_may_decide_a_branch_in_eval_mode():
     model = nn.Module()
     model.drop, plain = nn.Dropout(0.5), torch.ones(3)
     model.forward = lambda x: x + 1 if model.drop(plain).sum() > 2 else x
@@ -473,7 +473,7 @@ def test_without_training_a_plain_tensor_may_still_decide_a_branch():
     np.testing.assert_array_equal(jax.jit(lambda x: bridge.module_function(model)({}, x))(jax.numpy.zeros(2)), np.ones(2))
 
 
-def test_ties_of_a_grid_round_before_its_zero_point_is_added():
+def test_fake_quantization_rounds_ties_before_adding_the_zero_point():
     x = torch.arange(-3, 4) * 0.25
     compare(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.5, 3, -8, 7), x)
     scale = torch.full((7,), 0.5)
@@ -481,7 +481,7 @@ def test_ties_of_a_grid_round_before_its_zero_point_is_added():
     compare(lambda x: torch.fake_quantize_per_channel_affine(x, scale, torch.full((7,), 2.5), 0, -8, 7), x)
 
 
-def test_numbers_of_numpy_keep_their_dtype_in_a_tensor():
+def test_numpy_scalars_keep_their_dtype_in_a_tensor():
     def kinds(x):
         made = torch.tensor([np.float64(0.1)]), torch.tensor(np.int32(2)), torch.as_tensor(np.float64(2.0)), torch.tensor(np.float16(2.0))
         assert [y.dtype for y in made] == [torch.float64, torch.int32, torch.float64, torch.float16]
@@ -491,11 +491,11 @@ def test_numbers_of_numpy_keep_their_dtype_in_a_tensor():
     same_training(nn.Linear(3, 3), lambda model, x: kinds(model(x)), *batches(2, 3))
 
 
-def test_padded_sequences_have_the_dtype_of_the_first():
+def test_pad_sequence_has_the_dtype_of_the_first_sequence():
     compare(lambda x: nn.utils.rnn.pad_sequence([x.half(), torch.linspace(0, 1, 5)]), torch.randn(3))
 
 
-def test_torch_compile_in_a_forward_leaves_the_function_as_it_is():
+def test_torch_compile_in_a_forward_works():
     code = """
 import sys, torch, jax, bridge
 class Layer(torch.nn.Module):
@@ -509,8 +509,8 @@ print(jax.jit(bridge.module_function(Layer()))({}, jax.numpy.zeros(2)).tolist())
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch 2.6, that its graph breaks
-def test_a_trace_may_begin_within_a_compiled_function():
+@pytest.mark.filterwarnings("ignore")  # torch 2.6 warns about a graph break
+def test_trace_may_start_within_a_compiled_function():
     pure, found, array = bridge.module_function(nn.ReLU()), [], jax.numpy.array([-1.0, 2.0])
 
     @torch.compile(backend="eager")
@@ -522,7 +522,7 @@ def test_a_trace_may_begin_within_a_compiled_function():
     assert found[0].tolist() == [0.0, 2.0]
 
 
-def test_assertions_check_what_is_known_and_let_pass_what_is_traced():
+def test_assertions_check_known_values_only():
     def checked(x):
         torch._assert((x > 0).all(), "not positive")
         torch._assert(torch.ones(2).sum() == 2, "wrong")
@@ -534,7 +534,7 @@ def test_assertions_check_what_is_known_and_let_pass_what_is_traced():
         bridge.module_function(Applies(lambda x: torch._assert(torch.zeros(2).any(), "of known values")))({}, jax.numpy.zeros(2))
 
 
-def test_complex_numbers_are_drawn_from_the_unit_square():
+def test_complex_rand_is_uniform_on_the_unit_square():
     model = Applies(lambda x: torch.view_as_real(torch.rand(4000, dtype=torch.complex64)))
     found = np.asarray(bridge.module_function(model)({}, jax.numpy.zeros(()), rng=jax.random.key(0)))
     np.testing.assert_allclose(found.mean(0), 0.5, atol=0.03)

@@ -1,4 +1,4 @@
-"""JaxTrainStep: what goes into a call and comes out of it, and how parameters and buffers of any layout get there."""
+"""JaxTrainStep: batches, losses and aux of every kind, and parameters and buffers of every layout."""
 
 import copy
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "unoptimized_training
 
 
 @pytest.mark.quick
-def test_aux_of_any_tree_comes_back_as_tensors():
+def test_aux_of_any_structure_is_returned_as_tensors():
     model = mlp()
 
     def loss(m, batch, scale):
@@ -40,7 +40,7 @@ def test_aux_of_any_tree_comes_back_as_tensors():
     assert train_step.cache_info().compilations == 1
 
 
-def test_the_loss_may_be_written_in_jax():
+def test_loss_may_be_written_in_jax():
     model = mlp()
     twin = copy.deepcopy(model)
     start = [p.detach().clone() for p in model.parameters()]
@@ -59,7 +59,7 @@ def test_the_loss_may_be_written_in_jax():
     assert_moved_alike(model, twin, start, 1e-4)
 
 
-def test_batches_of_numpy_and_jax_arrays():
+def test_batches_may_be_numpy_and_jax_arrays():
     model, results = mlp(), []
     train_step = JaxTrainStep(model, lambda m, x, y: jnp.mean((jnp.asarray(m(x)) - jnp.asarray(y)) ** 2),
                               torch_api.MaskedSGD(model.named_parameters(), lr=0.0))  # fmt: skip
@@ -70,7 +70,7 @@ def test_batches_of_numpy_and_jax_arrays():
     assert results == pytest.approx([mse(model, x, y).item()] * 4, rel=1e-6)
 
 
-def test_a_batch_that_is_the_memory_of_a_parameter_is_read_before_it_is_written():
+def test_batch_that_aliases_a_parameter_is_read_before_the_update():
     model = nn.Linear(4, 4)
     twin = copy.deepcopy(model)
     loss = lambda m, x: m(x).square().mean()  # noqa: E731
@@ -84,7 +84,7 @@ def test_a_batch_that_is_the_memory_of_a_parameter_is_read_before_it_is_written(
     torch.testing.assert_close(model.weight, twin.weight)
 
 
-def test_tied_weights_are_one_parameter():
+def test_tied_weights_are_updated_as_one_parameter():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -109,7 +109,7 @@ def test_tied_weights_are_one_parameter():
     assert_moved_alike(model, twin, start, 1e-4)
 
 
-def test_further_arguments_reach_the_transformation():
+def test_extra_arguments_reach_the_transformation():
     def times():
         def update(updates, state, params=None, *, factor, **extra):
             return jax.tree.map(lambda u: -u * factor * extra["value"], updates), state
@@ -130,7 +130,7 @@ def test_further_arguments_reach_the_transformation():
 
 
 def in_pure_jax(tx, model, x, y, steps):
-    """The losses and the parameters of `mlp` with a frozen middle layer."""
+    """Return losses and parameters of `mlp` with a frozen middle layer, trained in pure JAX."""
     params = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
     frozen = {name: params.pop(name) for name in ("2.weight", "2.bias")}
     x, y = jnp.asarray(x.numpy()), jnp.asarray(y.numpy())
@@ -154,8 +154,8 @@ def in_pure_jax(tx, model, x, y, steps):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_line_search_runs_inside_the_program(dtype):
-    """L-BFGS asks for the loss at trial points: through `step(closure)` each is a call of torch, here all is one program."""
+def test_line_search_runs_inside_the_program(dtype):
+    """L-BFGS evaluates the loss at trial points; here these evaluations are part of the program."""
     model = mlp(dtype=dtype)
     model[2].requires_grad_(False)
     x, y = next(batches(1, size=40, dtype=dtype))
@@ -175,7 +175,7 @@ def test_a_line_search_runs_inside_the_program(dtype):
 
 
 class Odd(nn.Module):
-    """Parameters and buffers that are not plain: channels last, transposed, a view, of no elements, without dimensions, complex."""
+    """A module whose parameters and buffers are channels last, transposed, views, empty, 0-d and complex."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class Odd(nn.Module):
         return wave * self.scale + self.view.square().sum() + self.none.sum()
 
 
-def test_parameters_and_buffers_of_any_layout():
+def test_parameters_and_buffers_may_have_any_layout():
     model = Odd()
     twin = copy.deepcopy(model)
     start = {name: t.clone() for name, t in model.state_dict().items()}
@@ -226,12 +226,12 @@ def test_parameters_and_buffers_of_any_layout():
         assert model.get_buffer(name).stride() == b.stride()
     assert model.calls.item() == 20
     assert model.held[1] is not model.seen or torch.equal(model.held[1], model.seen)
-    assert model.held[0][3:13].equal(model.view.detach()), "a view stays a view"
+    assert model.held[0][3:13].equal(model.view.detach()), "the step replaced a view by a copy"
     assert train_step.cache_info().compilations == 1
 
 
-def test_frozen_tensors_are_read_where_they_lie():
-    """Changed by hand between calls, in a pack with trained ones, unaligned: the program sees what is there."""
+def test_frozen_tensors_are_read_at_each_call():
+    """Frozen tensors that change by hand between calls, lie in a bucket with trained ones, or are unaligned, have their current values."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     whole = torch.randn(17)
@@ -250,7 +250,7 @@ def test_frozen_tensors_are_read_where_they_lie():
         torch.testing.assert_close(train_step(x, y), mse(twin, x, y).detach())
 
 
-def test_the_loss_may_not_use_the_module_behind_the_programs_back():
+def test_loss_that_calls_the_original_module_raises():
     model = mlp()
     train_step = JaxTrainStep(model, lambda m, x, y: mse(model, x, y), adamw(model))
     before = [p.detach().clone() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""JaxTrainStep follows what the module is: its attributes, buffers that are only written, and batches in the parameters' own memory."""
+"""JaxTrainStep notices changes of the module: attributes, buffers that are only written, and batches that alias parameters."""
 
 import copy
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "unoptimized_training
 
 
 class Scaled(nn.Module):
-    """A layer whose forward pass reads an attribute that may not be there."""
+    """A layer whose forward reads an optional attribute."""
 
     def __init__(self, k=None):
         super().__init__()
@@ -55,7 +55,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("first", "then"), CHANGES.values(), ids=CHANGES)
-def test_an_attribute_that_changes_is_followed(first, then):
+def test_changed_attribute_takes_effect(first, then):
     model = Scaled(first)
     twin, start = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
     other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
@@ -69,7 +69,7 @@ def test_an_attribute_that_changes_is_followed(first, then):
     assert train_step.cache_info().compilations == 2
 
 
-def test_one_attribute_that_goes_as_another_comes_is_followed():
+def test_removing_one_attribute_and_adding_another_takes_effect():
     model = Scaled()
     model.other = object()
     train_step = JaxTrainStep(model, square, adamw(model))
@@ -81,7 +81,7 @@ def test_one_attribute_that_goes_as_another_comes_is_followed():
     assert train_step.cache_info().compilations == 2
 
 
-def test_equal_values_in_new_objects_and_tensors_kept_by_forward_prepare_nothing_again():
+def test_equal_values_in_new_objects_keep_the_cached_step():
     model = Scaled(1.0)
     model.last = None
     train_step = JaxTrainStep(model, square, adamw(model))
@@ -98,7 +98,7 @@ def test_equal_values_in_new_objects_and_tensors_kept_by_forward_prepare_nothing
 
 
 class Remembers(nn.Module):
-    """Writes a buffer that it never reads."""
+    """A layer that writes a buffer and never reads it."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Remembers(nn.Module):
         return self.layer(x)
 
 
-def test_a_buffer_that_is_only_written_stays_where_it_is():
+def test_write_only_buffer_keeps_its_address():
     model = Remembers()
     train_step = JaxTrainStep(model, square, adamw(model))
     train_step(torch.randn(16, 8))
@@ -133,7 +133,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("width", [16, 1600])
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
-def test_a_batch_in_the_memory_of_a_parameter_is_read_before_it_is_written(alias, width):
+def test_batch_that_aliases_a_parameter_is_read_before_the_update(alias, width):
     model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
     twin, start = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
     ours, other = torch_api.MaskedSGD(model.parameters(), lr=1e-3, momentum=0.9), torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9)

@@ -1,4 +1,4 @@
-"""JaxTrainStep: forward, backward and update as one program, against the eager loop that it stands for."""
+"""JaxTrainStep runs forward, backward and update as one program with the results of the eager loop."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures
 
 
 class Net(nn.Module):
-    """A convolution, batch norm, a few small layers of equal shapes (which share packs), and one parameter that no loss reaches."""
+    """A convolution, batch norm, small layers of equal shapes that share buckets, and a parameter that no loss reaches."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -65,7 +65,7 @@ def eager(model, optimizer, loss_fn, data):
 
 
 def compare(ours, theirs, start, bound):
-    """Movement of every parameter that has moved, and values of all buffers."""
+    """Compare the movement of every parameter that has moved, and the values of all buffers."""
     for (name, p), q, s in zip(ours.state_dict().items(), theirs.state_dict().values(), start.values(), strict=True):
         if torch.equal(q, s):
             assert torch.equal(p, s), name
@@ -89,7 +89,7 @@ TORCH = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", TORCH)
-def test_moves_as_the_eager_loop_of_torch(name, dtype):
+def test_parameters_move_as_in_the_eager_loop_of_torch(name, dtype):
     ours, theirs, options = TORCH[name]
     model, twin = twins(dtype)
     start = start_of(model)
@@ -127,7 +127,7 @@ OURS = {
 
 
 def eager_with(optimizer, model, data):
-    """The loop with our own optimizer: its step takes the loss where the transformation wants one."""
+    """Run the eager loop with our optimizer, whose step gets the loss if the transformation needs it."""
     takes = any(rule.takes_extra for rule in optimizer._rules.values())
     for batch in data:
         optimizer.zero_grad()
@@ -137,7 +137,7 @@ def eager_with(optimizer, model, data):
 
 
 @pytest.mark.parametrize("name", sampled(OURS))
-def test_moves_as_the_eager_loop_with_the_same_optimizer(name):
+def test_parameters_move_as_in_the_eager_loop_with_the_same_optimizer(name):
     model, twin = twins()
     start = start_of(model)
     optimizer, other = OURS[name](model.named_parameters()), OURS[name](twin.named_parameters())
@@ -153,7 +153,7 @@ def test_moves_as_the_eager_loop_with_the_same_optimizer(name):
 
 
 @pytest.mark.parametrize("broken", ["sign", "rate", "batch", "buffers"])
-def test_the_comparison_catches_a_wrong_step(broken):
+def test_comparison_detects_a_wrong_step(broken):
     model, twin = twins()
     start = start_of(model)
     loss = (lambda m, x, y: -cross_entropy(m, x, y)) if broken == "sign" else cross_entropy
@@ -168,7 +168,7 @@ def test_the_comparison_catches_a_wrong_step(broken):
         compare(model, twin, start, 1e-4)
 
 
-def test_half_types_with_masters():
+def test_half_parameters_with_master_weights_move_as_float32():
     model, twin = twins(torch.bfloat16, make=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     data = [(torch.randn(5, 4, dtype=torch.bfloat16), torch.randn(5, 1, dtype=torch.bfloat16)) for _ in range(20)]
     loss = lambda m, x, y: F.mse_loss(m(x), y)  # noqa: E731
@@ -179,13 +179,13 @@ def test_half_types_with_masters():
     for batch in data:
         train_step(*batch)
     eager(twin, other, loss, data)
-    compare(model, twin, start, 0.15)  # bfloat16 gradients are rounded in other places, and Adam divides by their size
+    compare(model, twin, start, 0.15)  # bfloat16 gradients are rounded at other points, and Adam divides by their size
     masters = [state["master_param"] for state in optimizer.state.values()]
     assert len(masters) == 4
     assert all(m.dtype is torch.float32 for m in masters)
 
 
-def test_one_program_one_trace_and_the_same_addresses():
+def test_warm_steps_use_one_program_and_keep_all_addresses():
     model, _ = twins()
     traced = []
 
@@ -218,7 +218,7 @@ def test_one_program_one_trace_and_the_same_addresses():
     assert train_step.cache_info().compilations == 3
 
 
-def test_schedulers_move_the_rate_as_in_torch():
+def test_schedulers_change_the_lr_as_in_torch():
     model, twin = twins()
     start = start_of(model)
     ours, theirs = torch_api.MaskedSGD(model.named_parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -228,11 +228,11 @@ def test_schedulers_move_the_rate_as_in_torch():
         train_step(*batch)
         eager(twin, theirs, cross_entropy, [batch])
         for schedule in schedules:
-            schedule.step()  # would warn, which is an error here, had it not seen a step
+            schedule.step()  # warns, which is an error here, if it has not seen a step
     compare(model, twin, start, 1e-4)
 
 
-def test_alternates_with_ordinary_steps_and_survives_a_checkpoint(tmp_path):
+def test_train_steps_and_eager_steps_alternate_across_a_checkpoint(tmp_path):
     model, twin = twins()
     start = start_of(model)
     options = {"lr": 1e-2, "weight_decay": 0.1}
@@ -261,8 +261,8 @@ def test_alternates_with_ordinary_steps_and_survives_a_checkpoint(tmp_path):
     assert set(steps) == {30.0}
 
 
-def test_changes_between_calls_are_followed():
-    """State and parameters replaced by hand, a mask changed, a submodule exchanged, a mode switched: all as in the eager loop."""
+def test_changes_between_calls_take_effect():
+    """State, parameters, masks, submodules and modes may be changed by hand between calls, as in the eager loop."""
     model, twin = twins()
     pairs = [
         (model, torch_api.MaskedAdamW(model.named_parameters(), lr=1e-2)),
@@ -287,14 +287,14 @@ def test_changes_between_calls_are_followed():
     both(lambda m, o: o.state[m.head.weight].update(exp_avg=torch.zeros(3, 8)))
     programs = train_step.cache_info().programs
     both(lambda m, o: o.set_trainable("body.*", True))
-    assert train_step.cache_info().programs == programs == 3, "what was before is there"
+    assert train_step.cache_info().programs == programs == 3, "a program of an earlier mask was compiled again"
     both(lambda m, o: m.norm.eval())
     both(lambda m, o: setattr(m, "body", nn.Sequential(m.body[0], nn.ReLU(), *m.body[2:])))
     both(lambda m, o: setattr(m.norm, "running_mean", torch.ones(4)))
     both(lambda m, o: setattr(m.norm, "momentum", 0.5))
 
 
-def test_the_example_of_the_docs_runs():
+def test_example_of_the_docs_runs():
     text = (Path(__file__).parents[3] / "docs" / "train_step.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(compile(block, "docs/train_step.md", "exec"), {})
@@ -302,7 +302,7 @@ def test_the_example_of_the_docs_runs():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_each_loss_is_a_tensor_of_its_own(dtype, accumulate):
+def test_each_loss_is_a_separate_tensor(dtype, accumulate):
     model = nn.Linear(3, 1)
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
     train_step = JaxTrainStep(model, lambda model, x: model(x).square().mean().to(dtype), optimizer, accumulate=accumulate)
@@ -313,7 +313,7 @@ def test_each_loss_is_a_tensor_of_its_own(dtype, accumulate):
         assert found[-1].dtype == dtype
         assert found[-1].shape == ()
         assert not found[-1].requires_grad
-        found[-1].add_(0)  # it is the caller's
+        found[-1].add_(0)  # the caller may write into it
     assert len({loss.data_ptr() for loss in found}) == 4
     bound = max(2 * torch.finfo(dtype).eps, 1e-6)
     for loss, value in zip(found, expected, strict=True):
