@@ -1,4 +1,4 @@
-"""Every bad input is a clear error, and parameters, state and groups are as before the call."""
+"""Every bad input raises a clear error; parameters, state and groups are unchanged."""
 
 import copy
 
@@ -101,7 +101,7 @@ CONSTRUCTION = {
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), CONSTRUCTION.values(), ids=CONSTRUCTION.keys())
-def test_bad_construction_is_refused_before_any_parameter_moves(make, kind, text):
+def test_bad_construction_raises_before_any_parameter_moves(make, kind, text):
     address = P.data_ptr()
     with pytest.raises(kind, match=text):
         make()
@@ -142,7 +142,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize(("spoil", "text"), GRADIENTS.values(), ids=GRADIENTS.keys())
-def test_a_bad_gradient_is_refused_and_no_parameter_is_updated(spoil, text):
+def test_bad_gradient_raises_and_updates_no_parameter(spoil, text):
     optimizer, params = fresh()
     values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
     spoil(params)
@@ -154,7 +154,7 @@ def test_a_bad_gradient_is_refused_and_no_parameter_is_updated(spoil, text):
     assert not torch.equal(params[1], values[1])
 
 
-def test_a_gradient_on_another_device_is_refused():
+def test_gradient_on_another_device_raises():
     optimizer, params = fresh()
     values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
     leaf = optimizer._active[0]
@@ -164,7 +164,7 @@ def test_a_gradient_on_another_device_is_refused():
     unchanged(optimizer, params, values, saved)
 
 
-def test_a_shape_changed_under_existing_state_is_refused():
+def test_parameter_whose_shape_differs_from_its_state_raises():
     optimizer, params = fresh()
     params[1].grad = None
     params[1].data = torch.zeros(6)
@@ -190,7 +190,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), GROUPS.values(), ids=GROUPS.keys())
-def test_a_bad_group_added_later_is_refused_and_the_optimizer_goes_on(make, kind, text):
+def test_bad_added_group_raises_and_the_optimizer_continues(make, kind, text):
     optimizer, params = fresh()
     values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
     with pytest.raises(kind, match=text):
@@ -199,7 +199,7 @@ def test_a_bad_group_added_later_is_refused_and_the_optimizer_goes_on(make, kind
     optimizer.step()
 
 
-def test_a_bad_selector_in_set_trainable_is_refused():
+def test_bad_selector_in_set_trainable_raises():
     optimizer, params = fresh()
     saved = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match="pattern 'c' matches none of 2 parameters"):
@@ -211,7 +211,7 @@ def test_a_bad_selector_in_set_trainable_is_refused():
     ("what", "text"),
     [("lr", "'lr' is 'fast'; expected a number"), ("betas", "betas is 'fast'; expected 2 numbers")],
 )
-def test_a_value_written_into_a_group_that_is_no_number_is_refused_at_the_step(what, text):
+def test_invalid_group_value_raises_at_the_step(what, text):
     optimizer, params = fresh()
     values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0][what] = saved["param_groups"][0][what] = "fast"

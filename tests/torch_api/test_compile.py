@@ -1,4 +1,4 @@
-"""Under torch.compile the step is one clean break of the graph: same numbers, and nothing is compiled again while they change."""
+"""Under torch.compile a step is one graph break: the numbers are the same, and later steps compile nothing."""
 
 import copy
 import shutil
@@ -18,7 +18,7 @@ INDUCTOR = pytest.param(
     "inductor", marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")]
 )
 pytestmark = [
-    # Dynamo looks at the loss that crosses a graph break.
+    # Dynamo reads the loss, which crosses a graph break.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
@@ -40,7 +40,7 @@ BATCHES = list(torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(2)))
 
 
 def trained(cls, options, compiled, schedule=True, first=0):
-    """Eight steps; `compiled` makes the training step of a model and an optimizer, `first` steps are done before it."""
+    """Train eight steps; `compiled` makes the training step of a model and an optimizer, `first` steps precede it."""
     net = network()
     optimizer = cls(net.parameters(), lr=0.05, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if schedule else None
@@ -74,7 +74,7 @@ def step_compiled(backend):
 
 
 def bound_step_compiled(backend):
-    """As torch's own recipe for compiled optimizers has it."""
+    """Compile `optimizer.step` as torch's recipe for compiled optimizers does."""
 
     def make(net, optimizer):
         run = torch.compile(optimizer.step, backend=backend)
@@ -92,7 +92,7 @@ def bound_step_compiled(backend):
 
 
 def closure_compiled(backend):
-    """The closure is called from inside the step, which is not traced; what it calls is compiled all the same."""
+    """Compile the whole step; the untraced step calls the closure, whose model is compiled all the same."""
 
     def make(net, optimizer):
         run = torch.compile(lambda batch: net(batch).square().mean(), backend=backend)
@@ -115,7 +115,7 @@ def closure_compiled(backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("form", [model_compiled, step_compiled])
 @pytest.mark.parametrize("name", PAIRS)
-def test_compiled_training_is_that_without_and_torchs(name, form, backend):
+def test_compiled_training_moves_like_uncompiled_training_and_torch(name, form, backend):
     ours, theirs, options = PAIRS[name]
     start = list(network().parameters())
     expected_losses, expected = trained(theirs, options, plain)
@@ -126,7 +126,7 @@ def test_compiled_training_is_that_without_and_torchs(name, form, backend):
     assert max(map(movement_error, params, expected, start)) < 1e-4
 
 
-def test_the_step_is_one_break_and_dynamo_looks_at_no_line_of_it():
+def test_step_is_one_graph_break_and_is_not_traced():
     counters.clear()
     trained(torch_api.MaskedAdamW, {}, step_compiled("eager"), schedule=False)
     breaks = [reason for reason in counters["graph_break"] if "OptaxOptimizer.step" in reason]
@@ -136,8 +136,8 @@ def test_the_step_is_one_break_and_dynamo_looks_at_no_line_of_it():
 
 
 @pytest.mark.parametrize(("form", "graphs"), [(bound_step_compiled, 0), (closure_compiled, 1)])
-def test_compiling_the_step_itself_or_what_its_closure_calls_changes_nothing(form, graphs):
-    """In the step there is nothing for dynamo; the closure's model is compiled although the step around it is not."""
+def test_compiling_the_step_or_its_closure_changes_nothing(form, graphs):
+    """Dynamo finds nothing to compile in the step; the closure's model is compiled although the step around it is not."""
     ours, theirs, options = PAIRS["AdamW"]
     _, expected = trained(theirs, options, plain)
     counters.clear()
@@ -147,8 +147,8 @@ def test_compiling_the_step_itself_or_what_its_closure_calls_changes_nothing(for
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_model_compiled_before_its_parameters_move_follows_them(when):
-    """Construction puts the parameters elsewhere: what was compiled before reads them there."""
+def test_model_compiled_before_construction_reads_the_moved_parameters(when):
+    """Construction moves the parameters; a model compiled earlier reads them at the new address."""
     net, twin = network(), network()
     compiled = torch.compile(net, backend="aot_eager")
     if when == "before":
@@ -164,7 +164,7 @@ def test_a_model_compiled_before_its_parameters_move_follows_them(when):
     assert max(map(movement_error, net.parameters(), twin.parameters(), start)) < 1e-5
 
 
-def test_freezing_between_compiled_steps_is_followed():
+def test_freezing_between_compiled_steps_takes_effect():
     net = network()
     optimizer = torch_api.MaskedAdamW(net.named_parameters(), lr=0.1)
     step = torch.compile(plain(net, optimizer), backend="eager")
@@ -188,7 +188,7 @@ def test_hooks_run_under_compile_with_their_optimizer():
     assert said == ["pre", "post"] * 3
 
 
-def test_a_copy_of_a_compiled_models_optimizer_goes_on_alike():
+def test_copied_optimizer_of_a_compiled_model_continues_alike():
     net = network()
     optimizer = torch_api.MaskedAdamW(net.parameters(), lr=0.1)
     torch.compile(plain(net, optimizer), backend="eager")(BATCHES[0])
@@ -201,7 +201,7 @@ def test_a_copy_of_a_compiled_models_optimizer_goes_on_alike():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch_api.OptaxOptimizer, torch_api.PartitionedOptimizer, torch_api.MultiOptimizer])
 @pytest.mark.usefixtures("standard_promotion")
-def test_every_class_breaks_the_graph_alike(kind):
+def test_every_class_is_one_graph_break(kind):
     import optax
 
     import bridge

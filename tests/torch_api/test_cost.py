@@ -1,4 +1,4 @@
-"""What a step of any transformation costs: compilations, bytes, frames, state."""
+"""Cost of a step: compilations, bytes, Python frames, state."""
 
 import gc
 import weakref
@@ -50,7 +50,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_one_compilation_for_a_set_of_live_leaves_whatever_the_numbers_are(make):
+def test_each_set_of_gradients_compiles_once_whatever_the_hyperparameters(make):
     params = parameters()
     optimizer = make(params)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
@@ -59,7 +59,7 @@ def test_one_compilation_for_a_set_of_live_leaves_whatever_the_numbers_are(make)
         compiled, traced = bridge.compilations(), bridge.traces()
         give(params, names)
         optimizer.step()
-        assert bridge.compilations() - compiled == bridge.traces() - traced <= 1  # 0 where another optimizer had the same before
+        assert bridge.compilations() - compiled == bridge.traces() - traced <= 1  # 0 if another optimizer has compiled the same program
     compiled, traced = bridge.compilations(), bridge.traces()
     for step in range(12):
         give(params, None if step % 3 else subset, seed=step)
@@ -73,7 +73,7 @@ def test_one_compilation_for_a_set_of_live_leaves_whatever_the_numbers_are(make)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_warm_step_enters_at_most_20_frames_in_10_files(make):
+def test_warm_step_enters_at_most_20_frames_in_10_files(make):
     params = parameters()
     optimizer = make(params)
     for step in range(3):
@@ -85,7 +85,7 @@ def test_a_warm_step_enters_at_most_20_frames_in_10_files(make):
     assert len({file for file, _ in frames}) <= 10, frames
 
 
-def test_two_optimizers_over_one_transformation_share_its_programs():
+def test_two_optimizers_share_programs_of_one_transformation():
     tx = optax.adam(1e-3)
     for attempt in range(2):
         params = parameters(seed=attempt)
@@ -97,19 +97,19 @@ def test_two_optimizers_over_one_transformation_share_its_programs():
 
 
 @pytest.fixture
-def few_kept(monkeypatch):
-    """No program is known, and two are kept that nobody uses."""
+def two_unused_programs_kept(monkeypatch):
+    """Empty the cache of programs and let it keep two unused ones."""
     monkeypatch.setattr(programs, "_programs", weakref.WeakValueDictionary())
     monkeypatch.setattr(programs, "_recent", {})
     monkeypatch.setattr(programs, "_PROGRAMS_KEPT", 2)
 
 
-@pytest.mark.usefixtures("few_kept")
-def test_programs_that_nobody_uses_are_kept_to_a_number():
+@pytest.mark.usefixtures("two_unused_programs_kept")
+def test_cache_keeps_a_limited_number_of_unused_programs():
     rules = [optax.sgd(rate) for rate in (0.1, 0.2, 0.3, 0.4)]
 
     def compiled(rule):
-        """A new optimizer with it, and how many programs its first step compiles."""
+        """Return a new optimizer of this rule, and how many programs its first step compiles."""
         params = parameters()
         optimizer = torch_api.OptaxOptimizer(params.items(), rule)
         give(params)
@@ -120,7 +120,7 @@ def test_programs_that_nobody_uses_are_kept_to_a_number():
     made, counts = zip(*map(compiled, rules), strict=True)
     assert counts == (1, 1, 1, 1)
     assert len(programs._recent) == 2
-    assert [compiled(rule)[1] for rule in rules] == [0, 0, 0, 0]  # what an optimizer has need not be kept to be found
+    assert [compiled(rule)[1] for rule in rules] == [0, 0, 0, 0]  # programs in use are found although the cache is smaller
     assert len(programs._recent) == 2
     del made
     gc.collect()
@@ -133,8 +133,8 @@ def test_programs_that_nobody_uses_are_kept_to_a_number():
     assert not programs._programs
 
 
-@pytest.mark.usefixtures("few_kept")
-def test_the_programs_of_a_step_are_kept_together(monkeypatch):
+@pytest.mark.usefixtures("two_unused_programs_kept")
+def test_cache_keeps_the_programs_of_a_step_together(monkeypatch):
     params = parameters()
     optimizers = [torch_api.OptaxOptimizer(params.items(), rule) for rule in (optax.sgd(0.1), optax.adam(0.1))]
     for optimizer in optimizers:
@@ -153,7 +153,7 @@ def test_the_programs_of_a_step_are_kept_together(monkeypatch):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_frozen_leaf_costs_no_byte(make):
+def test_frozen_parameter_costs_no_bytes(make):
     small, large = parameters(), parameters(((8, 6), (6,), (8, 6), (3, 8)))
     large["body.frozen"] = torch.nn.Parameter(torch.randn(300, 400), requires_grad=False)
     counts = []
@@ -168,7 +168,7 @@ def test_a_frozen_leaf_costs_no_byte(make):
     assert counts[0] == counts[1]
 
 
-def test_a_program_is_the_same_whatever_was_compiled_before(monkeypatch):
+def test_program_does_not_depend_on_earlier_compilations(monkeypatch):
     caches = (per_kind, "_families"), (update, "_of_any_size"), (programs, "_programs")
     for cache in caches:
         monkeypatch.setattr(*cache, {})
@@ -181,24 +181,24 @@ def test_a_program_is_the_same_whatever_was_compiled_before(monkeypatch):
         optimizer.step()
         return optimizer.bytes_accessed()
 
-    few = 6, 24, 48  # no more elements than an array may have that is a number of the rule
+    few = 6, 24, 48  # small sizes: the rule's own constants may be arrays of so many elements
     alone = bytes_of(few)
     for cache in caches:
         getattr(*cache).clear()
-    bytes_of((300, 200, 100, 50))  # of which the same rules are kept
+    bytes_of((300, 200, 100, 50))  # caches results for the same rules
     assert per_kind._families
     programs._programs.clear()
     assert bytes_of(few) == alone
 
 
-def test_a_mask_allocates_no_state_for_what_it_freezes():
+def test_masked_parameters_have_no_state():
     params = parameters()
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.adamw, lr=1e-3, mask="body.*")
     before = params["head.weight"].detach().clone()
     give(params)
     optimizer.step()
     elements = params["body.weight"].numel() + params["body.bias"].numel()
-    counts = 2 * 4  # the step count of each
+    counts = 2 * 4  # one step count per parameter
     assert sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values()) == 2 * 4 * elements + counts
     assert torch.equal(params["head.weight"], before)
 
@@ -216,7 +216,7 @@ def test_a_mask_allocates_no_state_for_what_it_freezes():
         ("sgd", 12, {}),
     ],
 )
-def test_optaxs_own_equations_move_as_few_bytes_as_can_be(name, bytes_each, hyperparams):
+def test_optax_optimizers_read_and_write_each_array_once(name, bytes_each, hyperparams):
     p = torch.nn.Parameter(torch.randn(1 << 16))
     optimizer = torch_api.OptaxOptimizer([p], getattr(optax, name), lr=1e-3, **hyperparams)
     p.grad = torch.randn(1 << 16)
@@ -225,7 +225,7 @@ def test_optaxs_own_equations_move_as_few_bytes_as_can_be(name, bytes_each, hype
 
 
 def test_set_to_zero_costs_nothing():
-    """The leaves of that label are live, but neither they nor their gradients are read or written."""
+    """Leaves with this label have gradients, but neither they nor the gradients are read or written."""
     p = {"a.w": torch.nn.Parameter(torch.randn(1000)), "b.w": torch.nn.Parameter(torch.randn(50000))}
     optimizer = torch_api.PartitionedOptimizer(p.items(), {"a": optax.adam(1e-3), "b": optax.set_to_zero()}, {"a": "a", "b": "b"})
     alone = torch_api.OptaxOptimizer([("a.w", torch.nn.Parameter(torch.randn(1000)))], optax.adam(1e-3))
@@ -239,8 +239,8 @@ def test_set_to_zero_costs_nothing():
     assert not optimizer.state[p["b.w"]]
 
 
-def test_the_trust_ratio_is_that_of_the_parameter_in_its_own_shape_and_order():
-    """LAMB and Muon look at a parameter as a whole, whatever the order of its memory is."""
+def test_transposed_parameter_is_updated_in_its_logical_shape():
+    """LAMB and Muon use the whole parameter, whatever the order of its dimensions in memory."""
     for tx in (optax.lamb(0.1), optax.contrib.muon(0.1)):
         plain = torch.nn.Parameter(torch.randn(6, 4))
         turned = torch.nn.Parameter(plain.detach().t().contiguous().t())
@@ -252,8 +252,8 @@ def test_the_trust_ratio_is_that_of_the_parameter_in_its_own_shape_and_order():
         torch.testing.assert_close(turned.contiguous(), plain, rtol=1e-6, atol=1e-6)
 
 
-def forgetful():
-    """State of which only a constant is written, whatever it was: beside a moment that is read."""
+def writes_unread_state():
+    """A transformation with a moment, and with a second state that is written but never read."""
 
     def update(updates, state, params=None):
         moments, _ = state
@@ -264,10 +264,10 @@ def forgetful():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_state_that_is_written_unread_stays_where_it_is(count):
-    """Of equal leaves, whose update is a function that the program calls, too."""
+def test_write_only_state_keeps_its_address(count):
+    """With equal leaves, the update is a function that the program calls several times."""
     params = [torch.nn.Parameter(torch.ones(300, 400)) for _ in range(count)]
-    optimizer = torch_api.OptaxOptimizer(params, forgetful())
+    optimizer = torch_api.OptaxOptimizer(params, writes_unread_state())
     places = []
     for _ in range(3):
         for p in params:
@@ -280,7 +280,7 @@ def test_state_that_is_written_unread_stays_where_it_is(count):
     assert all(torch.allclose(p.detach(), torch.tensor(1 - 0.1 * (1 + 1.5 + 1.75))) for p in params)
 
 
-def test_what_a_program_does_not_read_is_seen_through_its_calls():
+def test_unused_inputs_are_found_through_calls():
     called = jax.jit(lambda x, y, z: (x + 1, jax.jit(lambda y, z: jnp.zeros_like(y))(y, z)))
     jaxpr = jax.make_jaxpr(lambda x, y, z, u: (called(x, y, z), u))(*[jnp.ones(3)] * 4).jaxpr
     assert properties_of(jaxpr).used_inputs == (True, False, False, True)

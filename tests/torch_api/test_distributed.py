@@ -1,4 +1,4 @@
-"""Two processes: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 and torch.distributed.checkpoint."""
+"""DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 and torch.distributed.checkpoint on two processes."""
 
 import time
 
@@ -12,12 +12,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
 ]
 
-LIMIT = 240  # seconds for each family, on a machine that does much else
+LIMIT = 240  # seconds per family, on a busy machine
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """What each process has checked, by rank, and the error that ended them: one start for all families."""
+    """Run all families in one start; return the checks that each rank has passed, and the error that ended the run."""
     directory = tmp_path_factory.mktemp("distributed")
     families = list(distributed_worker.FAMILIES)
     context = torch.multiprocessing.spawn(distributed_worker.run, (families, str(directory)), distributed_worker.WORLD, join=False)
@@ -35,12 +35,12 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", distributed_worker.FAMILIES)
-def test_on_two_processes(family, ended):
+def test_every_check_passes_on_two_processes(family, ended):
     ranks, error = ended
     for rank, names in enumerate(ranks):
         missing = [check.__name__ for check in distributed_worker.FAMILIES[family] if check.__name__ not in names]
         assert not missing, f"rank {rank} did not get through {missing}: {error}"
 
 
-def test_the_processes_end(ended):
+def test_processes_end(ended):
     assert ended[1] is None

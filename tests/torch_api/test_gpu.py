@@ -1,4 +1,4 @@
-"""The device paths: skipped where jax or torch sees no GPU. Run with MASKBRIDGE_TEST_GPU=1 pytest -m gpu."""
+"""Paths of a GPU; skipped if jax or torch sees none. Run with MASKBRIDGE_TEST_GPU=1 pytest -m gpu."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.quick,
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-    pytest.mark.skipif(not (os.environ.get("MASKBRIDGE_TEST_GPU") and torch.cuda.is_available()), reason="no GPU asked for, or none there"),
+    pytest.mark.skipif(not (os.environ.get("MASKBRIDGE_TEST_GPU") and torch.cuda.is_available()), reason="no GPU, or none requested"),
 ]
 
 
@@ -30,14 +30,14 @@ def on_gpu(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_tensors_travel_without_a_copy(dtype):
+def test_tensors_cross_without_a_copy(dtype):
     tensor = torch.randn(64, device="cuda").to(dtype)
     array = bridge.to_jax(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr() == bridge.to_torch(array).data_ptr()
 
 
 @pytest.mark.parametrize("writeback", ["inplace", "copy"])
-def test_fifty_steps_move_as_torch_moves(writeback):
+def test_fifty_steps_move_as_in_torch(writeback):
     ours = on_gpu()
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     start = [p.detach().clone() for p in ours]
@@ -49,7 +49,7 @@ def test_fifty_steps_move_as_torch_moves(writeback):
     assert addresses == [p.data_ptr() for p in ours]
 
 
-def test_gradients_may_be_freed_while_a_slow_kernel_still_runs():
+def test_gradients_may_be_freed_while_a_slow_kernel_runs():
     p = torch.nn.Parameter(torch.zeros(1 << 24, device="cuda"))
     q = torch.nn.Parameter(p.detach().clone())
     ours, theirs = torch_api.MaskedSGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
@@ -66,7 +66,7 @@ def test_gradients_may_be_freed_while_a_slow_kernel_still_runs():
 
 
 @pytest.mark.parametrize("bound", [None, 1e6], ids=["plain", "clipped"])
-def test_a_scaled_loss_is_skipped_on_the_device_and_nothing_waits(bound):
+def test_nonfinite_step_is_skipped_on_the_device_without_waiting(bound):
     ours = on_gpu()
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     start = [p.detach().clone() for p in ours]
@@ -86,7 +86,7 @@ def test_a_scaled_loss_is_skipped_on_the_device_and_nothing_waits(bound):
             scaler.update(1024.0)
     assert optimizers[0].skipped_steps == 1
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
-    # XLA's own wait for a predicate is none that torch's mode sees.
+    # torch's sync debug mode does not see XLA wait for a predicate, so look for conditionals.
     texts = [launch.program.update.as_text() for launch in optimizers[0]._launches.latest]
     assert not any(" conditional(" in text for text in texts)
 
@@ -94,7 +94,7 @@ def test_a_scaled_loss_is_skipped_on_the_device_and_nothing_waits(bound):
 @pytest.mark.parametrize(
     "options", [{"master_weights": True}, {"stochastic_rounding": True}, {"ema_decay": 0.9}], ids=lambda o: next(iter(o))
 )
-def test_what_is_kept_beside_the_state_lies_on_the_device(options):
+def test_auxiliary_state_stays_on_the_device(options):
     params = on_gpu(torch.bfloat16)
     optimizer = torch_api.MaskedAdam(params, lr=0.01, state_dtype=torch.float32, **options)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_what_is_kept_beside_the_state_lies_on_the_device(options):
     assert all(torch.isfinite(p).all() for p in params)
 
 
-def test_scalars_of_state_stay_on_the_device():
+def test_scalar_state_stays_on_the_device():
     params = [torch.nn.Parameter(torch.randn(300, 300, device="cuda")) for _ in range(4)]
     optimizer = torch_api.MaskedAdamW(params, lr=1e-3)
     for _ in range(3):
@@ -146,7 +146,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_moves_as_torchs(name):
+def test_every_optimizer_moves_as_in_torch(name):
     ours, theirs, start = pairs()
     a, b = getattr(torch_api, f"Masked{name}")(ours, **OPTIMIZERS[name]), getattr(torch.optim, name)(theirs, **OPTIMIZERS[name])
     turn = itertools.count()
@@ -157,19 +157,19 @@ def test_every_optimizer_moves_as_torchs(name):
 
     run_pair(a, ours, b, theirs, 20, some)
     assert max(map(movement_error, ours, theirs, start)) < 2e-5
-    assert name == "Adafactor" or sum(leaf.slot is not None for leaf in a._active) >= 3  # equal ones are side by side, whatever their size
+    assert name == "Adafactor" or sum(leaf.slot is not None for leaf in a._active) >= 3  # equal parameters share buckets of any size
 
 
-def test_muon_moves_as_torchs():
+def test_muon_moves_as_in_torch():
     shapes = [(96, 64), (64, 96), (128, 128)]
     ours, theirs, start = pairs(shapes)
     a, b = torch_api.MaskedMuon(ours, lr=1e-2), torch.optim.Muon(theirs, lr=1e-2)
     run_pair(a, ours, b, theirs, 20)
-    assert max(map(movement_error, ours, theirs, start)) < 2e-2  # both orthogonalise in bfloat16
+    assert max(map(movement_error, ours, theirs, start)) < 2e-2  # both orthogonalize in bfloat16
 
 
 @pytest.mark.parametrize("norm", [None, 0.5])
-def test_optax_on_a_gpu_moves_as_on_the_cpu(norm):
+def test_optax_optimizers_move_as_on_the_cpu(norm):
     ours, _, start = pairs()
     theirs = [torch.nn.Parameter(p.detach().cpu()) for p in ours]
     with jax.numpy_dtype_promotion("standard"):
@@ -183,8 +183,8 @@ def test_optax_on_a_gpu_moves_as_on_the_cpu(norm):
     assert max(movement_error(p.cpu(), q, s.cpu()) for p, q, s in zip(ours, theirs, start, strict=True)) < 1e-5
 
 
-def test_gradients_at_any_address_strides_and_age():
-    """At places that are seen again, at others every time, not aligned, transposed, and lazily negated."""
+def test_gradients_may_have_any_address_and_strides():
+    """Gradients at recurring addresses, at new ones, unaligned, transposed, and lazily negated."""
     ours, theirs, start = pairs([(64, 64), (640, 640), (640, 640), (4096,)])
     a, b = torch_api.MaskedAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
     kept = []
@@ -203,7 +203,7 @@ def test_gradients_at_any_address_strides_and_age():
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
-def test_nothing_pins_the_gradients():
+def test_gradients_are_not_kept_alive():
     params = [torch.nn.Parameter(torch.randn(1 << 20, device="cuda")) for _ in range(3)]
     optimizer = torch_api.MaskedAdamW(params, lr=1e-3)
     for step in range(12):
@@ -226,7 +226,7 @@ def slow_kernels():
 
 
 @pytest.mark.parametrize("stream", [None, "side"])
-def test_a_step_returns_while_the_device_is_still_at_what_came_before(stream):
+def test_step_returns_while_earlier_kernels_still_run(stream):
     ours, theirs, _ = pairs()
     a, b = torch_api.MaskedAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
     with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
@@ -236,7 +236,7 @@ def test_a_step_returns_while_the_device_is_still_at_what_came_before(stream):
             set_grads(theirs, grads)
             torch.cuda.synchronize()
             done = slow_kernels()
-            for p, q in zip(ours, theirs, strict=True):  # what the step must wait for, on the device
+            for p, q in zip(ours, theirs, strict=True):  # the step must wait for this on the device
                 p.grad.mul_(2)
                 q.grad = p.grad.clone()
             a.step()
@@ -249,7 +249,7 @@ def test_a_step_returns_while_the_device_is_still_at_what_came_before(stream):
     assert max(float((p - q).detach().abs().max()) for p, q in zip(ours, theirs, strict=True)) < 1e-6
 
 
-def test_a_step_reads_what_torch_last_wrote_into_parameters_and_state():
+def test_step_reads_torchs_latest_writes():
     p = torch.nn.Parameter(torch.zeros(1 << 22, device="cuda"))
     optimizer = torch_api.MaskedSGD([p], lr=1.0, momentum=0.5)
     p.grad = torch.zeros_like(p)
@@ -267,7 +267,7 @@ def test_a_step_reads_what_torch_last_wrote_into_parameters_and_state():
         assert bool((copy == value - 1).all())
 
 
-def test_models_and_checkpoints_travel_between_devices(tmp_path):
+def test_models_and_checkpoints_move_between_devices(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     start = [p.detach().clone() for p in model.parameters()]
     twin = copy.deepcopy(model)
@@ -285,7 +285,7 @@ def test_models_and_checkpoints_travel_between_devices(tmp_path):
     assert all(t.is_cuda for state in optimizer.state.values() for t in state.values())
 
 
-def test_all_memory_is_given_back():
+def test_all_memory_is_freed():
     def once():
         ours, _, _ = pairs()
         optimizer = torch_api.MaskedAdamW(ours, lr=1e-2)
@@ -315,7 +315,7 @@ def network():
     return torch.nn.Sequential(*layers).cuda()
 
 
-def test_a_train_step_is_as_eager_torch():
+def test_train_step_matches_eager_torch():
     one, other = network(), network()
     a, b = torch_api.MaskedAdamW(one.parameters(), lr=1e-2), torch.optim.AdamW(other.parameters(), lr=1e-2)
     loss_of = lambda m, x, y: torch.nn.functional.cross_entropy(m(x), y)  # noqa: E731
@@ -337,18 +337,18 @@ def test_a_train_step_is_as_eager_torch():
             b.step()
             assert ours.is_cuda
             torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-4, rtol=1e-4)
-    assert max(map(movement_error, one.parameters(), other.parameters(), start)) < 2e-2  # Adam divides by what is nearly nothing
+    assert max(map(movement_error, one.parameters(), other.parameters(), start)) < 2e-2  # Adam divides by tiny numbers
     torch.testing.assert_close(one[2].running_mean, other[2].running_mean, atol=1e-4, rtol=1e-4)
 
 
 @contextmanager
 def exact_products():
-    """float32 products in float32 on both sides: torch's default, not XLA's."""
+    """Compute float32 products in full float32, which is torch's default but not XLA's."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
-def test_a_train_step_without_a_batch_waits_for_torch():
+def test_train_step_without_a_batch_waits_for_torch():
     model = torch.nn.Linear(8, 8).cuda()
     step = torch_api.JaxTrainStep(model, lambda m: (m.weight * m.weight).sum(), torch_api.MaskedSGD(model.parameters(), lr=0.0))
     step()
@@ -359,7 +359,7 @@ def test_a_train_step_without_a_batch_waits_for_torch():
         assert float(step()) == 64 * value**2
 
 
-def test_a_program_that_fails_half_way_is_an_error_and_nothing_is_lost():
+def test_program_that_fails_raises_and_loses_nothing():
     broken = []
 
     def fail(x):
@@ -385,7 +385,7 @@ def test_a_program_that_fails_half_way_is_an_error_and_nothing_is_lost():
     assert not torch.equal(p, before)
 
 
-def test_functions_of_jax_in_torchs_graph():
+def test_jax_functions_work_in_torchs_graph():
     f = bridge.jax_function(lambda x, w: {"y": jnp.tanh(x * w), "n": x.shape[0]})
     x, w = (torch.randn(300, device="cuda", requires_grad=True) for _ in range(2))
     out, plain = f(x, w)["y"], torch.tanh(x * w)
@@ -398,7 +398,7 @@ def test_functions_of_jax_in_torchs_graph():
     assert many.is_cuda
     assert many.shape == (4, 300)
     square = bridge.jax_function(lambda x: x * x)
-    for i in range(50):  # overwritten as soon as the call has returned, behind kernels that it does not wait for
+    for i in range(50):  # inputs are overwritten after the call returns, which does not wait for earlier kernels
         big = torch.randn(4096, 4096, device="cuda")
         big = big @ big
         big.fill_(i)
@@ -407,7 +407,7 @@ def test_functions_of_jax_in_torchs_graph():
         assert bool((y == i * i).all())
 
 
-def test_a_module_as_a_function_of_jax():
+def test_module_works_as_a_jax_function():
     model = network().eval()
     fn, params = bridge.module_function(model), bridge.module_tree(model)
     assert all(next(iter(x.devices())).platform == "gpu" for x in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""What training loops do around a step: optimizers inside the backward pass, forked loaders, gradients missing here and there."""
+"""Patterns of training loops: optimizers inside the backward pass, forked data loaders, changing sets of gradients."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ PAIRS = {
 
 
 class Deep(torch.nn.Module):
-    """200 parameters of ten shapes."""
+    """A module with 200 parameters of ten shapes."""
 
     def __init__(self, each=20):
         super().__init__()
@@ -37,7 +37,7 @@ class Deep(torch.nn.Module):
 
 
 def in_backward(model, make):
-    """One optimizer for each parameter, which steps and frees the gradient as soon as it is there."""
+    """Make one optimizer per parameter, which steps and frees the gradient as soon as it is computed."""
     optimizers = {p: make([p]) for p in model.parameters()}
     alive = []
 
@@ -53,9 +53,9 @@ def in_backward(model, make):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_two_hundred_optimizers_in_the_backward_pass_compile_ten_programs_and_are_one_optimizer(name):
+def test_optimizers_in_the_backward_pass_share_programs_and_move_as_one(name):
     ours, _, options = PAIRS[name]
-    options = {"lr": 0.0123, **options}  # numbers are no part of a program: those of other tests may serve too
+    options = {"lr": 0.0123, **options}  # hyperparameters are not part of a program, so a program of another test may be reused
     model, twin = Deep(), Deep()
     twin.load_state_dict(model.state_dict())
     compiled = cache.compilations()
@@ -68,7 +68,7 @@ def test_two_hundred_optimizers_in_the_backward_pass_compile_ten_programs_and_ar
     assert len({p.data_ptr() for p in optimizers}) == 200
     for x in xs[1:]:
         model(x).backward()
-    assert set(alive) == {1}, "no gradient outlives its own hook"
+    assert set(alive) == {1}, "a gradient outlived its hook"
     assert all(p.grad is None for p in optimizers)
     assert cache.compilations() - compiled <= 10
     for x in xs:
@@ -80,7 +80,7 @@ def test_two_hundred_optimizers_in_the_backward_pass_compile_ten_programs_and_ar
 
 
 @pytest.mark.slow
-def test_parameters_outlive_their_many_optimizers():
+def test_parameters_outlive_their_optimizers():
     model = Deep(3)
     optimizers, _ = in_backward(model, lambda params: torch_api.MaskedAdam(params))
     model(torch.randn(12)).backward()
@@ -89,7 +89,7 @@ def test_parameters_outlive_their_many_optimizers():
         p._post_accumulate_grad_hooks.clear()
     del optimizers
     gc.collect()
-    junk = [torch.full((n, n + 1), 7.0) for n in range(2, 12) for _ in range(50)]  # would land in memory that was freed
+    junk = [torch.full((n, n + 1), 7.0) for n in range(2, 12) for _ in range(50)]  # would reuse memory that was freed
     assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
     del junk
     torch_api.MaskedSGD(model.parameters(), lr=0.1)
@@ -100,7 +100,7 @@ def test_parameters_outlive_their_many_optimizers():
 
 
 def spoiled(cls):
-    """A step between forward and backward of the same graph."""
+    """Step between forward and backward of one graph."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
     optimizer = cls(model.parameters(), lr=0.1)
@@ -114,13 +114,13 @@ def spoiled(cls):
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("writeback", ["inplace", "copy"])
-def test_a_step_between_forward_and_backward_is_torchs_error(name, writeback):
+def test_step_between_forward_and_backward_raises_torchs_error(name, writeback):
     ours, theirs, _ = PAIRS[name]
     assert spoiled(lambda *args, **kwargs: ours(*args, writeback=writeback, **kwargs)) == spoiled(theirs)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_version_of_a_parameter_grows_as_in_torch_and_not_without_gradient(name):
+def test_version_of_a_parameter_grows_only_with_a_gradient(name):
     seen = []
     for cls in PAIRS[name][:2]:
         params = random_params(shapes=[(3,), (4,)])
@@ -137,8 +137,8 @@ MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "enab
 
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("second", MODES)
-def test_steps_in_any_grad_mode_are_torchs_and_leave_ordinary_tensors(first, second):
-    """The first step makes the state; what it makes under inference_mode serves outside of it, where torch's own would not."""
+def test_steps_work_as_in_torch_in_every_grad_mode(first, second):
+    """The first step makes the state; state made under inference_mode also works outside of it, unlike torch's."""
     ends = []
     for cls, modes in ((torch_api.MaskedAdamW, (first, second)), (torch.optim.AdamW, ("no_grad", "no_grad"))):
         torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_steps_in_any_grad_mode_are_torchs_and_leave_ordinary_tensors(first, sec
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_tied_parameter_gets_the_sum_of_its_gradients_as_in_torch(name):
+def test_tied_parameter_gets_the_sum_of_its_gradients(name):
     ours, theirs, options = PAIRS[name]
     ends = []
     for cls in (ours, theirs):
@@ -175,13 +175,13 @@ def test_a_tied_parameter_gets_the_sum_of_its_gradients_as_in_torch(name):
     assert movement_error(*ends, start) < 1e-5
 
 
-# ---------------------------------------------------------------------- gradients that are missing
+# ---------------------------------------------------------------------- missing gradients
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_whatever_subset_has_gradients_the_others_keep_bits_moments_and_count(name):
-    """Equal shapes, so that most of the subsets share a program."""
+def test_parameters_without_gradient_keep_bits_moments_and_count(name):
+    """All shapes are equal, so that most subsets share a program."""
     ours, theirs, options = PAIRS[name]
     mine = random_params(shapes=[(4, 3)] * 4 + [(5,)] * 2)
     others, start = clones(mine), clones(mine)
@@ -228,7 +228,7 @@ class Numbers(torch.utils.data.Dataset):
 
 @pytest.fixture
 def forks():
-    """jax and Python 3.12 warn of every fork of a process with threads, and an error in their handler would be lost in it."""
+    """Ignore the warning of jax and Python 3.12 about forks of a process with threads; as errors they would be lost in the handler."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield said
@@ -254,7 +254,7 @@ def test_forked_workers_load_while_the_optimizer_steps(forks):
     assert any("os.fork() was called" in str(w.message) for w in forks)
 
 
-def test_workers_that_live_on_between_epochs_and_read_the_parameters_see_them_as_they_were_at_the_fork(forks):
+def test_persistent_workers_see_parameters_as_of_the_fork(forks):
     (p,) = random_params(shapes=[(3,)])
     optimizer = torch_api.MaskedSGD([p], lr=1.0)
     p.grad = torch.ones(3)
@@ -274,7 +274,7 @@ def test_workers_that_live_on_between_epochs_and_read_the_parameters_see_them_as
 
 
 @pytest.mark.slow
-def test_a_step_in_a_forked_worker_is_a_clear_error_and_the_parent_goes_on(forks):
+def test_step_in_a_forked_worker_raises_and_the_parent_continues(forks):
     (p,) = random_params(shapes=[(3,)])
     optimizer = torch_api.MaskedSGD([p], lr=1.0)
     p.grad = torch.ones(3)

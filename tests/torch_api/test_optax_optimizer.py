@@ -1,4 +1,4 @@
-"""`OptaxOptimizer` against the contract: numbers of pure JAX, what may compile, what may be touched, what is saved."""
+"""`OptaxOptimizer`: numbers of pure JAX, compilations, user tensors, checkpoints."""
 
 import copy
 import inspect
@@ -64,7 +64,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_ready_transformation_ends_where_pure_jax_ends_and_resumes_bit_for_bit(name):
+def test_ready_transformation_moves_as_in_pure_jax_and_resumes_exactly(name):
     params = draw()
     start, grads, tx = snap(params), draw_grads(params), TRANSFORMATIONS[name]()
     for i in NAN_AT if name == "apply_if_finite" else ():
@@ -82,14 +82,14 @@ def test_a_ready_transformation_ends_where_pure_jax_ends_and_resumes_bit_for_bit
     assert same(states(opt, params), states(other, again))
 
 
-def test_the_measure_catches_a_beta_a_little_off():
+def test_comparison_detects_a_slightly_wrong_beta():
     start = snap(draw())
     grads = draw_grads(start)
     right, wrong = (pure(optax.adam(0.05, b2=b2), start, grads)[0] for b2 in (0.999, 0.99))
     assert min(errors(wrong, right, start).values()) > 1e-4
 
 
-def test_lookahead_trains_the_fast_weights_and_keeps_the_slow_ones():
+def test_lookahead_trains_fast_weights_and_keeps_slow_weights():
     params = draw()
     start, grads, tx = snap(params), draw_grads(params), optax.lookahead(optax.sgd(0.1), 5, 0.5)
     run(make(params, tx), params, grads)
@@ -101,7 +101,7 @@ def test_lookahead_trains_the_fast_weights_and_keeps_the_slow_ones():
     assert max(errors(params, as_torch(tree.fast), start).values()) < CLOSE
 
 
-def test_layouts_views_and_small_leaves_end_where_pure_jax_ends():
+def test_layouts_views_and_small_leaves_move_as_in_pure_jax():
     base = torch.randn(20)
     params = {
         "conv": torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
@@ -126,7 +126,7 @@ def test_layouts_views_and_small_leaves_end_where_pure_jax_ends():
     assert torch.equal(base[:2], whole[:2])
 
 
-def test_float64_is_float64_and_the_global_flag_stays():
+def test_float64_is_kept_and_the_global_flag_is_unchanged():
     params = draw(dtype=torch.float64)
     start, grads, tx = snap(params), draw_grads(params), optax.adamw(0.05, weight_decay=0.1)
     opt = make(params, tx)
@@ -160,7 +160,7 @@ def test_half_types_compute_in_float32_and_round_once():
     before = snap(params)
     opt.state.clear()
     run(opt, params, [{k: torch.zeros_like(p) for k, p in params.items()}])
-    expected = {k: (1 - 0.05 * 0.1) * v.float() for k, v in before.items()}  # decay alone: no NaN from 0 / eps
+    expected = {k: (1 - 0.05 * 0.1) * v.float() for k, v in before.items()}  # only decay acts: 0 / eps gives no NaN
     assert all(torch.allclose(params[k].float(), expected[k], rtol=2.0**-8) for k in params)
 
 
@@ -180,7 +180,7 @@ def test_float32_moments_of_bfloat16_survive_a_checkpoint():
     assert same(params, again)
 
 
-def test_complex_parameters_beside_real_ones_as_torch():
+def test_complex_and_real_parameters_move_as_in_torch():
     params = {"z": torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)), "r": torch.nn.Parameter(torch.randn(3))}
     theirs, start = twin(params), snap(params)
     grads = [{k: torch.randn_like(p) for k, p in params.items()} for _ in range(STEPS)]
@@ -189,7 +189,7 @@ def test_complex_parameters_beside_real_ones_as_torch():
     assert max(errors(params, theirs, start).values()) < CLOSE
 
 
-def test_factory_hyperparams_live_in_the_groups_and_compile_nothing():
+def test_factory_hyperparams_are_in_the_groups_and_compile_nothing():
     params = draw()
     start, grads = snap(params), draw_grads(params)
     opt = make(params, optax.adamw, lr=0.05, b1=0.8, weight_decay=0.1)
@@ -214,7 +214,7 @@ def test_factory_hyperparams_live_in_the_groups_and_compile_nothing():
     assert compiled() == before
 
 
-def test_a_factory_with_a_schedule_keeps_it_and_lr_multiplies():
+def test_lr_multiplies_the_schedule_of_a_factory():
     params = draw()
     start, grads, schedule = snap(params), draw_grads(params), optax.linear_schedule(0.2, 0.0, STEPS)
     opt = make(params, optax.adamw, lr=schedule)
@@ -227,7 +227,7 @@ def test_a_factory_with_a_schedule_keeps_it_and_lr_multiplies():
 
 @pytest.mark.parametrize("tx", [optax.adamw(0.05, weight_decay=0.1), optax.MultiSteps(optax.sgd(0.1), 1)])
 @pytest.mark.parametrize("zero", [0, 0.0])
-def test_lr_0_of_a_ready_transformation_changes_nothing_even_for_nan(tx, zero):
+def test_lr_0_of_a_ready_transformation_changes_nothing_even_with_nan(tx, zero):
     params = draw()
     with torch.no_grad():
         params["a.bias"].copy_(torch.tensor([float("inf"), -0.0, float("nan")]))
@@ -262,7 +262,7 @@ def test_torch_schedulers_drive_a_ready_transformation_and_compile_nothing():
     assert opt.param_groups[0]["lr"] != 1.0
 
 
-def test_two_groups_of_a_ready_transformation_share_the_norm_and_have_their_own_lr():
+def test_groups_of_a_ready_transformation_share_the_norm_and_have_own_lrs():
     params = draw()
     start, grads, names = snap(params), draw_grads(params), list(params)
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5))
@@ -270,10 +270,10 @@ def test_two_groups_of_a_ready_transformation_share_the_norm_and_have_their_own_
     run(torch_api.OptaxOptimizer(groups, tx), params, grads)
     full, _ = pure(tx, start, grads)
     expected = {k: start[k].double() + (0.5 if k in names[:2] else 1.0) * (full[k].double() - start[k]) for k in names}
-    assert max(errors(params, expected, start).values()) < 2e-6  # the half-way point itself is known to float32 only
+    assert max(errors(params, expected, start).values()) < 2e-6  # the expected midpoint has only float32 precision
 
 
-def test_random_subsets_of_gradients_leave_the_others_alone():
+def test_parameters_without_gradient_do_not_change():
     params = draw()
     start, grads, rng = snap(params), draw_grads(params, 24), np.random.default_rng(1)
     subsets = [{k for k in params if rng.random() < 0.5} for _ in range(3)] + [{"a.weight"}, set(params), set()]
@@ -296,7 +296,7 @@ def test_random_subsets_of_gradients_leave_the_others_alone():
 
 
 @pytest.mark.parametrize("name", ["masked by prefix", "partition", "MultiSteps"])
-def test_a_missing_gradient_is_allowed_whatever_tree_the_transformation_was_told(name):
+def test_missing_gradient_is_allowed_for_every_tree_of_a_transformation(name):
     params = draw()
     opt, grads = make(params, TRANSFORMATIONS[name]()), draw_grads(params, 6)
     run(opt, params, grads[:2])
@@ -315,7 +315,7 @@ SELECTED = {
 
 
 @pytest.mark.parametrize("name", SELECTED)
-def test_our_transformations_with_selectors_see_all_names(name):
+def test_bridge_transformations_with_selectors_see_all_names(name):
     params = draw()
     start, grads = snap(params), draw_grads(params)
     opt = make(params, SELECTED[name]())
@@ -349,7 +349,7 @@ def test_frozen_parameters_cost_nothing_and_are_not_read():
     assert len(set(moved)) == 1, moved
 
 
-def test_an_element_mask_keeps_the_bits_and_the_norm():
+def test_element_mask_keeps_frozen_bits_and_the_norm():
     params = draw()
     with torch.no_grad():
         params["a.weight"][0] = torch.tensor([1e-40, float("nan"), -0.0])
@@ -383,7 +383,7 @@ def test_state_is_per_parameter_and_named_after_the_fields():
         assert torch.allclose(state["nu"], as_torch(adam.nu)[k], rtol=1e-6)
 
 
-def test_a_checkpoint_finds_its_parameters_by_name():
+def test_checkpoint_matches_parameters_by_name():
     params = draw()
     opt, grads = make(params, optax.adam, lr=0.05), draw_grads(params, 6)
     run(opt, params, [{k: v for k, v in g.items() if k != "s"} for g in grads[:3]])
@@ -401,7 +401,7 @@ def test_a_checkpoint_finds_its_parameters_by_name():
     assert opt.state[params["s"]]["count"] == other.state[again["s"]]["count"] == 3
 
 
-def test_the_hyperparams_of_a_group_follow_its_names():
+def test_hyperparams_of_a_group_are_matched_by_its_names():
     def grouped(params, order):
         groups = {"first": (("a.weight", "a.bias"), 0.1), "second": (("b.weight", "s"), 0.2)}
         given = [{"params": [(k, params[k]) for k in groups[name][0]], "lr": groups[name][1]} for name in order]
@@ -420,8 +420,8 @@ def test_the_hyperparams_of_a_group_follow_its_names():
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1), optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(0.1))])
-def test_two_models_with_the_same_names_are_trained_apart_or_refused(tx):
-    one, two = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))  # as [*g.named_parameters(), *d.named_parameters()]
+def test_models_with_equal_names_are_trained_separately_or_refused(tx):
+    one, two = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))  # as in [*g.named_parameters(), *d.named_parameters()]
     one.grad, two.grad = torch.ones(2), -torch.ones(2)
     try:
         opt = torch_api.OptaxOptimizer([("weight", one), ("weight", two)], tx)
@@ -443,7 +443,7 @@ def broken_checkpoints():
 
 
 @pytest.mark.parametrize(("damage", "word"), [pytest.param(f, word, id=name) for name, f, word in broken_checkpoints()])
-def test_a_wrong_checkpoint_is_refused_and_nothing_is_lost(damage, word):
+def test_wrong_checkpoint_raises_and_changes_nothing(damage, word):
     params = draw()
     opt, grads = make(params, optax.adam(0.05)), draw_grads(params, 4)
     run(opt, params, grads[:2])
@@ -455,7 +455,7 @@ def test_a_wrong_checkpoint_is_refused_and_nothing_is_lost(damage, word):
     assert same(states(opt, params), state)
 
 
-def test_a_checkpoint_of_another_transformation_is_refused():
+def test_checkpoint_of_another_transformation_raises():
     params = draw()
     adam = make(params, optax.adam(0.05))
     run(adam, params, draw_grads(params, 1))
@@ -472,7 +472,7 @@ def test_loading_and_copying_add_no_key_to_the_groups():
         assert opt.state_dict() == copy.deepcopy(opt).state_dict() == saved
 
 
-def test_deepcopy_has_a_life_of_its_own():
+def test_deepcopy_is_independent():
     module = torch.nn.Linear(3, 2)
     opt = torch_api.OptaxOptimizer(module.named_parameters(), optax.adam(0.05))
     run(opt, dict(module.named_parameters()), draw_grads(dict(module.named_parameters()), 1))
@@ -484,7 +484,7 @@ def test_deepcopy_has_a_life_of_its_own():
     assert same(dict(module.named_parameters()), dict(again.named_parameters()))
 
 
-def test_add_param_group_keeps_counts_apart():
+def test_added_group_has_its_own_step_count():
     params = draw()
     start, grads, first = snap(params), draw_grads(params), ("a.weight", "a.bias")
     opt = make({k: params[k] for k in first}, optax.adam, lr=0.05)
@@ -496,7 +496,7 @@ def test_add_param_group_keeps_counts_apart():
         assert errors({k: params[k]}, pure(optax.adam(lr), {k: start[k]}, [{k: g[k]} for g in given])[0], start)[k] < CLOSE
 
 
-def test_set_trainable_compiles_nothing_for_a_pattern_seen_before_and_is_saved():
+def test_set_trainable_reuses_programs_and_is_saved():
     params = draw()
     start, grads = snap(params), draw_grads(params)
     opt = make(params, optax.adam(0.05))
@@ -522,7 +522,7 @@ def test_set_trainable_compiles_nothing_for_a_pattern_seen_before_and_is_saved()
     assert not opt.state.get(params["a.weight"])
 
 
-def test_group_flags_and_lr_scale():
+def test_group_flags_and_lr_scale_apply():
     params, names = {k: torch.nn.Parameter(torch.ones(v)) for k, v in SHAPES.items()}, list(SHAPES)
     ones = {k: torch.ones_like(p) for k, p in params.items()}
     groups = [{"params": [(k, params[k]) for k in names[:2]], "trainable": False}, {"params": [(k, params[k]) for k in names[2:]]}]
@@ -540,7 +540,7 @@ def test_group_flags_and_lr_scale():
 
 
 @pytest.mark.parametrize("wrong", [{"a.weigt": 0.5}, {"a.weight": "x"}, {"a.weight": float("nan")}, {"a.weight": -1.0}])
-def test_wrong_lr_scales_are_named(wrong):
+def test_error_names_a_wrong_lr_scale(wrong):
     with pytest.raises(ValueError, match=r"lr_scale.*a.weig"):
         make(draw(), optax.sgd(0.1), lr_scale=wrong)
 
@@ -559,7 +559,7 @@ def test_layer_decay_scales_a_ready_transformation_under_a_scheduler():
 
 
 @pytest.mark.parametrize("kind", ["learnig_rate", "b1", "momentun", "nothing", "twice"])
-def test_unknown_and_missing_arguments_are_named(kind):
+def test_error_names_unknown_and_missing_arguments(kind):
     params = list(draw().items())
     calls = {
         "learnig_rate": lambda: torch_api.OptaxOptimizer(params, optax.adamw, learnig_rate=0.1),
@@ -574,7 +574,7 @@ def test_unknown_and_missing_arguments_are_named(kind):
         calls[kind]()
 
 
-def test_extra_arguments_reach_the_transformation_and_their_type_compiles_nothing():
+def test_extra_arguments_of_any_number_type_share_a_program():
     params = draw()
     start, grads = snap(params), draw_grads(params)
     tx = optax.chain(optax.polyak_sgd(max_learning_rate=0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))
@@ -602,7 +602,7 @@ def test_extra_numbers_reach_float64_parameters_unrounded(kind):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_tree_of_extra_arguments_follows_mask_and_missing_gradients(nested):
+def test_extra_argument_trees_follow_masks_and_missing_gradients(nested):
     def update(grads, state, params=None, *, gain, **_):
         return jax.tree.map(lambda g, c: -c * g, grads, gain), state
 
@@ -621,7 +621,7 @@ def quadratic():
 
 
 @pytest.mark.slow
-def test_lbfgs_with_its_line_search_through_a_closure_is_that_of_pure_jax():
+def test_lbfgs_with_a_closure_matches_pure_jax():
     (a, b), x = quadratic(), torch.nn.Parameter(torch.zeros(6))
     opt = make({"x": x}, optax.lbfgs())
 
@@ -648,12 +648,12 @@ def test_lbfgs_with_its_line_search_through_a_closure_is_that_of_pure_jax():
         theirs.append(float(value))
     assert losses == pytest.approx(theirs, abs=2e-6)
     assert losses[-1] < -0.93
-    assert errors({"x": x}, as_torch(tree), {"x": torch.zeros(6)})["x"] < 1e-4  # rounding grows from one line search to the next
+    assert errors({"x": x}, as_torch(tree), {"x": torch.zeros(6)})["x"] < 1e-4  # rounding errors grow with each line search
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_closure_that_raises_in_the_line_search_leaves_everything_as_before(calls_before):
+def test_closure_that_raises_in_the_line_search_changes_nothing(calls_before):
     x = torch.nn.Parameter(torch.full((3,), 2.0))
     opt, left = make({"x": x}, optax.lbfgs()), [10**6]
 
@@ -683,7 +683,7 @@ def test_a_closure_that_raises_in_the_line_search_leaves_everything_as_before(ca
 
 
 @pytest.mark.parametrize("where", ["init", "update"])
-def test_an_error_in_a_transformation_leaves_parameters_and_state_as_before(where):
+def test_error_in_a_transformation_changes_nothing(where):
     fail = [where == "init"]
 
     def check(result):
@@ -710,7 +710,7 @@ def test_an_error_in_a_transformation_leaves_parameters_and_state_as_before(wher
         run(opt, params, grads[2:])
 
 
-def test_an_error_while_the_program_runs_leaves_parameters_and_state_as_before():
+def test_error_while_the_program_runs_changes_nothing():
     fail = [False]
 
     def callback(x):
@@ -740,7 +740,7 @@ WRONG_UPDATES = {
 
 
 @pytest.mark.parametrize("name", WRONG_UPDATES)
-def test_an_update_that_does_not_fit_is_an_error_that_says_so(name):
+def test_update_of_a_wrong_structure_raises(name):
     params = draw()
     start = snap(params)
     tx = optax.GradientTransformation(lambda _: optax.EmptyState(), lambda u, s, p=None: (WRONG_UPDATES[name](u), s))
@@ -749,7 +749,7 @@ def test_an_update_that_does_not_fit_is_an_error_that_says_so(name):
     assert same(params, start)
 
 
-def test_arrays_that_the_user_owns_are_never_given_away():
+def test_arrays_of_the_user_are_never_donated():
     mine = jnp.arange(3.0)
     tx = optax.GradientTransformation(
         lambda _: {"mine": mine}, lambda u, s, p=None: (jax.tree.map(lambda g: -0.1 * g * s["mine"][1], u), {"mine": s["mine"] + 1})
@@ -764,7 +764,7 @@ def test_arrays_that_the_user_owns_are_never_given_away():
 
 
 @pytest.mark.skipif("key" not in inspect.signature(optax.add_noise).parameters, reason="this optax takes a seed only")
-def test_a_random_key_serves_two_optimizers():
+def test_two_optimizers_may_share_a_random_key():
     key, ends = jax.random.key(3), []
     tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1))
     for _ in range(2):
@@ -775,7 +775,7 @@ def test_a_random_key_serves_two_optimizers():
     assert same(*ends)
 
 
-def test_two_optimizers_over_one_transformation_share_the_program():
+def test_two_optimizers_of_one_transformation_share_the_program():
     tx = optax.adam(0.0123)
     first, second = draw(), draw(seed=7)
     run(make(first, tx), first, draw_grads(first, 2))
@@ -784,7 +784,7 @@ def test_two_optimizers_over_one_transformation_share_the_program():
     assert compiled() == before
 
 
-def test_max_grad_norm_is_clip_grad_norm_over_what_is_trained():
+def test_max_grad_norm_clips_trained_parameters_as_clip_grad_norm():
     params = draw()
     start, grads, theirs = snap(params), draw_grads(params), twin(params)
     opt = make(params, optax.sgd(0.2), max_grad_norm=0.7, mask=[("b.*", False), ("*", True)])
@@ -799,4 +799,4 @@ def test_max_grad_norm_is_clip_grad_norm_over_what_is_trained():
         g["b.weight"].fill_(float("nan"))
     run(opt, params, grads)
     assert max(errors(params, theirs, start).values()) < CLOSE
-    assert torch.equal(params["s"].grad, grads[-1]["s"]), "the gradient was written to"
+    assert torch.equal(params["s"].grad, grads[-1]["s"]), "the step wrote into the gradient"

@@ -1,4 +1,4 @@
-"""The classes of optax's optimizers against optax itself in pure JAX; schedule-free's weights for evaluation."""
+"""Classes of optax's optimizers match optax in pure JAX; schedule-free weights for evaluation."""
 
 import copy
 
@@ -36,7 +36,7 @@ def parameters():
 
 
 def run_both(name, options, steps=20, wrong=1.0, **engine):
-    """End points of ours and of optax on equal gradients, the starts, and our optimizer."""
+    """Return end points of ours and of optax with equal gradients, the starts, and our optimizer."""
     params = parameters()
     start = {n: p.detach().clone() for n, p in params.items()}
     tree = {n: jnp.array(p.detach().numpy().copy()) for n, p in params.items()}
@@ -54,15 +54,15 @@ def run_both(name, options, steps=20, wrong=1.0, **engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), ALL, ids=str)
-def test_each_class_moves_as_optax_moves(name, options):
+def test_each_class_moves_as_in_optax(name, options):
     ours, theirs, start, _, _ = run_both(name, options)
-    # Schedule-free takes its average out of the parameters at each step, (y - (1 - b1) z) / b1, and a last digit grows there.
+    # Schedule-free recovers its average from the parameters at each step, (y - (1 - b1) z) / b1, which amplifies rounding errors.
     bound = 1e-4 if name == "ScheduleFreeAdamW" else max(CLOSE, 1e-5)
     assert max(movement_error(ours[n], theirs[n], start[n]) for n in ours) < bound
 
 
-def test_types_of_state_reach_optax():
-    """Only the type: in bfloat16 even optax with and without jit differs in most elements of the momentum."""
+def test_state_dtypes_reach_optax():
+    """Check only the dtypes: in bfloat16 most elements of the momentum differ even between optax with and without jit."""
     params = parameters()
     for name, options in (("Lion", {"mu_dtype": jnp.bfloat16}), ("ScheduleFreeAdamW", {"state_dtype": torch.bfloat16})):
         optimizer = make(name, params.items(), lr=0.01, **options)
@@ -75,14 +75,14 @@ def test_types_of_state_reach_optax():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_wrong_rate_is_caught_by_optax(name):
+def test_comparison_with_optax_detects_a_wrong_rate(name):
     ours, theirs, start, _, _ = run_both(name, {}, wrong=1.001)
     assert max(movement_error(ours[n], theirs[n], start[n]) for n in ours) > 2e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_masks_freeze_numbers_do_not_compile_and_checkpoints_resume(name):
+def test_masks_freeze_and_checkpoints_resume_without_compiling(name):
     params = parameters()
     frozen = params["body.bias"].detach().clone()
     optimizer = make(name, params.items(), lr=0.01, mask="*.weight")
@@ -100,7 +100,7 @@ def test_masks_freeze_numbers_do_not_compile_and_checkpoints_resume(name):
         schedule.step()
         optimizer.param_groups[0]["b1" if name != "Lars" else "momentum"] = 0.8 + 0.01 * step
         advance(optimizer, params, 1)
-    if {"b1", "lr"} & optimizer.defaults.keys() <= dict(optimizer.arrangement.static[0].traced).keys():  # older optax cannot trace a rate
+    if {"b1", "lr"} & optimizer.defaults.keys() <= dict(optimizer.arrangement.static[0].traced).keys():  # an older optax cannot trace lr
         assert bridge.compilations() == compiled
     assert torch.equal(params["body.bias"], frozen)
     assert params["body.bias"] not in optimizer.state
@@ -114,7 +114,7 @@ def test_masks_freeze_numbers_do_not_compile_and_checkpoints_resume(name):
 
 
 @pytest.mark.parametrize("name", ["Lion", "Lamb", "Lars"])
-def test_decay_mask_stands_for_optax_own_mask(name):
+def test_decay_mask_replaces_the_mask_of_optax(name):
     key = "weight_decay_mask" if name == "Lars" else "mask"
     params = parameters()
     tree = {n: jnp.array(p.detach().numpy().copy()) for n, p in params.items()}
@@ -128,7 +128,7 @@ def test_decay_mask_stands_for_optax_own_mask(name):
         torch.testing.assert_close(p.detach(), torch.tensor(np.array(tree[n] + updates[n])))
 
 
-def test_the_arguments_are_those_of_optax():
+def test_arguments_are_those_of_optax():
     import inspect
 
     for name, (function, _) in CASES.items():
@@ -142,7 +142,7 @@ def test_the_arguments_are_those_of_optax():
 # ---------------------------------------------------------------------- schedule-free
 
 
-def test_eval_params_are_optax_evaluation_weights_and_the_training_weights_come_back_bit_for_bit():
+def test_eval_params_gives_optax_weights_and_restores_the_training_weights():
     ours, theirs, start, optimizer, state = run_both("ScheduleFreeAdamW", {})
     expected = optax.contrib.schedule_free_eval_params(state, {n: jnp.array(x.numpy()) for n, x in theirs.items()})
     before = {n: p.detach().clone() for n, p in ours.items()}
@@ -158,7 +158,7 @@ def test_eval_params_are_optax_evaluation_weights_and_the_training_weights_come_
 
 
 @pytest.mark.parametrize("inside", ["an error", "a step", "itself again"])
-def test_what_goes_wrong_inside_eval_params_leaves_the_training_weights(inside):
+def test_error_inside_eval_params_restores_the_training_weights(inside):
     ours, _, _, optimizer, _ = run_both("ScheduleFreeAdamW", {}, steps=3)
     before = {n: p.detach().clone() for n, p in ours.items()}
     error = ZeroDivisionError if inside == "an error" else RuntimeError
@@ -180,13 +180,13 @@ def test_what_goes_wrong_inside_eval_params_leaves_the_training_weights(inside):
         pass
 
 
-def test_eval_params_leaves_frozen_and_new_parameters_alone():
+def test_eval_params_leaves_frozen_and_new_parameters_unchanged():
     params = parameters()
     optimizer = torch_api.MaskedScheduleFreeAdamW(params.items(), mask="*.weight")
     values = {n: p.detach().clone() for n, p in params.items()}
     with optimizer.eval_params():
         assert all(torch.equal(p, values[n]) for n, p in params.items())
-    assert not optimizer.state  # looking makes none
+    assert not optimizer.state  # eval_params makes no state
     for _ in range(3):
         for p in params.values():
             p.grad = torch.randn_like(p)

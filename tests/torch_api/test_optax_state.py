@@ -1,4 +1,4 @@
-"""The state of a torch optimizer handed to optax and back: ten steps there and ten here are twenty steps."""
+"""The state of a torch optimizer is converted to optax and back: ten steps in each framework equal twenty steps in one."""
 
 import copy
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promoti
 
 
 class Net(torch.nn.Module):
-    """Parameters of no, one, two and four dimensions, one of them transposed in memory, one channels_last."""
+    """A module with parameters of zero, one, two and four dimensions; one is transposed in memory, one is channels_last."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def in_torch(optimizer, steps):
 
 
 def in_optax(tx, tree, state, steps):
-    """Pure JAX, jitted: from the tree of parameters and a state to those after the steps."""
+    """Train in pure JAX from a tree of parameters and a state; return both after the steps."""
 
     @jitted
     def update(grads, state, tree):
@@ -71,28 +71,28 @@ def tree_of(net):
 
 
 def moved(net, start):
-    """How far each parameter is from where it began, by name."""
+    """Return the movement of each parameter by name."""
     flat = bridge._names.unnest(tree_of(net) if isinstance(net, torch.nn.Module) else net)
     begun = bridge._names.unnest(start)
     return {name: np.asarray(x, np.float64) - np.asarray(begun[name], np.float64) for name, x in flat.items()}
 
 
 def assert_close(found, expected, tolerance):
-    """Each movement to a share of the largest, and to the last digits of the parameters, which are below 4."""
+    """Compare movements relative to the largest movement; the parameters are below 4, so their last digits also matter."""
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_allclose(found[name], x, rtol=0, atol=tolerance * np.abs(x).max() + 1e-6, err_msg=name)
 
 
 def alike(state, begun):
-    """Of the same structure, shapes and dtypes."""
+    """Return whether two states have the same structure, shapes and dtypes."""
     assert jax.tree.structure(state) == jax.tree.structure(begun)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(begun), strict=True):
         assert (jnp.shape(x), jnp.result_type(x)) == (jnp.shape(y), jnp.result_type(y))
     return True
 
 
-# torch's class, its arguments, and optax's transformation of the same numbers.
+# torch's class, its arguments, and optax's transformation with equal hyperparameters.
 SAME = {
     "Adam": ({"lr": 1e-2}, optax.adam(1e-2)),
     "AdamW": ({"lr": 1e-2, "weight_decay": 0.1}, optax.adamw(1e-2, weight_decay=0.1)),
@@ -111,14 +111,14 @@ SAME = {
 }  # fmt: skip
 
 
-# RAdam has its eps elsewhere.
+# RAdam adds eps at another point than optax does.
 LOOSE = {"RAdam": 1e-3}
 HEAVY = [pytest.param(name, marks=pytest.mark.slow) if name not in ("Adam", "SGD") else name for name in SAME]
 
 
 @pytest.mark.parametrize("package", [torch.optim, torch_api], ids=["torch.optim", "torch_api"])
 @pytest.mark.parametrize("name", HEAVY)
-def test_ten_steps_of_torch_and_ten_of_optax_are_twenty(name, package):
+def test_steps_of_torch_and_of_optax_combine(name, package):
     options, tx = SAME[name]
     build = getattr(package, ("Masked" if package is torch_api else "") + name.split(",")[0])
     net, reference = Net(), Net()
@@ -149,7 +149,7 @@ def test_ten_steps_of_torch_and_ten_of_optax_are_twenty(name, package):
     ],
     ids=["count", "moments exchanged", "no momentum"],
 )
-def test_a_state_that_is_wrong_somewhere_is_seen_by_that(change):
+def test_comparison_detects_a_wrong_state(change):
     net, reference = Net(), Net()
     start, tx = tree_of(net), optax.adam(1e-2)
     optimizer = MaskedAdam(net.named_parameters(), lr=1e-2)
@@ -181,7 +181,7 @@ READY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READY)
-def test_a_transformation_goes_on_in_pure_optax_and_comes_back(name):
+def test_transformation_continues_in_pure_optax_and_back(name):
     tx, net, reference = READY[name], Net(), Net()
     start = tree_of(net)
     optimizer, whole = OptaxOptimizer(net.named_parameters(), tx), OptaxOptimizer(reference.named_parameters(), tx)
@@ -200,14 +200,14 @@ def test_a_transformation_goes_on_in_pure_optax_and_comes_back(name):
     assert_close(moved(net, start), moved(reference, start), 1e-4)
 
 
-def test_a_factory_with_its_numbers_in_the_groups():
+def test_factory_with_hyperparams_in_the_groups_converts():
     net = Net()
     optimizer = OptaxOptimizer(net.named_parameters(), optax.adamw, lr=1e-2)
     in_torch(optimizer, range(3))
     assert alike(to_optax_state(optimizer), optax.adamw(1e-2).init(tree_of(net)))
 
 
-def test_of_our_own_rules_without_a_tx_the_state_is_that_of_the_rule():
+def test_state_of_our_own_rules_converts_without_a_tx():
     for build in (lambda n: MaskedAdam(n, lr=1e-2), lambda n: torch.optim.Adam(n, lr=1e-2)):
         net, reference = Net(), Net()
         start, tx = tree_of(net), rules.adam(lr=1e-2)
@@ -224,7 +224,7 @@ def test_of_our_own_rules_without_a_tx_the_state_is_that_of_the_rule():
 
 
 @pytest.mark.slow
-def test_every_class_of_ours_has_a_state_and_gets_it_back_bit_for_bit():
+def test_every_class_converts_its_state_and_loads_it_back_exactly():
     for name in sorted(n for n in torch_api.__all__ if n.startswith("Masked")):
         net = Net()
         params = [("body.weight", net.body.weight)] if name == "MaskedMuon" else net.named_parameters()
@@ -241,11 +241,11 @@ def test_every_class_of_ours_has_a_state_and_gets_it_back_bit_for_bit():
 
 
 def labelled(spec):
-    """Labels for every leaf of the net, and not a prefix of such: where optax puts a MaskedNode follows them."""
+    """Return labels for every leaf of the net, not a prefix tree: optax's MaskedNode structure follows the labels."""
     return lambda tree: bridge.resolve_labels(spec, tree)
 
 
-def test_what_is_frozen_is_a_masked_node():
+def test_frozen_parameters_are_masked_nodes():
     net = Net()
     optimizer = OptaxOptimizer(net.named_parameters(), optax.adam(1e-2), mask="body.*")
     in_torch(optimizer, range(4))
@@ -272,7 +272,7 @@ def test_what_is_frozen_is_a_masked_node():
     assert net.scale not in optimizer.state
 
 
-def test_a_parameter_that_requires_no_grad_is_frozen_too():
+def test_parameters_that_require_no_grad_are_masked_nodes():
     net = Net()
     net.body.requires_grad_(False)
     for build in (MaskedAdam, torch.optim.Adam):
@@ -285,7 +285,7 @@ def test_a_parameter_that_requires_no_grad_is_frozen_too():
         assert sorted(to_optax_state(optimizer).inner_states) == ["frozen", "trained"]
 
 
-def test_a_mask_of_elements_keeps_the_whole_array():
+def test_element_mask_keeps_the_whole_array():
     net, rows = Net(), (torch.arange(30) < 3)[:, None].expand(30, 40).contiguous()
     optimizer = OptaxOptimizer(net.named_parameters(), optax.adam(1e-2), mask={"body.weight": rows})
     in_torch(optimizer, range(2))
@@ -295,7 +295,7 @@ def test_a_mask_of_elements_keeps_the_whole_array():
     assert state.inner_state.inner_states["trained"].inner_state[0].mu["body"]["weight"].shape == (30, 40)
 
 
-def test_a_partition_is_that_of_optax():
+def test_partitioned_state_has_the_structure_of_optax():
     net, reference = Net(), Net()
     start = tree_of(net)
     parts = {"a": optax.adam(1e-2), "b": optax.sgd(optax.linear_schedule(1e-2, 0.0, 100), momentum=0.9), "c": optax.sgd(1e-2)}
@@ -313,10 +313,10 @@ def test_a_partition_is_that_of_optax():
     assert int(optimizer.state[net.conv.weight]["count"]) == 20
 
 
-def test_the_count_of_one_label_is_not_that_of_another():
+def test_step_count_of_a_label_is_not_taken_from_another():
     net = Net()
     schedule = optax.linear_schedule(1e-2, 0.0, 100)
-    parts = {"a": optax.adam(1e-2), "b": optax.sgd(schedule)}  # b has a count, but no arrays beside it
+    parts = {"a": optax.adam(1e-2), "b": optax.sgd(schedule)}  # the state of b is only a count
     optimizer = PartitionedOptimizer(net.named_parameters(), parts, {"body": "a", "conv": "a", "scale": "b"})
     in_torch(optimizer, range(3))
     for name, p in net.named_parameters():
@@ -337,7 +337,7 @@ def test_labels_of_flax_pairs_are_strings():
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
 
 
-def test_groups_with_numbers_of_their_own_are_parts():
+def test_groups_with_own_hyperparams_become_partitions():
     net = Net()
     given = [
         {"params": list(net.body.named_parameters("body")), "lr": 1e-2},
@@ -350,7 +350,7 @@ def test_groups_with_numbers_of_their_own_are_parts():
         assert int(to_optax_state(optimizer, optax.adamw(1e-2))[0].count) == 2
 
 
-def test_one_label_in_two_groups():
+def test_label_in_two_groups_becomes_two_partitions():
     net = Net()
     groups = [{"params": list(net.body.named_parameters("body"))}, {"params": list(net.conv.named_parameters("conv"))}]
     optimizer = PartitionedOptimizer(groups, {"a": (optax.adam, {"learning_rate": 0.1})}, {"": "a"})
@@ -358,7 +358,7 @@ def test_one_label_in_two_groups():
     assert sorted(to_optax_state(optimizer).inner_states) == ["a#0", "a#1"]
 
 
-def test_kept_state_of_a_frozen_parameter_stays_where_it_is():
+def test_state_of_a_frozen_parameter_is_kept():
     net = Net()
     optimizer = MaskedAdam(net.named_parameters())
     in_torch(optimizer, range(2))
@@ -373,7 +373,7 @@ def test_kept_state_of_a_frozen_parameter_stays_where_it_is():
 # ------------------------------------------------------------------ names and the time before the first step
 
 
-def test_names_from_the_module():
+def test_names_may_come_from_the_module():
     for build in (torch.optim.Adam, MaskedAdam):
         net = Net()
         optimizer = build(net.parameters())
@@ -385,7 +385,7 @@ def test_names_from_the_module():
         assert int(optimizer.state[net.scale]["step"]) == 3
 
 
-def test_before_the_first_step_it_is_what_init_gives():
+def test_state_before_the_first_step_is_that_of_init():
     for build in (torch.optim.Adam, MaskedAdam):
         net = Net()
         optimizer = build(net.named_parameters())
@@ -395,7 +395,7 @@ def test_before_the_first_step_it_is_what_init_gives():
 
 
 @pytest.mark.parametrize("writeback", ["inplace", "copy"])
-def test_an_optimizer_without_state_takes_it_and_goes_on(writeback):
+def test_optimizer_without_state_loads_a_state_and_continues(writeback):
     net, reference = Net(), Net()
     start, tx = tree_of(net), optax.adam(1e-2)
     tree, state = in_optax(tx, tree_of(net), tx.init(tree_of(net)), range(10))
@@ -408,7 +408,7 @@ def test_an_optimizer_without_state_takes_it_and_goes_on(writeback):
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True}, {"foreach": True}])
-def test_a_plain_optimizer_of_torch_without_state_takes_it(options):
+def test_torch_optimizer_without_state_loads_a_state(options):
     net, other = Net(), Net()
     optimizer, fresh = (torch.optim.Adam(n.named_parameters(), lr=1e-2, **options) for n in (net, other))
     in_torch(optimizer, range(3))
@@ -420,7 +420,7 @@ def test_a_plain_optimizer_of_torch_without_state_takes_it(options):
     torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
 
 
-def test_a_class_that_no_rule_stands_for_is_handed_over_by_its_fields():
+def test_unknown_optimizer_class_converts_by_field_names():
     class Plain(torch.optim.Optimizer):
         def step(self):
             for p in self.param_groups[0]["params"]:
@@ -439,7 +439,7 @@ def test_a_class_that_no_rule_stands_for_is_handed_over_by_its_fields():
 
 
 @pytest.mark.parametrize("build", [torch.optim.Adam, MaskedAdam], ids=["torch.optim", "torch_api"])
-def test_arrays_lie_over_the_memory_of_the_state(build):
+def test_arrays_alias_the_state(build):
     net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 64))
     optimizer = build(net.named_parameters(), lr=1e-2)
     in_torch(optimizer, range(2))
@@ -455,11 +455,11 @@ def test_arrays_lie_over_the_memory_of_the_state(build):
     before = np.array(copies[0].mu["0"]["weight"])
     in_torch(optimizer, [2])
     np.testing.assert_array_equal(np.asarray(copies[0].mu["0"]["weight"]), before)
-    assert not np.array_equal(np.asarray(state[0].mu["0"]["weight"]), before), "what is aliased changes with the next step"
+    assert not np.array_equal(np.asarray(state[0].mu["0"]["weight"]), before), "the array does not alias the state"
 
 
 @pytest.mark.parametrize("build", [torch.optim.Adam, MaskedAdam], ids=["torch.optim", "torch_api"])
-def test_loading_writes_into_the_tensors_that_are_there(build):
+def test_loading_writes_into_existing_tensors(build):
     net = Net()
     optimizer = build(net.named_parameters(), lr=1e-2)
     in_torch(optimizer, range(2))
@@ -471,7 +471,7 @@ def test_loading_writes_into_the_tensors_that_are_there(build):
     assert build is torch.optim.Adam or optimizer.cache_info().compilations == compiled
 
 
-def test_half_parameters_and_a_wider_state():
+def test_half_parameters_may_have_float32_state():
     net = Net().to(torch.bfloat16)
     for options, dtype in (({}, jnp.bfloat16), ({"state_dtype": torch.float32}, jnp.float32), ({"master_weights": True}, jnp.bfloat16)):
         optimizer = MaskedAdam(net.named_parameters(), **options)
@@ -486,7 +486,7 @@ def test_half_parameters_and_a_wider_state():
         torch.testing.assert_close({id(p): dict(f) for p, f in optimizer.state.items()}, kept, rtol=0, atol=0)
 
 
-def test_float64_stays_float64_under_32_bits():
+def test_float64_state_is_kept_with_x64_disabled():
     net = Net().double()
     optimizer = MaskedAdam(net.named_parameters())
     in_torch(optimizer, range(2))
@@ -498,7 +498,7 @@ def test_float64_stays_float64_under_32_bits():
     assert not jax.config.jax_enable_x64
 
 
-def test_averages_and_masters_stay_with_the_optimizer():
+def test_averages_and_master_weights_are_not_converted():
     net = Net().to(torch.bfloat16)
     optimizer = MaskedAdam(net.named_parameters(), master_weights=True, ema_decay=0.9)
     in_torch(optimizer, range(2))
@@ -509,7 +509,7 @@ def test_averages_and_masters_stay_with_the_optimizer():
     assert int(optimizer.state[net.scale]["step"]) == 0
 
 
-def test_a_momentum_that_is_dampened_goes_on_as_seen():
+def test_dampened_momentum_continues_in_optax():
     net, reference = Net(), Net()
     options = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}
     optimizer, whole = MaskedSGD(net.named_parameters(), **options), torch.optim.SGD(reference.parameters(), **options)
@@ -523,7 +523,7 @@ def test_a_momentum_that_is_dampened_goes_on_as_seen():
     torch.testing.assert_close(net.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_count_that_torch_does_not_keep():
+def test_missing_step_count_must_be_given():
     net = Net()
     optimizer = torch.optim.SGD(net.named_parameters(), lr=1e-2, momentum=0.9)
     in_torch(optimizer, range(3))
@@ -534,7 +534,7 @@ def test_a_count_that_torch_does_not_keep():
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, MaskedSGD])
-def test_a_count_of_an_optimizer_without_state(make):
+def test_optimizer_without_state_needs_the_count(make):
     net = Net()
     optimizer = make(net.named_parameters(), lr=1e-2)
     in_torch(optimizer, range(3))
@@ -545,7 +545,7 @@ def test_a_count_of_an_optimizer_without_state(make):
     assert not jax.tree.leaves(to_optax_state(optimizer, optax.sgd(1e-2)))
 
 
-def test_tied_parameters_are_one():
+def test_tied_parameters_share_a_state():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
     net["b"].weight = net["a"].weight
     optimizer = MaskedAdam(net.named_parameters())
@@ -554,7 +554,7 @@ def test_tied_parameters_are_one():
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-def test_a_sharded_state_is_refused():
+def test_sharded_state_raises():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 

@@ -1,13 +1,11 @@
-"""Every configuration and every error of torch's own optimizer tests, given to the drop-in classes.
+"""Every configuration and every error of torch's own optimizer tests, applied to the drop-in classes.
 
 The configurations and errors are those of `torch.testing._internal.common_optimizers.optim_db`; the oracle is the torch
-optimizer itself. Bounds are of the movement from the start, leaf by leaf: 1e-5 in float32 and complex64, 1e-12 in float64.
-Half types must be within one rounding of torch's fused kernel, or where there is none of torch in float32.
+optimizer itself. Bounds are relative to the movement from the start, leaf by leaf: 1e-5 in float32 and complex64, 1e-12 in float64.
+Half types must be within one rounding of torch's fused kernel, or of torch in float32 if there is no such kernel.
 
-Muon: torch's CPU kernels and ours take the same products of bfloat16 numbers and round the same sums, but add them up in
-another order; a sum that lies between two bfloat16 numbers may go either way, and the iteration carries that on. Without
-such a flip the movement over 20 steps agrees to 2e-7 (200 runs with lr 0.01): all leaves up to 8x8, seven of eight of 16x32
-(the others: 5e-4 at most), one of four of 64x48 (median 3e-4, worst 8e-4). The bound MUON is for the worst of these.
+Muon has a wider bound. torch's CPU kernels and ours multiply the same bfloat16 numbers and round the same sums, but add them up in
+another order. A sum halfway between two bfloat16 numbers may be rounded either way, and the iteration amplifies that.
 """
 
 import copy
@@ -32,8 +30,8 @@ except ImportError as error:
 MUON = 1e-3
 BOUNDS = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float64: 1e-12}
 HALVES = (torch.bfloat16, torch.float16)
-# torch 2.13's fused SGD leaves whole vectors of half types where they are, and its fused Adagrad rounds weight_decay and the
-# rate to the half type first: 0.1 is then 0.10009765625, and 159 of 4096 sums are more than one rounding away.
+# torch 2.13's fused SGD skips whole vectors of half types, and its fused Adagrad rounds weight_decay and the learning rate to the
+# half type first, which is more than one rounding of the result.
 FUSED = {"Adam", "AdamW"}
 INFOS = {info.name: info for info in optim_db if hasattr(torch_api, f"Masked{info.name}")}
 CONFIGS = [(name, config) for name, info in INFOS.items() for config in info.optim_inputs_func(device="cpu")]
@@ -51,11 +49,11 @@ def ident(case):
 
 @pytest.fixture
 def counted(request):
-    """Makes the test count in the line at the end of the run (conftest.py)."""
+    """Count the test in the summary line at the end of the run (conftest.py)."""
     request.node.user_properties.append(("optim_db", request.node.originalname.split("_")[2]))
 
 
-def test_only_what_takes_sparse_gradients_or_closures_is_left_out():
+def test_only_sparse_and_closure_optimizers_are_left_out():
     assert {info.name for info in optim_db} - INFOS.keys() == {"LBFGS", "SparseAdam"}
 
 
@@ -63,7 +61,7 @@ def test_only_what_takes_sparse_gradients_or_closures_is_left_out():
 
 
 def parameters(name):
-    """Leaves of all types: 0-d and empty, matrices in both orders, channels last."""
+    """Return leaves of all kinds: 0-d, empty, matrices in both memory orders, channels last."""
     shapes = {torch.float32: [(7, 5), (), (0, 3)], torch.float64: [(4, 3), ()], torch.complex64: [(4,), ()]}
     if name == "Muon":
         shapes = {torch.float32: [(7, 5), (4, 9), (8, 8)], torch.float64: [(4, 3)]}
@@ -78,7 +76,7 @@ def parameters(name):
 
 
 def build(make, params, **options):
-    """An optimizer with a group for each type, one of them with an lr of its own."""
+    """Return an optimizer with a group per kind of leaf; one group has its own lr."""
     dtypes = dict.fromkeys(p.dtype for p in params)
     groups = [{"params": [p for p in params if p.dtype is dtype]} for dtype in dtypes]
     groups[-1]["lr"] = 3e-3
@@ -86,7 +84,7 @@ def build(make, params, **options):
 
 
 class HalfReference:
-    """torch's arithmetic for half leaves: its fused kernel on equal leaves, else torch on float32 leaves, one step at a time."""
+    """torch's arithmetic for half leaves: its fused kernel on equal leaves, or torch on float32 leaves, one step at a time."""
 
     def __init__(self, name, halves, options):
         fused = name in FUSED
@@ -100,7 +98,7 @@ class HalfReference:
         self.optimizer.param_groups[-1]["lr"] = 3e-3
 
     def compare(self, ours, state_of):
-        """Each value is within one rounding; then both go on from ours: the distance is that of one step, not of a random walk."""
+        """Check that each value is within one rounding, then continue from ours, so that roundings do not add up."""
         for p, q in zip(ours, self.params, strict=True):
             pairs = {"the parameter": (p.detach(), q.detach())}
             pairs |= {key: (state_of(p)[key], theirs) for key, theirs in self.optimizer.state[q].items()}
@@ -120,7 +118,7 @@ def through_a_file(state_dict):
 
 
 def check_same_state(ours, theirs, skip=()):
-    """Two state_dicts: keys, shapes, dtypes and values; no values of the parameters in `skip`."""
+    """Compare keys, shapes, dtypes and values of two state_dicts; skip values of the parameters in `skip`."""
     assert ours["state"].keys() == theirs["state"].keys()
     for index, fields in theirs["state"].items():
         assert ours["state"][index].keys() == fields.keys()
@@ -128,7 +126,7 @@ def check_same_state(ours, theirs, skip=()):
             value = ours["state"][index][key]
             assert (value.shape, value.dtype) == (expected.shape, expected.dtype), (key, value.dtype, expected.dtype)
             if index not in skip and expected.numel():
-                # Of the whole array, as the movement: single elements of an average of both signs may be next to 0.
+                # Relative to the whole array, like the movement: single elements of a signed average may be near 0.
                 error = torch.linalg.vector_norm(value - expected) / torch.linalg.vector_norm(expected).clamp(min=1e-30)
                 assert float(error) < BOUNDS.get(expected.dtype, 1e-5), (key, index, float(error))
     for mine, group in zip(ours["param_groups"], theirs["param_groups"], strict=True):
@@ -136,7 +134,7 @@ def check_same_state(ours, theirs, skip=()):
 
 
 class Run:
-    """One configuration on both sides, through a checkpoint in the middle that each side takes from the other."""
+    """One configuration on both sides, with a checkpoint in the middle that each side loads from the other."""
 
     def __init__(self, name, options):
         self.name, self.options = name, options
@@ -165,7 +163,7 @@ class Run:
             self.reference.compare(self.halves, self.a.state.__getitem__)
             for p, q in zip(self.ours, self.theirs, strict=True):
                 if p.dtype in HALVES:
-                    q.data.copy_(p.data)  # torch's own half arithmetic is not what we compare with
+                    q.data.copy_(p.data)  # torch's own half arithmetic is not the reference
             for scheduler in self.schedulers:
                 scheduler.step()
 
@@ -188,9 +186,9 @@ class Run:
         check_same_state(self.a.state_dict(), self.b.state_dict(), skip=indices)
 
     def errors(self):
-        """Of the movement, for each leaf that has elements and full precision, and whether it is as good as equal.
+        """Return the error of each nonempty leaf of full precision relative to its movement, and whether it is nearly equal.
 
-        A single element may come back to where it started: two roundings of it are then many of its movement.
+        A single element may return to its start, so that two roundings are a large part of its movement.
         """
         for p, q, s in zip(self.ours, self.theirs, self.start, strict=True):
             if p.numel() and p.dtype not in HALVES:
@@ -200,7 +198,7 @@ class Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CONFIGS, ids=ident)
-def test_every_configuration_moves_as_torch_moves(case, counted, record_property):
+def test_every_configuration_moves_as_in_torch(case, counted, record_property):
     name, config = case
     run = Run(name, config.kwargs)
     addresses = [p.data_ptr() for p in run.ours]
@@ -222,7 +220,7 @@ def test_every_configuration_moves_as_torch_moves(case, counted, record_property
 def given(params):
     for p in params if isinstance(params, list) else ():
         if isinstance(p, torch.Tensor):
-            p.requires_grad_()  # torch would also update one that requires none; here it is frozen
+            p.requires_grad_()  # torch also updates parameters that do not require grad; here they are frozen
     return [torch.nn.Parameter(torch.randn(2, 3))] if params is None else params
 
 
@@ -239,14 +237,14 @@ def test_every_error_has_torchs_type_and_text(case, counted):
     theirs = [INFOS[name].optim_cls(given(wrong.params), **wrong.kwargs)] if expected.error_on is OptimizerErrorEnum.STEP_ERROR else []
     with pytest.raises(expected.error_type, match=expected.error_regex):
         theirs[0].step() if theirs else INFOS[name].optim_cls(given(wrong.params), **copy.deepcopy(wrong.kwargs))
-    with pytest.raises(expected.error_type, match=expected.error_regex):  # ours is raised by the constructor
+    with pytest.raises(expected.error_type, match=expected.error_regex):  # our constructor raises it
         masked(name)(given(wrong.params), **copy.deepcopy(wrong.kwargs))
 
 
 @pytest.mark.parametrize("other", ["foreach", "differentiable"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_fused_goes_with_neither_of_the_two_as_in_torch(name, other):
-    """Not in the database."""
+def test_fused_excludes_foreach_and_differentiable_as_in_torch(name, other):
+    """The database lacks this case."""
     raised = []
     for make in (INFOS[name].optim_cls, masked(name)):
         with pytest.raises(RuntimeError, match="fused") as caught:
@@ -259,8 +257,8 @@ WRONG_KEYS = [(n, e) for n, e in ERRORS if e.optimizer_error_input.params is Non
 
 
 @pytest.mark.parametrize("case", WRONG_KEYS, ids=ident)
-def test_an_added_group_is_checked_as_the_constructor_is_and_a_checkpoint_as_torch_does(case):
-    """A schedule may write numbers out of range into a group. What a step takes can be loaded."""
+def test_added_groups_and_checkpoints_are_validated_as_in_torch(case):
+    """A scheduler may write out-of-range hyperparameters into a group; whatever a step accepts can be loaded."""
     name, expected = case
     keys = expected.optimizer_error_input.kwargs
     optimizer = masked(name)([torch.nn.Parameter(torch.randn(2, 3))], **({"foreach": True} if "foreach" in keys else {}))
@@ -296,7 +294,7 @@ BROKEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), [(n, b) for n, all_ in BROKEN.items() if n in INFOS for b in all_], ids=str)
-def test_a_broken_rule_is_caught_by_torch(name, broken):
+def test_comparison_with_torch_detects_a_broken_rule(name, broken):
     torch.manual_seed(1)
     (p,) = [torch.nn.Parameter(torch.randn(6, 4))]
     coupled = broken.get("decoupled_weight_decay") is False
@@ -328,7 +326,7 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INFOS)
-def test_tied_weights_missing_gradients_and_frozen_weights(name):
+def test_tied_frozen_and_inactive_weights_move_as_in_torch(name):
     model, twin = Tied(), Tied()
     twin.load_state_dict(model.state_dict())
     bits = model.frozen.weight.detach().clone()
@@ -345,7 +343,7 @@ def test_tied_weights_missing_gradients_and_frozen_weights(name):
             assert (net.head.weight.grad is None) == (step % 3 == 1)
             optimizer.step()
     for p, q, s in zip((model.a.weight, model.head.weight), (twin.a.weight, twin.head.weight), start, strict=True):
-        # The gradients come from weights that differ in their last digits, and Rprop jumps by their sign.
+        # The gradients come from weights that differ in their last digits, and Rprop uses only the sign of a gradient.
         assert movement_error(p, q, s) < (20 * MUON if name == "Muon" else 1e-4)
         if "step" in theirs.state[q]:
             assert torch.equal(ours.state[p]["step"], theirs.state[q]["step"])

@@ -1,4 +1,4 @@
-"""The drop-in classes against torch.optim, and what masks, groups and missing gradients mean."""
+"""The drop-in classes match torch.optim, also with masks, groups and missing gradients."""
 
 import copy
 import functools
@@ -52,7 +52,7 @@ def build(name, ours, theirs, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "options"), CONFIGS, ids=IDS)
-def test_fifty_steps_move_as_torch_optim_moves(name, options, dtype):
+def test_fifty_steps_move_as_in_torch_optim(name, options, dtype):
     ours = random_params(dtype)
     theirs, start = clones(ours), clones(ours)
     a, b = build(name, ours, theirs, **options)
@@ -63,7 +63,7 @@ def test_fifty_steps_move_as_torch_optim_moves(name, options, dtype):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_engine_moves_as_the_float64_reference_says(name):
+def test_steps_match_the_float64_reference(name):
     oracle = {"Adam": NumpyAdam, "AdamW": functools.partial(NumpyAdam, decoupled=True), "SGD": NumpySGD}[name]
     options = {"lr": 0.01, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
     (p,) = random_params(torch.float64, [(6, 4)])
@@ -90,7 +90,7 @@ BROKEN = {
 
 @pytest.mark.filterwarnings("ignore:.*updated nothing")
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_optimizer_is_caught_by_the_torch_oracle(broken):
+def test_comparison_with_torch_detects_a_broken_optimizer(broken):
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     optimizer = torch_api.MaskedAdamW(ours, **broken)
@@ -99,7 +99,7 @@ def test_a_broken_optimizer_is_caught_by_the_torch_oracle(broken):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_complex_parameters_move_as_torch_moves_them(name):
+def test_complex_parameters_move_as_in_torch(name):
     ours = random_params(torch.complex64, [(4, 3), (5,), ()])
     theirs, start = clones(ours), clones(ours)
     a, b = build(name, ours, theirs, lr=0.01, weight_decay=0.1)
@@ -110,7 +110,7 @@ def test_complex_parameters_move_as_torch_moves_them(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PAIRS)
 def test_half_types_stay_within_one_rounding_of_torch(name, dtype):
-    """Of its fused kernel, or for SGD of float32: torch 2.13's fused SGD leaves whole vectors of half types where they are."""
+    """The reference is torch's fused kernel, or float32 for SGD, because torch 2.13's fused SGD skips whole vectors of half types."""
     ours = random_params(dtype, scale=1.0)
     theirs = clones(ours) if name != "SGD" else [torch.nn.Parameter(p.detach().float()) for p in ours]
     masked, original = PAIRS[name]
@@ -124,7 +124,7 @@ def test_half_types_stay_within_one_rounding_of_torch(name, dtype):
         for p, q in zip(ours, theirs, strict=True):
             ulp = torch.finfo(dtype).eps * torch.maximum(p.abs(), q.abs()).float() + torch.finfo(dtype).smallest_normal
             assert bool(((p.float() - q.float()).abs() <= ulp).all())
-            # From one common point each step: the distance is that of one step, not of a random walk of roundings.
+            # Each step starts at a common point, so that roundings do not add up.
             q.data.copy_(p.data)
             for key, moment in b.state[q].items():
                 moment.copy_(a.state[p][key])
@@ -140,7 +140,7 @@ def test_float16_with_zero_gradients_stays_finite():
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_nan_gradients_do_what_they_do_in_torch(name):
+def test_nan_gradients_act_as_in_torch(name):
     ours = random_params(shapes=[(8,), (3, 4)])
     theirs = clones(ours)
     a, b = build(name, ours, theirs, lr=0.01)
@@ -156,7 +156,7 @@ def test_nan_gradients_do_what_they_do_in_torch(name):
 
 
 @pytest.mark.parametrize("memory_format", ["transposed", "channels_last"])
-def test_layouts_other_than_row_major_move_as_torch_moves_them(memory_format):
+def test_parameters_of_other_layouts_move_as_in_torch(memory_format):
     base = torch.randn(6, 5).t() if memory_format == "transposed" else torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     ours = clones([base])
     theirs, start = clones(ours), clones(ours)
@@ -168,7 +168,7 @@ def test_layouts_other_than_row_major_move_as_torch_moves_them(memory_format):
     torch.testing.assert_close(a.state[ours[0]]["exp_avg"], b.state[theirs[0]]["exp_avg"])
 
 
-def test_a_gradient_of_other_strides_than_its_parameter_is_read_right():
+def test_gradient_may_have_other_strides_than_its_parameter():
     ours = random_params(shapes=[(6, 5)])
     theirs = clones(ours)
     a, b = build("SGD", ours, theirs, lr=1.0)
@@ -234,11 +234,11 @@ def test_frozen_gradients_do_not_count_in_the_norm():
     a.step()
     b.step()
     torch.testing.assert_close(ours[0], theirs[0])
-    assert torch.equal(ours[0].grad, grads[0])  # read, not written
+    assert torch.equal(ours[0].grad, grads[0])  # the step read the gradient and did not write it
 
 
 @pytest.mark.parametrize("bound", [1e-3, 1.0, 1e3])
-def test_max_grad_norm_is_clip_grad_norm_over_all_groups(bound):
+def test_max_grad_norm_clips_all_groups_as_clip_grad_norm(bound):
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     a = torch_api.MaskedAdamW([{"params": ours[:3]}, {"params": ours[3:], "lr": 0.1}], max_grad_norm=bound)
@@ -269,7 +269,7 @@ def test_max_grad_norm_may_be_switched_on_and_off_between_steps():
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
-def test_a_norm_that_is_not_finite_clips_as_torch_clips(norm):
+def test_nonfinite_norm_clips_as_in_torch(norm):
     ours = random_params(shapes=[(5,), (4,)])
     theirs = clones(ours)
     a, b = build("SGD", ours, theirs, lr=0.1)
@@ -285,7 +285,7 @@ def test_a_norm_that_is_not_finite_clips_as_torch_clips(norm):
         torch.testing.assert_close(p, q, equal_nan=True)
 
 
-def test_decay_mask_is_weight_decay_zero_for_the_others():
+def test_decay_mask_sets_weight_decay_zero_elsewhere():
     model, twin = Net(), Net()
     twin.load_state_dict(model.state_dict())
     start = clones(model.parameters())
@@ -296,10 +296,10 @@ def test_decay_mask_is_weight_decay_zero_for_the_others():
     run_pair(ours, list(model.parameters()), theirs, list(twin.parameters()), 25)
     assert max(map(movement_error, model.parameters(), twin.parameters(), start)) < 1e-5
     assert {row["parameter"]: row["decay"] for row in ours.report().rows}["norm.weight"] == 0.0
-    assert len(ours.param_groups) == 1  # columns, not groups: groups cost time at every step
+    assert len(ours.param_groups) == 1  # a decay mask makes no further group, which would cost time at every step
 
 
-def test_a_mask_of_elements_freezes_the_others_bit_for_bit():
+def test_element_mask_keeps_the_bits_of_frozen_elements():
     (p,) = random_params(shapes=[(6, 4)])
     (q,) = clones([p])
     mask = torch.zeros(6, 4, dtype=torch.bool)
@@ -310,7 +310,7 @@ def test_a_mask_of_elements_freezes_the_others_bit_for_bit():
     for _ in range(20):
         p.grad = torch.randn_like(p)
         q.grad = torch.where(mask, p.grad, 0.0)
-        p.grad[0] = float("nan")  # frozen rows are not even read
+        p.grad[0] = float("nan")  # frozen rows are not read
         torch.nn.utils.clip_grad_norm_([q], 0.5)
         a.step()
         b.step()
@@ -337,7 +337,7 @@ def test_requires_grad_false_freezes_even_with_a_stale_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
-def test_parameters_without_gradient_are_left_alone_as_in_torch(name):
+def test_parameters_without_gradient_do_not_change(name):
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     a, b = build(name, ours, theirs, lr=0.01, weight_decay=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
@@ -403,7 +403,7 @@ def test_group_flags_scale_and_freeze():
     assert [row["label"] for row in a.report().rows] == [None, None, "rest"]
 
 
-def test_a_mask_in_a_group_speaks_about_that_group():
+def test_mask_in_a_group_applies_to_that_group():
     model = Net()
     groups = [
         {"params": [("body.weight", model.body.weight), ("body.bias", model.body.bias)], "mask": "*.bias"},
@@ -429,7 +429,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*before.*optimizer.step")
-def test_schedulers_drive_both_alike(name, scheduler):
+def test_schedulers_drive_ours_and_torchs_alike(name, scheduler):
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     a, b = build(name, ours, theirs, lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
@@ -439,7 +439,7 @@ def test_schedulers_drive_both_alike(name, scheduler):
     assert a.param_groups[0]["lr"] == b.param_groups[0]["lr"]
 
 
-def test_lr_zero_changes_nothing_in_the_weights():
+def test_lr_zero_changes_no_weights():
     params = random_params()
     optimizer = torch_api.MaskedAdamW(params, lr=0.0, weight_decay=0.1)
     before = [bits(p) for p in params]
@@ -448,7 +448,7 @@ def test_lr_zero_changes_nothing_in_the_weights():
     assert all(torch.equal(bits(p), b) for p, b in zip(params, before, strict=True))
 
 
-def test_momentum_switched_on_later_gets_its_buffer():
+def test_momentum_switched_on_later_makes_its_buffer():
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     a, b = build("SGD", ours, theirs, lr=0.1)
@@ -459,7 +459,7 @@ def test_momentum_switched_on_later_gets_its_buffer():
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
-def test_a_group_added_later_is_trained_from_then_on():
+def test_added_group_is_trained():
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     a, b = build("AdamW", ours[:3], theirs[:3], lr=0.01)
@@ -470,7 +470,7 @@ def test_a_group_added_later_is_trained_from_then_on():
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
-def test_functions_of_name_and_param_also_judge_a_group_added_later():
+def test_selector_functions_also_decide_about_an_added_group():
     first, second = Net(), Net()
     decays = torch_api.no_decay_on_bias_and_norm
     optimizer = torch_api.MaskedAdamW(first.named_parameters("a"), mask=lambda name, p: "norm" not in name, decay_mask=decays)
@@ -481,7 +481,7 @@ def test_functions_of_name_and_param_also_judge_a_group_added_later():
     assert rows["b.head.weight"] == ("trained", 0.01)
 
 
-def test_a_closure_runs_with_gradients_and_its_loss_comes_back():
+def test_closure_runs_with_gradients_and_its_loss_is_returned():
     model = Net()
     optimizer = torch_api.MaskedSGD(model.parameters(), lr=0.1)
 
@@ -511,7 +511,7 @@ def test_step_hooks_run():
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_go_on_alone_and_alike(how):
+def test_copies_are_independent_and_continue_alike(how):
     model = Net()
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[0] = False
@@ -532,11 +532,11 @@ def test_copies_go_on_alone_and_alike(how):
         optimizer.step()
         twin.step()
     assert all(torch.equal(p, q) and p.data_ptr() != q.data_ptr() for p, q in zip(params, twins, strict=True))
-    assert twin.report().rows == optimizer.report().rows  # the copy's parameters are updated in place too
+    assert twin.report().rows == optimizer.report().rows  # the copy also updates its parameters in place
     assert bridge.compilations() == compiled
 
 
-def test_tied_parameters_are_one_parameter():
+def test_tied_parameters_are_updated_as_one():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
@@ -569,7 +569,7 @@ def test_grad_scaler_skips_a_step_with_infinite_gradients():
         torch.testing.assert_close(params[0].detach(), expected)
 
 
-def test_the_rule_itself_can_be_handed_to_the_engine():
+def test_optax_optimizer_accepts_a_torch_rule():
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     a = torch_api.OptaxOptimizer(ours, torch_rules.ADAM, lr=0.01, amsgrad=True)
@@ -577,7 +577,7 @@ def test_the_rule_itself_can_be_handed_to_the_engine():
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
-def test_no_other_copy_of_a_parameter_exists_while_it_is_optimized():
+def test_parameter_has_no_second_copy_in_memory():
     (p,) = random_params(shapes=[(256, 256)])
     optimizer = torch_api.MaskedSGD([p], lr=0.1)
     p.grad = torch.randn_like(p)
@@ -588,10 +588,10 @@ def test_no_other_copy_of_a_parameter_exists_while_it_is_optimized():
     assert jax_buffers.memory_of(p.detach()).array.unsafe_buffer_pointer() == p.data_ptr()
 
 
-# ---------------------------------------------------------------------- what is done to the groups by hand
+# ---------------------------------------------------------------------- groups edited by hand
 
 
-def test_a_parameter_replaced_in_its_group_is_the_one_trained_and_keeps_its_mask():
+def test_parameter_replaced_in_its_group_is_trained_with_its_mask():
     old, frozen, new = random_params(shapes=[(3,), (2,), (5,)])
     optimizer = torch_api.MaskedSGD([("points", old), ("rest", frozen)], lr=0.5, mask="points")
     optimizer.param_groups[0]["params"][0] = new
@@ -605,7 +605,7 @@ def test_a_parameter_replaced_in_its_group_is_the_one_trained_and_keeps_its_mask
     assert [row["parameter"] for row in optimizer.report().rows] == ["points", "rest"]
 
 
-def test_parameters_moved_between_groups_and_groups_exchanged_or_removed_are_followed():
+def test_moved_parameters_and_replaced_groups_take_effect():
     ours = random_params(shapes=[(3,), (4,), (5,)])
     theirs = clones(ours)
     pair = [
@@ -626,7 +626,7 @@ def test_parameters_moved_between_groups_and_groups_exchanged_or_removed_are_fol
     both(lambda groups: groups.pop(2))
 
 
-def test_extra_keys_in_state_stay():
+def test_extra_keys_in_the_state_are_kept():
     (p,) = random_params(shapes=[(3,)])
     optimizer = torch_api.MaskedAdam([p])
     optimizer.state[p]["mine"] = 5
@@ -637,7 +637,7 @@ def test_extra_keys_in_state_stay():
     assert float(optimizer.state[p]["step"]) == 2.0
 
 
-def test_amsgrad_switched_on_mid_run_is_an_error_as_in_torch():
+def test_amsgrad_switched_on_later_raises_as_in_torch():
     (p,) = random_params(shapes=[(3,)])
     optimizer = torch_api.MaskedAdam([("w", p)])
     p.grad = torch.ones(3)
@@ -648,7 +648,7 @@ def test_amsgrad_switched_on_mid_run_is_an_error_as_in_torch():
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_an_infinite_parameter_stays_what_it_is_in_torch(name):
+def test_infinite_parameter_acts_as_in_torch(name):
     ours = [torch.nn.Parameter(torch.tensor([1.0, -torch.inf, torch.inf, torch.nan]))]
     theirs = clones(ours)
     a, b = build(name, ours, theirs, lr=0.1)
@@ -656,7 +656,7 @@ def test_an_infinite_parameter_stays_what_it_is_in_torch(name):
     torch.testing.assert_close(ours[0], theirs[0], equal_nan=True)
 
 
-def test_a_beta_of_zero_takes_the_gradient_itself():
+def test_beta_of_zero_uses_the_gradient_alone():
     (p,) = random_params(shapes=[(1,)])
     optimizer = torch_api.MaskedAdam([p], betas=(0.0, 0.9))
     for value in (1e4, 1e-5):
@@ -665,7 +665,7 @@ def test_a_beta_of_zero_takes_the_gradient_itself():
     assert optimizer.state[p]["exp_avg"].item() == pytest.approx(1e-5)
 
 
-def test_set_trainable_lifts_a_mask_of_elements_and_refuses_to_take_one():
+def test_set_trainable_lifts_an_element_mask_but_accepts_none():
     (p,) = random_params(shapes=[(4,)])
     optimizer = torch_api.MaskedSGD([("w", p)], mask={"w": torch.tensor([True, False, False, False])})
     with pytest.raises(TypeError, match=r"'w' got .* expected True or False"):
@@ -675,7 +675,7 @@ def test_set_trainable_lifts_a_mask_of_elements_and_refuses_to_take_one():
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_go_on_asking_named_functions_about_new_groups(how):
+def test_copies_ask_named_selector_functions_about_new_groups(how):
     (first, second) = random_params(shapes=[(3, 3), (3,)])
     twin = how(torch_api.MaskedAdamW([("w", first)], decay_mask=torch_api.no_decay_on_bias_and_norm))
     twin.add_param_group({"params": [("bias", second)]})

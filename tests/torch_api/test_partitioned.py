@@ -1,4 +1,4 @@
-"""`PartitionedOptimizer` and `MultiOptimizer` against the contract: labels, groups, norms, checkpoints, flax's overrides."""
+"""`PartitionedOptimizer` and `MultiOptimizer`: labels, groups, norms, checkpoints, and overrides of flax.optim."""
 
 import copy
 from collections import namedtuple
@@ -52,7 +52,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_labels_end_where_optax_partition_ends_and_resume_bit_for_bit(name):
+def test_labels_move_as_in_optax_partition_and_resume_exactly(name):
     ours, extra = MIXES[name]
     params, transforms = draw(), ours()
     start, grads = snap(params), draw_grads(params)
@@ -73,7 +73,7 @@ def test_labels_end_where_optax_partition_ends_and_resume_bit_for_bit(name):
     assert same(states(opt, params), states(other, again))
 
 
-def test_each_label_has_its_own_hyperparams_in_the_groups_it_owns():
+def test_each_label_has_its_own_hyperparams_in_its_groups():
     params = draw()
     opt = partitioned(params, {"x": optax.adam(0.05), "y": (optax.sgd, {"lr": 0.1, "momentum": 0.9})})
     assert [g["label"] for g in opt.param_groups] == ["x", "y"]
@@ -85,7 +85,7 @@ def test_each_label_has_its_own_hyperparams_in_the_groups_it_owns():
     assert (y["lr"], y["momentum"]) == (0.1, 0.9)
 
 
-def test_a_given_group_is_cut_by_label_and_keeps_its_keys():
+def test_given_group_is_split_by_label_and_keeps_its_keys():
     params = draw()
     groups = [
         {"params": [("a.weight", params["a.weight"]), ("b.weight", params["b.weight"])], "lr": 0.3},
@@ -96,7 +96,7 @@ def test_a_given_group_is_cut_by_label_and_keeps_its_keys():
     assert found == {"a.weight": ("x", 0.3, 1e-4), "b.weight": ("y", 0.3, None), "a.bias": ("x", 0.1, 0.2), "s": ("x", 0.1, 0.2)}
 
 
-def test_one_scheduler_drives_all_labels_and_nothing_compiles():
+def test_one_scheduler_drives_all_labels_without_compiling():
     params = draw()
     start, grads = snap(params), draw_grads(params)
     opt = partitioned(params, {"x": optax.sgd(0.05), "y": (optax.sgd, {"lr": 0.1})})
@@ -126,7 +126,7 @@ def test_reduce_lr_on_plateau_reaches_every_group():
     assert [g["lr"] for g in opt.param_groups] == [0.025, 0.05]
 
 
-def test_one_norm_over_all_labels_is_clip_grad_norm():
+def test_max_grad_norm_is_taken_over_all_labels():
     params = draw()
     start, grads, theirs = snap(params), draw_grads(params), twin(params)
     opt = partitioned(params, {"x": optax.sgd(0.4), "y": (optax.sgd, {"lr": 0.2, "momentum": 0.9})}, max_grad_norm=0.7)
@@ -142,7 +142,7 @@ def test_one_norm_over_all_labels_is_clip_grad_norm():
 
 
 @pytest.mark.parametrize("norm", [None, 100.0])
-def test_two_models_with_the_same_names_in_one_optimizer(norm):
+def test_models_with_equal_names_are_trained_separately_or_refused(norm):
     one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     both = [*one.named_parameters(), *two.named_parameters()]
     try:
@@ -175,7 +175,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_wrong_label_is_named(name):
+def test_error_names_a_wrong_label(name):
     transforms, labels, text = MISTAKES[name]
     params = draw()
     start = snap(params)
@@ -184,7 +184,7 @@ def test_a_wrong_label_is_named(name):
     assert same(params, start)
 
 
-def test_labels_need_not_be_strings_and_any_selector_gives_them():
+def test_labels_need_not_be_strings_and_may_come_from_any_selector():
     params = draw()
     start = snap(params)
     opt = partitioned(params, {0: optax.sgd(0.1), 1: optax.sgd(0.2)}, lambda name, p: int(p.ndim > 1))
@@ -192,7 +192,7 @@ def test_labels_need_not_be_strings_and_any_selector_gives_them():
     assert moved(params, start) == pytest.approx({"a.weight": 0.2, "a.bias": 0.1, "b.weight": 0.2, "s": 0.1}, abs=1e-6)
 
 
-def test_lr_0_of_a_ready_label_keeps_its_bits_even_for_nan():
+def test_lr_0_of_a_ready_label_keeps_its_bits_even_with_nan():
     params = draw()
     opt, start = partitioned(params, {"x": optax.adamw(0.05), "y": (optax.sgd, {"lr": 0.1})}), snap(params)
     opt.param_groups[0]["lr"] = 0.0
@@ -201,7 +201,7 @@ def test_lr_0_of_a_ready_label_keeps_its_bits_even_for_nan():
     assert moved(params, start)["b.weight"] == pytest.approx(0.1, abs=1e-6)
 
 
-def test_missing_gradients_and_masks_inside_labels():
+def test_missing_gradients_and_masks_apply_inside_labels():
     params = draw()
     start, grads = snap(params), draw_grads(params)
     opt = partitioned(params, {"x": optax.adam(0.05), "y": optax.adam(0.1)}, mask=[("a.bias", False), ("*", True)])
@@ -221,7 +221,7 @@ def test_missing_gradients_and_masks_inside_labels():
         assert opt.state[params[k]]["count"] == len(given)
 
 
-def test_a_label_of_set_to_zero_costs_no_bytes_whatever_its_size():
+def test_label_of_set_to_zero_costs_no_bytes():
     counted = []
     for size in (2, 200):
         params = draw({"a": (4, 3), "big": (size, size)})
@@ -247,7 +247,7 @@ def test_decay_mask_lr_scale_and_wd_scale_reach_each_label():
     assert moved(params, before) == pytest.approx({"a.weight": 0.00475, "a.bias": 0, "b.weight": 0.0475, "s": 0}, abs=1e-6)
 
 
-def test_add_param_group_needs_a_label_that_is_known():
+def test_added_group_needs_a_known_label():
     params = draw()
     first = {k: params[k] for k in ("a.weight", "b.weight")}
     opt = partitioned(first, labels=lambda name, p: "x" if name.startswith("a") else "y")
@@ -268,7 +268,7 @@ UNLIKE = {"x": (optax.adam, {"lr": 0.05}), "y": (optax.sgd, {"lr": 0.2, "momentu
 
 @pytest.mark.parametrize("transforms", [TWO_SGD, UNLIKE], ids=["same keys", "other keys"])
 @pytest.mark.parametrize("turned", ["parameters", "transforms"])
-def test_a_checkpoint_finds_label_and_state_by_name_in_another_order(transforms, turned):
+def test_checkpoint_matches_labels_and_state_by_name(transforms, turned):
     params = draw()
     opt, grads = partitioned(params, transforms), draw_grads(params, 6)
     run(opt, params, grads[:3])
@@ -285,7 +285,7 @@ def test_a_checkpoint_finds_label_and_state_by_name_in_another_order(transforms,
     assert all(torch.equal(params[k], again[k]) for k in params)
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_groups_and_state():
+def test_wrong_checkpoint_changes_neither_groups_nor_state():
     params = draw()
     opt = partitioned(params)
     run(opt, params, draw_grads(params, 2))
@@ -304,7 +304,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_groups_and_state():
         assert groups == [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
 
 
-def test_deepcopy_has_a_life_of_its_own():
+def test_deepcopy_is_independent():
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
     opt = torch_api.PartitionedOptimizer(module.named_parameters(), UNLIKE, {"0": "x", "1": "y"})
     grads = draw_grads(dict(module.named_parameters()), 3)
@@ -332,13 +332,13 @@ def test_distributed_checkpoints_load_strictly(name):
     run(opts[0], params[0], grads[:1])
     modules[1].load_state_dict(modules[0].state_dict())
     set_optimizer_state_dict(modules[1], opts[1], copy.deepcopy(get_optimizer_state_dict(modules[0], opts[0])))
-    assert same(*map(snap, params)), "making the state moved the weights"
+    assert same(*map(snap, params)), "making the state changed the weights"
     for opt, own in zip(opts, params, strict=True):
         run(opt, own, grads[1:])
     assert same(*params)
 
 
-def test_multi_optimizer_trains_what_its_selectors_pick_and_freezes_the_rest():
+def test_multi_optimizer_freezes_parameters_that_no_selector_picks():
     params = draw()
     start, grads = snap(params), draw_grads(params)
     for g in grads:
@@ -358,7 +358,7 @@ def test_multi_optimizer_trains_what_its_selectors_pick_and_freezes_the_rest():
     assert not opt.state.get(params["s"])
 
 
-def test_frozen_leaves_of_multi_optimizer_cost_no_bytes_and_are_in_no_norm():
+def test_frozen_leaves_of_multi_optimizer_cost_no_bytes_and_join_no_norm():
     counted, ends = [], []
     for size in (2, 200):
         params = draw({"a": (4, 3), "rest": (size, size)})
@@ -370,7 +370,7 @@ def test_frozen_leaves_of_multi_optimizer_cost_no_bytes_and_are_in_no_norm():
     assert same(*ends)
 
 
-def test_what_no_pair_updates_cannot_be_thawed_in_silence():
+def test_thawing_a_parameter_that_no_pair_updates_raises():
     opt = multi(draw())
     with pytest.raises(ValueError, match="'s'"):
         opt.set_trainable("s", True)
@@ -386,13 +386,13 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_wrong_pairs_are_named(name):
+def test_error_names_a_wrong_pair(name):
     pairs, text = PAIRS[name]
     with pytest.raises((ValueError, TypeError), match=text):
         torch_api.MultiOptimizer(list(draw().items()), *pairs)
 
 
-def test_hyper_params_of_a_step_are_for_that_step_only():
+def test_hyper_params_of_a_step_apply_to_that_step_only():
     params = draw()
     definition = bridge.GradientDescent(lr=0.1)
     opt, start = multi(params, ("*.weight", definition), ("*.bias", (optax.sgd, {"lr": 0.1}))), snap(params)
@@ -415,7 +415,7 @@ def test_hyper_params_of_a_step_are_for_that_step_only():
     assert compiled() == before
 
 
-def test_hyper_params_none_is_no_override():
+def test_hyper_params_of_none_override_nothing():
     params = draw()
     opt, start = multi(params, ("*.weight", bridge.GradientDescent(lr=0.1))), snap(params)
     run(opt, params, [ones(params)], hyper_params=None)
@@ -433,7 +433,7 @@ def test_wrong_hyper_params_of_a_step_change_nothing(wrong):
     assert [dict(g, params=None) for g in opt.param_groups] == groups
 
 
-def test_hyper_params_are_taken_back_when_the_closure_raises():
+def test_hyper_params_are_restored_if_the_closure_raises():
     opt = multi(draw())
     groups = [dict(g, params=None) for g in opt.param_groups]
 
@@ -454,7 +454,7 @@ class Signs(bridge.OptimizerDef):
 
 
 @pytest.mark.parametrize("field", ["learning_rate", "lr", "size"])
-def test_an_optimizer_def_of_the_user_is_taken_beside_optax(field):
+def test_user_defined_optimizer_def_works_beside_optax(field):
     params, hyper = draw(), namedtuple("Hyper", [field])
     start, grads = snap(params), draw_grads(params)
     opt = multi(params, ("a.*", Signs(hyper(0.1))), ("b.*", optax.adam(0.05)))

@@ -1,4 +1,4 @@
-"""Ready selectors: what each preset says of common kinds of models, and that the dicts fit the optimizer."""
+"""Presets of selectors: their answers for common kinds of models, and their use in optimizers."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class MatrixNorm(nn.Module):
-    """A norm whose parameter has the shape of a matrix."""
+    """A norm whose parameter is a matrix."""
 
     def __init__(self, d):
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Its mlp is a stack longer than any stack of blocks in this file, and is named with words of heads."""
+    """A block whose mlp is the longest stack in this file and has names like those of heads."""
 
     def __init__(self, d):
         super().__init__()
@@ -75,7 +75,7 @@ class PatchEmbed(nn.Module):
 
 
 class ViT(nn.Module):
-    """The names of timm's, and of MAE's and BEiT's."""
+    """A vision transformer with the names of timm, MAE and BEiT."""
 
     def __init__(self, depth=4, d=4, stem=PatchEmbed):
         super().__init__()
@@ -127,7 +127,7 @@ class MLP(nn.Module):
 
 
 class Tagger(nn.Module):
-    """No stack of anything; the embedding is registered last."""
+    """A model without a stack of blocks; its embedding is registered last."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class Tagger(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """As DistributedDataParallel and torch.compile wrap."""
+    """A wrapper like DistributedDataParallel and torch.compile."""
 
     def __init__(self, module):
         super().__init__()
@@ -185,24 +185,24 @@ def of_value(answer, value):
 
 @every_preset
 @every_model
-def test_the_answer_is_a_plain_dict_in_the_order_of_the_parameters(preset, build):
+def test_answer_is_a_plain_dict_in_parameter_order(preset, build):
     model = build()
     answer = preset(model)
     assert type(answer) is dict
     assert list(answer) == [name for name, _ in model.named_parameters()]
-    assert json.loads(json.dumps(answer)) == answer  # plain values all through, and it prints
+    assert json.loads(json.dumps(answer)) == answer  # every value is plain and can be serialized
     assert {type(value) for value in answer.values()} == {{no_decay: bool, layer_decay: float, muon_labels: str}[preset]}
 
 
 @every_preset
-def test_a_model_on_the_meta_device_gets_the_same_answer(preset):
+def test_model_on_the_meta_device_gets_the_same_answer(preset):
     with torch.device("meta"):
         meta = GPT()
     assert preset(meta) == preset(GPT())
 
 
 @every_preset
-def test_the_module_is_not_changed_and_frozen_parameters_are_listed(preset):
+def test_module_is_unchanged_and_frozen_parameters_are_listed(preset):
     model = ViT().requires_grad_(False)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     assert preset(model) == preset(ViT())
@@ -221,21 +221,21 @@ def test_the_module_is_not_changed_and_frozen_parameters_are_listed(preset):
         (lambda: None, "NoneType"),
     ],
 )
-def test_what_is_no_module_is_named(preset, given, title):
+def test_error_names_an_argument_that_is_not_a_module(preset, given, title):
     expected = rf"^{preset.__name__}: got {title}; expected an nn\.Module\. Pass the model itself, not its parameters\.$"
     with pytest.raises(TypeError, match=expected):
         preset(given())
 
 
 @every_preset
-def test_a_module_without_parameters_is_an_error(preset):
+def test_module_without_parameters_raises(preset):
     expected = rf"^{preset.__name__}: ReLU has no parameters; expected a module with at least one\. Pass the whole model\.$"
     with pytest.raises(ValueError, match=expected):
         preset(nn.ReLU())
 
 
 @every_preset
-def test_a_lazy_module_is_an_error_until_it_has_run(preset):
+def test_lazy_module_raises_until_it_has_run(preset):
     model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2))
     expected = rf"^{preset.__name__}: parameter '1\.weight' is not initialized yet \(a lazy module\)\. Run one forward pass before\.$"
     with pytest.raises(ValueError, match=expected):
@@ -260,7 +260,7 @@ def test_no_decay_of_a_vit_keeps_the_patch_kernel():
 
 
 @pytest.mark.parametrize("first", ["embedding", "head"])
-def test_a_tied_embedding_does_not_decay_whichever_place_is_registered_first(first):
+def test_tied_embedding_does_not_decay_in_any_registration_order(first):
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     head.weight = embedding.weight
     model = model_with(a=embedding, b=head) if first == "embedding" else model_with(a=head, b=embedding)
@@ -289,7 +289,7 @@ def test_a_tied_embedding_does_not_decay_whichever_place_is_registered_first(fir
     ],
     ids=lambda norm: type(norm).__name__,
 )
-def test_nothing_that_a_norm_holds_decays_or_goes_to_muon(norm):
+def test_parameters_of_norms_do_not_decay_and_are_not_for_muon(norm):
     model = model_with(inner=norm, head=nn.Linear(4, 2))
     inner = [name for name, _ in model.named_parameters() if name.startswith("inner.")]
     assert inner
@@ -298,12 +298,12 @@ def test_nothing_that_a_norm_holds_decays_or_goes_to_muon(norm):
 
 
 @pytest.mark.parametrize("title", ["NormLinear", "Normalizer", "LayerNormMLP", "Enormous"])
-def test_a_class_that_only_mentions_norms_decays(title):
+def test_class_that_only_mentions_norms_decays(title):
     assert no_decay(type(title, (MatrixNorm,), {})(4)) == {"gain": True}
 
 
-def test_a_norm_that_wraps_others_speaks_for_its_own_parameters_only():
-    """As the PreNorm of many transformers: norm and function in one module."""
+def test_norm_with_submodules_covers_its_own_parameters_only():
+    """As in the PreNorm of many transformers: one module holds a norm and a function."""
     pre_norm = type("PreNorm", (nn.Module,), {})()
     pre_norm.scale, pre_norm.fn = matrix(), nn.Linear(3, 3)
     assert no_decay(pre_norm) == {"scale": False, "fn.weight": True, "fn.bias": False}
@@ -313,7 +313,7 @@ EMBEDDING_NAMES = ["pos_embed", "positional_embedding", "rel_pos_h", "cls_token"
 
 
 @pytest.mark.parametrize("name", EMBEDDING_NAMES)
-def test_a_bare_parameter_named_as_an_embedding_is_one(name):
+def test_parameter_named_like_an_embedding_is_one(name):
     model = model_with(**{name: matrix(), "body": nn.Linear(3, 3), "tail": nn.Linear(3, 3)})
     assert no_decay(model)[name] is False
     assert muon_labels(model)[name] == "adamw"
@@ -321,7 +321,7 @@ def test_a_bare_parameter_named_as_an_embedding_is_one(name):
 
 
 @pytest.mark.parametrize("name", ["w", "compose", "embed_proj", "token_mixing", "tokenizer", "biased", "prompt"])
-def test_a_bare_matrix_named_otherwise_decays_and_is_hidden(name):
+def test_matrix_with_another_name_decays_and_is_for_muon(name):
     model = model_with(**{name: matrix(), "head": nn.Linear(3, 3)})
     assert no_decay(model)[name] is True
     assert muon_labels(model)[name] == "muon"
@@ -337,7 +337,7 @@ def test_a_bare_matrix_named_otherwise_decays_and_is_hidden(name):
     ],
     ids=lambda embedding: type(embedding).__name__,
 )
-def test_embeddings_by_class(embedding):
+def test_embedding_classes_do_not_decay(embedding):
     model = model_with(a=embedding, b=nn.Linear(4, 4), c=nn.Linear(4, 2))
     (name,) = [name for name, _ in model.named_parameters() if name.startswith("a.")]
     assert no_decay(model)[name] is False
@@ -345,12 +345,12 @@ def test_embeddings_by_class(embedding):
     assert layer_decay(model, 0.5)[name] == 0.25
 
 
-def test_a_convolution_named_as_an_embedding_is_a_convolution():
+def test_convolution_named_like_an_embedding_is_a_convolution():
     model = model_with(stem=type("PatchEmbedding", (nn.Conv2d,), {})(3, 4, 2))
     assert no_decay(model) == {"stem.weight": True, "stem.bias": False}
 
 
-def test_every_bias_of_whatever_shape_is_one():
+def test_biases_of_every_shape_do_not_decay():
     attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
     assert attention.bias_k.ndim == 3
     assert of_value(no_decay(attention), True) == {"in_proj_weight", "out_proj.weight"}
@@ -362,11 +362,11 @@ def test_every_bias_of_whatever_shape_is_one():
     }
 
 
-def test_a_table_of_biases_is_not_muons():
+def test_bias_table_is_not_for_muon():
     assert of_value(muon_labels(model_with(attention_biases=matrix(), hidden=matrix(), head=nn.Linear(2, 2))), "muon") == {"hidden"}
 
 
-def test_vectors_and_scalars_do_not_decay_kernels_and_stacked_experts_do():
+def test_vectors_do_not_decay_but_kernels_and_stacked_experts_do():
     model = model_with(gamma=matrix(4), scale=nn.Parameter(torch.tensor(1.0)), experts=matrix(2, 3, 4), conv=nn.Conv1d(2, 2, 3))
     assert no_decay(model) == {"gamma": False, "scale": False, "experts": True, "conv.weight": True, "conv.bias": False}
 
@@ -376,14 +376,14 @@ class Timm(ViT):
         return {"dist_token", "head.weight", "blocks.0.attn.*"}
 
 
-def test_what_the_module_lists_does_not_decay():
+def test_parameters_listed_by_the_module_do_not_decay():
     listed = {"head.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn.out_proj.weight"}
     assert of_value(no_decay(ViT()), True) - of_value(no_decay(Timm()), True) == listed
     nested = Wrapper(Timm())
     assert of_value(no_decay(Wrapper(ViT())), True) - of_value(no_decay(nested), True) == {f"module.{name}" for name in listed}
 
 
-def test_an_attribute_that_is_no_method_lists_nothing():
+def test_attribute_that_is_not_a_method_is_ignored():
     model = nn.Linear(2, 2)
     model.no_weight_decay = True
     assert no_decay(model) == {"weight": True, "bias": False}
@@ -402,14 +402,14 @@ def test_parametrized_modules_are_read_under_their_plain_names():
     assert of_value(muon_labels(model), "muon") == {"0.parametrizations.weight.original1", "1.parametrizations.weight.original1"}
 
 
-def test_the_parts_of_a_parametrized_module_are_no_layers():
+def test_parts_of_a_parametrized_module_are_not_layers():
     linear = nn.Linear(3, 4)
     for name in ("weight", "bias"):
         nn.utils.parametrize.register_parametrization(linear, name, nn.Identity())
     assert set(layer_decay(linear).values()) == {1.0}
 
 
-def test_a_parametrized_bias_and_a_list_of_position_embeddings():
+def test_parametrized_bias_and_listed_position_embeddings_do_not_decay():
     linear = nn.Linear(3, 4)
     nn.utils.parametrize.register_parametrization(linear, "bias", nn.Identity())
     assert no_decay(linear) == {"weight": True, "parametrizations.bias.original": False}
@@ -420,7 +420,7 @@ def test_a_parametrized_bias_and_a_list_of_position_embeddings():
     }
 
 
-def test_it_differs_from_the_function_of_name_and_shape_where_the_docstring_says():
+def test_no_decay_differs_from_no_decay_on_bias_and_norm_as_documented():
     model = GPT(tied=False)
     by_shape = {name: no_decay_on_bias_and_norm(name, p) for name, p in model.named_parameters()}
     assert {name for name, decays in no_decay(model).items() if decays != by_shape[name]} == {
@@ -430,7 +430,7 @@ def test_it_differs_from_the_function_of_name_and_shape_where_the_docstring_says
 
 
 def decayed_run(decay_mask, twin_decays, steps=25):
-    """Movement of a small GPT against torch's AdamW in two groups; `twin_decays` are the names that decay there."""
+    """Return the error of a small GPT's movement against torch's AdamW with two groups; `twin_decays` names the decayed ones."""
     model, twin = GPT(depth=1), GPT(depth=1)
     twin.load_state_dict(model.state_dict())
     start = clones(model.parameters())
@@ -444,7 +444,7 @@ def decayed_run(decay_mask, twin_decays, steps=25):
     return max(map(movement_error, model.parameters(), twin.parameters(), start))
 
 
-def test_the_dict_is_a_decay_mask():
+def test_answer_is_a_decay_mask():
     decays = {
         name
         for name, p in GPT(depth=1).named_parameters()
@@ -456,14 +456,14 @@ def test_the_dict_is_a_decay_mask():
 
 
 @pytest.mark.parametrize("wrong", [lambda a: {n: not v for n, v in a.items()}, lambda a: a | {"transformer.wpe.weight": True}])
-def test_the_comparison_sees_a_wrong_decay_mask(wrong):
+def test_comparison_detects_a_wrong_decay_mask(wrong):
     answer = no_decay(GPT(depth=1))
     assert decayed_run(wrong(answer), of_value(answer, True)) > 1e-2
 
 
 @every_model
-def test_the_dicts_are_selectors_of_the_same_values(build):
-    """Full names are keys by prefix: names that begin like another, or have no dot, must still be their own."""
+def test_answers_used_as_selectors_give_the_same_values(build):
+    """Full names are prefix keys; names that start like another, or have no dot, must match only themselves."""
     model = build()
     assert resolve_mask(no_decay(model), model) == no_decay(model)
     assert resolve_labels(muon_labels(model), model) == muon_labels(model)
@@ -477,7 +477,7 @@ def test_the_dicts_are_selectors_of_the_same_values(build):
 
 
 def beit_scale(name, depth, decay):
-    """BEiT's table for its own names: 0 for embeddings, 1 to depth for blocks, depth + 1 for the rest; in exact fractions."""
+    """Return BEiT's scale by its names: 0 for embeddings, 1 to depth for blocks, depth + 1 for others, as exact fractions."""
     if name in ("cls_token", "mask_token", "pos_embed") or name.startswith("patch_embed."):
         layer = 0
     elif name.startswith("blocks."):
@@ -493,23 +493,23 @@ def differences(answer, expected):
 
 @pytest.mark.parametrize("depth", [1, 2, 12])
 @pytest.mark.parametrize("decay", [0.75, 0.5, 1])
-def test_layer_decay_of_a_vit_is_beits(depth, decay):
+def test_layer_decay_of_a_vit_equals_beit(depth, decay):
     assert differences(layer_decay(ViT(depth), decay), lambda name: beit_scale(name, depth, decay)) == set()
 
 
-def test_the_comparison_sees_a_wrong_table():
+def test_comparison_detects_a_wrong_table():
     answer = layer_decay(ViT(3), 0.75)
     assert differences(answer, lambda name: beit_scale(name, 4, 0.75)) == {n for n in answer if not n.startswith(("norm.", "head."))}
     assert differences({name: 1 / scale for name, scale in answer.items()}, lambda name: beit_scale(name, 3, 0.75))
     assert differences(layer_decay(ViT(3), 0.76), lambda name: beit_scale(name, 3, 0.75))
 
 
-def test_the_default_is_three_quarters():
+def test_default_decay_is_three_quarters():
     assert layer_decay(ViT()) == layer_decay(ViT(), 0.75) != layer_decay(ViT(), 0.7)
 
 
 def by_part(answer, *parts):
-    """The one scale of each part; a part with several is an error."""
+    """Return the single scale of each part; a part with several scales is an error."""
     scales = {part: {scale for name, scale in answer.items() if f"{name}.".startswith(f"{part}.")} for part in parts}
     assert sorted(name for name in answer if not any(f"{name}.".startswith(f"{part}.") for part in parts)) == []
     assert all(len(values) == 1 for values in scales.values()), scales
@@ -524,7 +524,7 @@ def test_layer_decay_of_a_gpt():
     assert by_part(layer_decay(GPT(), 0.5), *GPT_PARTS) == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]  # tied: the embedding's
 
 
-def test_layer_decay_reaches_through_wrappers_and_sequences_of_models():
+def test_layer_decay_works_in_wrappers_and_sequences():
     wrapped = Wrapper(Wrapper(GPT(tied=False)))
     parts = [f"module.module.{part}" for part in [*GPT_PARTS, "lm_head"]]
     assert by_part(layer_decay(wrapped, 0.5), *parts) == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 1]
@@ -545,7 +545,7 @@ def test_layer_decay_of_a_resnet_is_by_stage(depths):
     assert by_part(layer_decay(ResNet(depths), 0.5), "conv1", "bn1", *stages, "fc") == [scales[0], *scales]
 
 
-def test_layer_decay_of_stages_of_blocks_is_by_stage():
+def test_layer_decay_of_staged_blocks_is_by_stage():
     assert by_part(layer_decay(Swin((2, 3)), 0.5), "patch_embed", "layers.0", "layers.1", "head") == [1 / 8, 1 / 4, 1 / 2, 1]
     parts = ["patch_embed", *[f"layers.{i}" for i in range(4)], "head"]
     assert by_part(layer_decay(Swin(), 0.5), *parts) == [0.5 ** (5 - i) for i in range(6)]
@@ -561,7 +561,7 @@ def test_layer_decay_of_a_plain_sequential_is_by_child_with_parameters():
     assert by_part(layer_decay(model, 0.5), "0", "1", "2", "3") == [1 / 8, 1 / 4, 1 / 2, 1]
 
 
-def test_layer_decay_with_no_stack_goes_by_top_level_children_and_embeddings_stay_lowest():
+def test_layer_decay_without_a_stack_goes_by_top_level_children():
     assert by_part(layer_decay(Tagger(), 0.5), "embed", "rnn", "fc1", "out") == [1 / 8, 1 / 4, 1 / 2, 1]
     assert by_part(layer_decay(Wrapper(Tagger()), 0.5), *["module." + n for n in ("embed", "rnn", "fc1", "out")]) == [
         1 / 8,
@@ -577,12 +577,12 @@ def test_layer_decay_with_no_stack_goes_by_top_level_children_and_embeddings_sta
     ]
 
 
-def test_the_last_block_of_a_bare_encoder_has_one():
+def test_last_block_of_a_bare_encoder_has_scale_one():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 3, enable_nested_tensor=False)
     assert by_part(layer_decay(encoder, 0.5), "layers.0", "layers.1", "layers.2") == [1 / 4, 1 / 2, 1]
 
 
-def test_a_head_registered_first_is_still_the_top_and_a_late_embedding_the_bottom():
+def test_registration_order_of_head_and_embedding_does_not_matter():
     model = model_with(
         lm_head=nn.Linear(4, 7),
         blocks=nn.ModuleList([Block(4), Block(4)]),
@@ -595,32 +595,32 @@ def test_a_head_registered_first_is_still_the_top_and_a_late_embedding_the_botto
     ]
 
 
-def test_a_word_of_heads_inside_blocks_of_a_stem_means_nothing():
+def test_head_like_names_inside_blocks_are_ignored():
     stem = nn.Sequential(*[model_with(fc=nn.Linear(4, 4), output=matrix(), pos_embed=matrix()) for _ in range(2)])
     model = model_with(fc=matrix(), stem=stem, blocks=nn.ModuleList([Block(4) for _ in range(3)]))
     parts = ["stem", "blocks.0", "blocks.1", "blocks.2", "fc"]
     assert by_part(layer_decay(model, 0.5), *parts) == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
 
 
-def test_the_longest_stack_is_the_body_and_a_head_is_none_however_long():
+def test_longest_stack_is_the_body_and_a_head_never_is():
     stem, head = nn.Sequential(Bottleneck(3), Bottleneck(3)), nn.Sequential(*[Block(4) for _ in range(5)])
     model = model_with(stem=stem, layers=nn.ModuleList([Attention(4) for _ in range(3)]), head=head)
     parts = ["stem", "layers.0", "layers.1", "layers.2", "head"]
     assert by_part(layer_decay(model, 0.5), *parts) == [0.5 ** (4 - i) for i in range(5)]
 
 
-def test_alike_children_without_a_list_are_the_blocks():
+def test_equal_children_without_a_list_are_the_blocks():
     model = model_with(conv=nn.Conv2d(3, 4, 1), block1=Bottleneck(4), block2=Bottleneck(4), fc=nn.Linear(4, 2))
     assert by_part(layer_decay(model, 0.5), "conv", "block1", "block2", "fc") == [1 / 8, 1 / 4, 1 / 2, 1]
 
 
-def test_what_lies_between_two_stages_counts_with_the_one_before():
+def test_module_between_two_stages_belongs_to_the_earlier_one():
     parts = {f"layer{i}" if even else f"down{i}": nn.Sequential(Bottleneck(4), Bottleneck(4)) if even else nn.Linear(4, 4)
              for i in range(3) for even in (True, False)}  # fmt: skip
     assert by_part(layer_decay(model_with(**parts), 0.5), *parts) == [1 / 8, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1]
 
 
-def test_of_an_encoder_and_a_decoder_the_first_is_the_chain():
+def test_encoder_is_the_stack_of_an_encoder_decoder():
     def tower():
         return model_with(blocks=nn.ModuleList([model_with(relative_bias=nn.Embedding(3, 2), body=Block(4)) for _ in range(2)]))
 
@@ -631,15 +631,15 @@ def test_of_an_encoder_and_a_decoder_the_first_is_the_chain():
     assert named < of_value(muon_labels(model), "muon")
 
 
-def test_a_block_shared_by_every_layer_is_one_layer():
-    """As in ALBERT."""
+def test_block_shared_by_all_layers_is_one_layer():
+    """ALBERT shares its block like this."""
     block = Block(4)
     model = model_with(embed=nn.Embedding(5, 4), blocks=nn.ModuleList([block] * 6), head=nn.Linear(4, 2))
     assert by_part(layer_decay(model, 0.5), "embed", "blocks.0", "head") == [1 / 4, 1 / 2, 1]
 
 
 @pytest.mark.parametrize("decay", [0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf])
-def test_a_decay_out_of_range_is_an_error(decay):
+def test_decay_out_of_range_raises(decay):
     with pytest.raises(
         ValueError, match=r"^layer_decay: decay is .+; expected 0 < decay <= 1, such as 0\.75, or 1 for the same lr everywhere\.$"
     ):
@@ -647,12 +647,12 @@ def test_a_decay_out_of_range_is_an_error(decay):
 
 
 @pytest.mark.parametrize("decay", ["0.75", None, True, [0.5], 0.5j])
-def test_a_decay_that_is_no_number_is_an_error(decay):
+def test_decay_that_is_not_a_number_raises(decay):
     with pytest.raises(TypeError, match=r"^layer_decay: decay is .+; expected a number with 0 < decay <= 1, such as 0\.75\.$"):
         layer_decay(ViT(), decay)
 
 
-def test_numbers_of_other_types_give_plain_floats():
+def test_decay_of_other_number_types_gives_plain_floats():
     for decay in (np.float32(0.5), np.float64(0.5), Fraction(1, 2)):
         answer = layer_decay(ViT(), decay)
         assert answer == layer_decay(ViT(), 0.5)
@@ -668,7 +668,7 @@ def block_matrices(prefix):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_muon_takes_the_matrices_of_the_blocks_of_a_gpt(depth, tied):
+def test_muon_gets_the_block_matrices_of_a_gpt(depth, tied):
     expected = set().union(*[block_matrices(f"transformer.h.{i}") for i in range(depth)])
     answer = muon_labels(GPT(depth, tied=tied))
     assert of_value(answer, "muon") == expected
@@ -676,7 +676,7 @@ def test_muon_takes_the_matrices_of_the_blocks_of_a_gpt(depth, tied):
     assert of_value(muon_labels(Wrapper(GPT(depth, tied=tied))), "muon") == {f"module.{name}" for name in expected}
 
 
-def test_muon_takes_the_matrices_of_the_blocks_of_a_vit():
+def test_muon_gets_the_block_matrices_of_a_vit():
     expected = block_matrices("blocks.0") | block_matrices("blocks.1")
     assert of_value(muon_labels(ViT(2)), "muon") == expected
     assert of_value(muon_labels(ViT(2, stem=lambda d: nn.Sequential(nn.LayerNorm(12), nn.Linear(12, d)))), "muon") == expected
@@ -685,7 +685,7 @@ def test_muon_takes_the_matrices_of_the_blocks_of_a_vit():
     ) | block_matrices("2")
 
 
-def test_convolutions_are_adamws():
+def test_convolutions_are_for_adamw():
     assert set(muon_labels(ResNet()).values()) == {"adamw"}
     assert muon_labels(model_with(experts=matrix(2, 3, 4), conv=nn.Conv1d(2, 2, 3), a=nn.Linear(2, 2), b=nn.Linear(2, 2))) == {
         "experts": "adamw",
@@ -698,17 +698,17 @@ def test_convolutions_are_adamws():
     }
 
 
-def test_muon_of_an_mlp_is_all_but_the_last_matrix():
+def test_muon_gets_all_but_the_last_matrix_of_an_mlp():
     assert of_value(muon_labels(MLP()), "muon") == {"net.0.weight", "net.2.weight"}
     assert of_value(muon_labels(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))), "muon") == {"0.weight", "1.weight"}
     assert muon_labels(nn.Linear(3, 4)) == {"weight": "adamw", "bias": "adamw"}
 
 
-def test_muon_of_recurrent_layers():
+def test_muon_gets_the_matrices_of_recurrent_layers():
     assert of_value(muon_labels(Tagger()), "muon") == {"rnn.weight_ih_l0", "rnn.weight_hh_l0", "fc1.weight"}
 
 
-def test_an_attention_outside_blocks_is_hidden_to_its_last_matrix():
+def test_attention_outside_blocks_is_for_muon():
     assert of_value(muon_labels(nn.MultiheadAttention(4, 2)), "muon") == {"in_proj_weight", "out_proj.weight"}
     model = model_with(embed=nn.Embedding(5, 4), self_attn=nn.MultiheadAttention(4, 2))
     assert of_value(muon_labels(model), "muon") == {"self_attn.in_proj_weight", "self_attn.out_proj.weight"}
@@ -716,44 +716,44 @@ def test_an_attention_outside_blocks_is_hidden_to_its_last_matrix():
         assert muon_labels(model_with(embed=nn.Embedding(5, 4), **{name: attention}))[f"{name}.o.weight"] == "muon"
 
 
-def test_the_blocks_of_a_bare_encoder_hold_no_head():
+def test_blocks_of_a_bare_encoder_contain_no_head():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 2, enable_nested_tensor=False)
     names = ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
     assert of_value(muon_labels(encoder), "muon") == {f"layers.{i}.{name}" for i in range(2) for name in names}
 
 
 @pytest.mark.parametrize("name", ["head", "lm_head", "classifier", "fc", "output", "value_head", "qa_outputs", "score"])
-def test_a_linear_outside_the_blocks_named_as_a_head_is_one_wherever_it_stands(name):
+def test_linear_named_like_a_head_outside_blocks_is_a_head(name):
     model = model_with(**{name: nn.Linear(4, 2), "hidden": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
     assert of_value(muon_labels(model), "muon") == {"hidden.weight"}
     bare = model_with(**{name: matrix(), "hidden": matrix(), "last": nn.Linear(4, 4)})
     assert of_value(muon_labels(bare), "muon") == {"hidden"}
 
 
-def test_a_class_of_another_library_named_linear_is_one():
+def test_linear_class_of_another_library_is_a_linear():
     linear = type("ColumnParallelLinear", (MatrixNorm,), {})
     model = model_with(a=linear(4), lm_head=linear(4), b=linear(4), c=linear(4))
     assert of_value(muon_labels(model), "muon") == {"a.gain", "b.gain"}
 
 
-def test_a_head_of_several_layers_has_one_head():
+def test_head_of_several_layers_has_one_output_layer():
     model = model_with(blocks=nn.ModuleList([Attention(4), Attention(4)]), head=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     assert of_value(muon_labels(model), "adamw") == {name for name in no_decay(model) if name.endswith("bias")} | {"head.1.weight"}
 
 
-def test_a_last_linear_tied_to_the_first_is_the_head_and_no_other():
+def test_last_linear_tied_to_the_first_is_the_only_head():
     first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     last.weight = first.weight
     assert muon_labels(model_with(a=first, b=nn.Linear(4, 4, bias=False), c=last)) == {"a.weight": "adamw", "b.weight": "muon"}
 
 
-def test_the_head_of_a_wrapped_model_is_no_block():
+def test_head_of_a_wrapped_model_is_not_a_block():
     assert of_value(muon_labels(nn.Sequential(MLP())), "muon") == {"0.net.0.weight", "0.net.2.weight"}
     single = model_with(backbone=nn.Sequential(ViT(2)), last=nn.Linear(3, 2))
     assert of_value(muon_labels(single), "muon") == block_matrices("backbone.0.blocks.0") | block_matrices("backbone.0.blocks.1")
 
 
-def test_a_matrix_with_one_row_or_column_is_a_vector():
+def test_matrix_with_one_row_or_column_is_a_vector():
     model = model_with(gate=nn.Linear(4, 1), column=nn.Linear(1, 4), hidden=nn.Linear(2, 2), head=nn.Linear(4, 4))
     assert of_value(muon_labels(model), "muon") == {"hidden.weight"}
 

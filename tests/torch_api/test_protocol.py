@@ -1,4 +1,4 @@
-"""The protocol of torch.optim.Optimizer: each scenario is played with our class and with torch's, and the two transcripts are equal."""
+"""The protocol of torch.optim.Optimizer: each scenario runs with our class and with torch's, and both transcripts must be equal."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ PAIRS = {
     "SGD": (torch_api.MaskedSGD, torch.optim.SGD),
 }
 SAME = {"rtol": 1e-5, "atol": 1e-7}
-# Group keys that torch's classes have only since a later version.
+# Group keys that only later versions of torch have.
 NEWER = {"decoupled_weight_decay"} - torch.optim.Adam([torch.zeros(1)]).defaults.keys()
 
 
@@ -45,7 +45,7 @@ def advance(optimizer, steps, first=0):
 
 
 def same(ours, theirs):
-    """Transcripts: equal in everything but the last bits of tensors."""
+    """Return whether two transcripts are equal, except for the last bits of tensors."""
     if isinstance(theirs, torch.Tensor):
         torch.testing.assert_close(ours, theirs, **SAME)
     elif isinstance(theirs, dict):
@@ -69,7 +69,7 @@ def snapshot(optimizer):
 
 
 def step_hooks(cls):
-    """Order, arguments, and removal of the hooks of one optimizer and of those of all; what a pre-hook returns is what step gets."""
+    """Order, arguments and removal of hooks of one optimizer and of all; the result of a pre-hook replaces the step's arguments."""
     said = []
     net = model()
     optimizer = cls(net.parameters(), lr=0.1)
@@ -138,7 +138,7 @@ def state_dict_hooks(cls):
 
 
 def load_state_dict_hooks(cls):
-    """A pre-hook may replace the dict, and the hooks after it get what it gave; the optimizer holds what was loaded when post-hooks run."""
+    """A pre-hook may replace the dict for later hooks; when post-hooks run, the optimizer has loaded it."""
     said = []
     optimizer = cls(model().parameters(), lr=0.1)
     advance(optimizer, 2)
@@ -190,7 +190,7 @@ def hook_that_changes_the_optimizer_after_loading(cls):
 
 
 def closures(cls):
-    """One call a step, with gradients enabled whatever the caller has, and the caller's mode after it, also after an error."""
+    """A step calls the closure once with gradients enabled and restores the caller's grad mode, also after an error."""
     said = []
     net = model()
     optimizer = cls(net.parameters(), lr=0.1)
@@ -224,7 +224,7 @@ def zero_grad(cls):
         loss = net(torch.ones(1, 3)).square().sum()
         grads = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
         for p, g in zip(net.parameters(), grads, strict=True):
-            p.grad = g * 1  # no view, which could not be detached in place
+            p.grad = g * 1  # not a view, which cannot be detached in place
         optimizer.zero_grad(**options)
         said.append([(p.grad, p.grad is not None and p.grad.requires_grad) for p in net.parameters()])
         optimizer.step()
@@ -253,7 +253,7 @@ def names_in_groups(cls):
 def state_is_keyed_by_parameter(cls):
     net = model()
     optimizer = cls(net.parameters(), lr=0.1)
-    held = optimizer.state[net[0].weight]  # the step fills this very dict
+    held = optimizer.state[net[0].weight]  # the step fills this dict
     said = [type(optimizer.state) is defaultdict, dict(held), len(optimizer.state)]
     advance(optimizer, 2)
     said.append([optimizer.state[p] is held for p in net.parameters()])
@@ -270,7 +270,7 @@ def state_is_keyed_by_parameter(cls):
 
 
 def lr_in_a_tensor(cls):
-    """The group holds the very tensor, and whoever writes into it is heard."""
+    """The group keeps the given tensor, and writes into it take effect."""
     lr = torch.tensor(0.1)
     optimizer = cls(model().parameters(), lr=lr, foreach=False)
     said = [optimizer.param_groups[0]["lr"] is lr]
@@ -285,7 +285,7 @@ def lr_in_a_tensor(cls):
 
 
 def shallow_copy(cls):
-    """copy.copy: both look at the same groups, state and parameters, and either may step."""
+    """copy.copy shares groups, state and parameters, and both optimizers may step."""
     optimizer = cls(model().parameters(), lr=0.1)
     advance(optimizer, 1)
     other = copy.copy(optimizer)
@@ -314,7 +314,7 @@ def copied_with_its_model(how):
 
 
 def old_pickle(cls):
-    """State of a class as an older torch pickled it: groups without the newer keys, the step count a number."""
+    """A state pickled by an older torch: groups lack newer keys, the step count is a number."""
     optimizer = cls(model().parameters(), lr=0.1)
     advance(optimizer, 2)
     state = optimizer.__getstate__() | {"state": defaultdict(dict, {p: dict(s) for p, s in optimizer.state.items()})}
@@ -348,7 +348,7 @@ def old_checkpoint(cls):
 
 
 def two_optimizers(cls):
-    """Each has its own half of one model."""
+    """Two optimizers each have one half of a model."""
     net = model()
     first, second = cls(net[0].parameters(), lr=0.1), cls(net[2].parameters(), lr=0.02)
     for seed in range(3):
@@ -381,27 +381,27 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_scenario_goes_as_with_torchs_class(name, scenario):
+def test_scenario_gives_the_transcript_of_torch(name, scenario):
     ours, theirs = PAIRS[name]
     same(scenario(ours), scenario(theirs))
 
 
-class Deaf(torch_api.MaskedSGD):
+class IgnoresHooks(torch_api.MaskedSGD):
     def register_step_pre_hook(self, hook):
         return super().register_step_pre_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize(
     ("scenario", "broken"),
-    [(step_hooks, Deaf), (two_optimizers, functools.partial(torch_api.MaskedSGD, dampening=0.001, momentum=0.1))],
+    [(step_hooks, IgnoresHooks), (two_optimizers, functools.partial(torch_api.MaskedSGD, dampening=0.001, momentum=0.1))],
     ids=["hooks", "numbers"],
 )
-def test_a_class_that_differs_is_caught(scenario, broken):
+def test_comparison_detects_a_class_that_differs(scenario, broken):
     with pytest.raises(AssertionError):
         same(scenario(broken), scenario(torch.optim.SGD))
 
 
-# ---------------------------------------------------------------------- what has no transcript
+# ---------------------------------------------------------------------- tests without a transcript
 
 
 def labels(cls):
@@ -413,15 +413,15 @@ def labels(cls):
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("Optimizer.")}
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11 warns
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_profiler_shows_the_step_under_the_name_of_the_class(name):
+def test_profiler_shows_the_step_by_class_name(name):
     ours, theirs = PAIRS[name]
     expected = {f"Optimizer.step#Masked{name}.step": 1, f"Optimizer.zero_grad#Masked{name}.zero_grad": 1}
     assert labels(ours) == expected == {key.replace("#", "#Masked"): count for key, count in labels(theirs).items()}
 
 
-def test_a_hook_on_the_state_dict_sees_what_the_caller_gets():
+def test_state_dict_hook_gets_the_dict_of_the_caller():
     optimizer = torch_api.MaskedAdam(model().named_parameters(), mask="0.*")
     advance(optimizer, 1)
     seen = []

@@ -1,4 +1,4 @@
-"""What an optimizer says of itself."""
+"""`report()`, `repr()` and the notebook table of an optimizer."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def build():
     return model, optimizer, flat
 
 
-def test_rows_say_status_rule_numbers_bytes_and_write_back():
+def test_rows_show_status_rule_hyperparameters_bytes_and_write_back():
     _, optimizer, _ = build()
     rows = {row["parameter"]: row for row in optimizer.report().rows}
     assert {name: (row["status"], row["decided by"]) for name, row in rows.items()} == {
@@ -53,7 +53,7 @@ def test_rows_say_status_rule_numbers_bytes_and_write_back():
     assert {row["dtype"] for row in rows.values()} == {"float32"}
 
 
-def test_print_shows_the_table_and_the_totals():
+def test_str_shows_the_table_and_the_totals():
     _, optimizer, _ = build()
     text = str(optimizer)
     assert text == str(optimizer.report()) == repr(optimizer.report())
@@ -63,7 +63,7 @@ def test_print_shows_the_table_and_the_totals():
     assert lines[1].index("status") == lines[2].index("frozen") == lines[4].index("trained")
 
 
-def test_notebooks_get_a_table_with_escaped_text():
+def test_html_table_escapes_its_text():
     model, _, _ = build()
     optimizer = torch_api.MaskedAdamW(model.named_parameters(), mask=lambda name, p: True)
     text = optimizer.report()._repr_html_()
@@ -72,6 +72,6 @@ def test_notebooks_get_a_table_with_escaped_text():
     assert text.count("<tr>") == 5
 
 
-def test_repr_stays_torchs():
+def test_repr_is_that_of_torch():
     _, optimizer, _ = build()
     assert repr(optimizer).startswith("MaskedAdamW (\nParameter Group 0\n")

@@ -1,4 +1,4 @@
-"""torch's schedulers, weight averaging and gradient scaling drive our classes as they drive torch's, and compile nothing on the way."""
+"""torch's schedulers, weight averaging and gradient scaling drive our classes as they drive torch's, without compiling."""
 
 import copy
 
@@ -13,7 +13,7 @@ import torch_api
 from bridge._compiler import update
 from bridge._runtime import cache
 
-# torch 2.6's SequentialLR uses what torch 2.6 deprecates.
+# torch 2.6's SequentialLR uses an API that torch 2.6 deprecates.
 pytestmark = [pytest.mark.unoptimized, pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")]
 
 PAIRS = {
@@ -44,11 +44,11 @@ SCHEDULERS = {
     "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, factor=0.3, patience=2, cooldown=1),
     "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.002, anneal_epochs=8),
 }
-# ReduceLROnPlateau looks at a metric: one that stalls again and again.
+# ReduceLROnPlateau reads a metric, here one that stalls repeatedly.
 METRIC = [1.0, 0.9, 0.9, 0.9, 0.9, 0.95, 0.5] * 5
 
 
-def test_no_scheduler_of_torch_is_left_out():
+def test_every_scheduler_of_torch_is_tested():
     classes = {n for n, c in vars(lrs).items() if isinstance(c, type) and issubclass(c, lrs.LRScheduler) and c.__module__ == lrs.__name__}
     assert classes - {"LRScheduler", "_LRScheduler"} <= {name.split(",")[0] for name in SCHEDULERS}
 
@@ -58,7 +58,7 @@ def advance(schedule, metric):
 
 
 def numbers(optimizer):
-    """What a scheduler writes."""
+    """Return the hyperparameters that a scheduler writes."""
     return [
         {key: float(g[key]) if key == "lr" else g[key] for key in ("lr", "betas", "momentum") if key in g} for g in optimizer.param_groups
     ]
@@ -74,8 +74,8 @@ def pair(name):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("name", PAIRS)
-def test_thirty_steps_under_a_scheduler_are_torchs_and_compile_once(name, scheduler):
-    """Warnings are errors here, also the one that a scheduler stepped before the optimizer."""
+def test_steps_under_a_scheduler_move_as_in_torch_and_compile_once(name, scheduler):
+    """Warnings are errors here, including that of a scheduler stepped before the optimizer."""
     a, ours, b, theirs = pair(name)
     start = clones(ours)
     schedules = [scheduler(a), scheduler(b)]
@@ -98,8 +98,8 @@ def test_thirty_steps_under_a_scheduler_are_torchs_and_compile_once(name, schedu
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR, exp_range"])
-def test_the_momentum_that_a_scheduler_writes_is_used(name, scheduler):
-    """The same run with the momentum put back after each step goes elsewhere."""
+def test_momentum_written_by_a_scheduler_is_used(name, scheduler):
+    """The same run with the momentum reset after each step ends elsewhere."""
     ends = []
     for kept in (False, True):
         torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_the_momentum_that_a_scheduler_writes_is_used(name, scheduler):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
-def test_a_run_resumed_from_both_state_dicts_is_the_uninterrupted_one(name, scheduler):
+def test_run_resumed_from_both_state_dicts_equals_the_uninterrupted_one(name, scheduler):
     grads = [random_grads(random_params(shapes=SHAPES)) for _ in range(12)]
     start = random_params(shapes=SHAPES)
 
@@ -165,7 +165,7 @@ OPTAX = {
 @pytest.mark.parametrize("scheduler", ["LambdaLR", "SequentialLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("which", OPTAX)
 @pytest.mark.usefixtures("standard_promotion")
-def test_schedulers_drive_transformations_of_optax(which, scheduler):
+def test_schedulers_drive_optax_transformations(which, scheduler):
     make, reference, options = OPTAX[which]
     ours = random_params(shapes=SHAPES)
     theirs, start = clones(ours), clones(ours)
@@ -204,7 +204,7 @@ def test_schedulers_cycle_the_momentum_of_a_factory(scheduler):
 
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_scheduler_that_wants_a_momentum_says_so_as_with_any_optimizer_without_one(scheduler):
+def test_momentum_scheduler_raises_for_an_optimizer_without_momentum(scheduler):
     optimizer = torch_api.OptaxOptimizer(random_params(), optax.adagrad, lr=0.01)
     with pytest.raises(ValueError, match=r"momentum.* or .*beta1?"):
         SCHEDULERS[scheduler](optimizer)
@@ -217,7 +217,7 @@ def test_a_scheduler_that_wants_a_momentum_says_so_as_with_any_optimizer_without
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 + 0.099 / 3)
 
 
-def test_the_warning_of_a_scheduler_that_is_stepped_first_still_comes():
+def test_scheduler_stepped_before_the_optimizer_still_warns():
     optimizer = torch_api.MaskedSGD(random_params())
     schedule = lrs.StepLR(optimizer, 1)
     with pytest.warns(UserWarning, match="Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`"):
@@ -228,7 +228,7 @@ def test_the_warning_of_a_scheduler_that_is_stepped_first_still_comes():
 
 
 def network():
-    """Without the bias before the normalisation: its gradient is rounding noise, which Adam would blow up."""
+    """The layer before the normalization has no bias: its gradient would be rounding noise, which Adam amplifies."""
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 
@@ -245,8 +245,8 @@ AVERAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("name", PAIRS)
-def test_averaged_models_follow_the_weights(name, options):
-    """The average is a deepcopy of the model: parameters in memory of ours are copied into torch's own."""
+def test_averaged_model_follows_the_weights(name, options):
+    """The average is a deepcopy of the model, whose parameters are copied into torch's own memory."""
     batches = [torch.randn(8, 4) for _ in range(4)]
     ends = []
     for cls in PAIRS[name][:2]:
@@ -271,7 +271,7 @@ def test_averaged_models_follow_the_weights(name, options):
 
 
 class HostSGD(torch_api.MaskedSGD):
-    """Where GradScaler itself unscales, looks for infinities, and skips the step."""
+    """A class without amp scaling in its step: GradScaler unscales, checks for infinities and skips the step."""
 
     _step_supports_amp_scaling = False
 
@@ -283,7 +283,7 @@ class HostAdamW(torch_api.MaskedAdamW):
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [False, True], ids=["", "unscale_ and clip"])
 @pytest.mark.parametrize("classes", [(HostSGD, torch.optim.SGD), (HostAdamW, torch.optim.AdamW)], ids=["SGD", "AdamW"])
-def test_the_grad_scaler_scales_skips_and_grows_as_with_torch(classes, clip):
+def test_grad_scaler_scales_skips_and_grows_as_with_torch(classes, clip):
     said, ends = [], []
     for cls in classes:
         net = network()
@@ -311,7 +311,7 @@ def test_the_grad_scaler_scales_skips_and_grows_as_with_torch(classes, clip):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
-def test_one_scaler_serves_two_optimizers_and_skips_only_the_one_with_infinities():
+def test_one_scaler_skips_only_the_optimizer_with_infinities():
     params = random_params(shapes=[(4,), (4,)])
     optimizers = [HostSGD([p], lr=1.0) for p in params]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -326,7 +326,7 @@ def test_one_scaler_serves_two_optimizers_and_skips_only_the_one_with_infinities
     assert scaler.get_scale() == 2.0
 
 
-def test_a_skipped_step_is_no_step_for_the_state():
+def test_skipped_step_does_not_count_in_the_state():
     (p,) = random_params(shapes=[(4,)])
     optimizer = HostAdamW([p])
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)

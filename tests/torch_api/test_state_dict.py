@@ -1,4 +1,4 @@
-"""Checkpoints: torch's layout, both directions, exact resumption, and nothing lost when one does not fit."""
+"""Checkpoints: torch's layout, loading in both directions, exact resumption, and errors that change nothing."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ def advance(optimizer, params, steps, seed):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_keys_shapes_and_dtypes_are_torchs(name):
+def test_keys_shapes_and_dtypes_are_those_of_torch(name):
     masked, original, options = PAIRS[name]
     ours = random_params()
     theirs = clones(ours)
@@ -59,7 +59,7 @@ def test_keys_shapes_and_dtypes_are_torchs(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_checkpoints_load_in_both_directions_mid_run(name):
+def test_checkpoints_load_from_and_into_torch_during_a_run(name):
     masked, original, options = PAIRS[name]
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
@@ -76,7 +76,7 @@ def test_checkpoints_load_in_both_directions_mid_run(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", PAIRS)
-def test_resuming_equals_going_on_bit_for_bit(name, dtype):
+def test_resumed_run_equals_the_uninterrupted_one(name, dtype):
     masked, _, options = PAIRS[name]
     params = random_params(dtype)
     optimizer = masked(named(params), lr=0.01, max_grad_norm=1.0, **options)
@@ -89,7 +89,7 @@ def test_resuming_equals_going_on_bit_for_bit(name, dtype):
     assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
 
 
-def test_loading_copies_so_that_two_optimizers_never_share_moments():
+def test_loaded_moments_are_copies():
     params = random_params()
     optimizer = torch_api.MaskedAdam(params)
     advance(optimizer, params, 2, seed=1)
@@ -124,14 +124,14 @@ def test_float64_moments_of_float32_parameters_become_float32_as_in_torch():
     saved = copy.deepcopy(optimizer.state_dict())
     for fields in saved["state"].values():
         fields["exp_avg"] = fields["exp_avg"].double()
-        fields["step"] = float(fields["step"])  # as torch before 1.12 saved it
+        fields["step"] = float(fields["step"])  # torch before 1.12 saved a float
     optimizer.load_state_dict(saved)
     advance(optimizer, params, 1, seed=2)
     assert all(optimizer.state[p]["exp_avg"].dtype is torch.float32 for p in params)
     assert all(float(optimizer.state[p]["step"]) == 2.0 for p in params)
 
 
-def test_state_is_matched_by_name_where_both_sides_have_names():
+def test_state_is_matched_by_name_if_both_sides_have_names():
     first, second = random_params(shapes=[(4,), (4,)])
     optimizer = torch_api.MaskedAdam([("a", first), ("b", second)])
     advance(optimizer, [first, second], 3, seed=1)
@@ -143,7 +143,7 @@ def test_state_is_matched_by_name_where_both_sides_have_names():
     assert swapped.param_groups[0]["param_names"] == ["b", "a"]
 
 
-def test_a_scalar_stands_for_no_state():
+def test_scalar_entry_means_no_state():
     first, second = random_params(shapes=[(4,), (4,)])
     optimizer = torch_api.MaskedAdam([("a", first), ("b", second)], mask="a")
     advance(optimizer, [first, second], 1, seed=1)
@@ -153,7 +153,7 @@ def test_a_scalar_stands_for_no_state():
     assert second not in optimizer.state
 
 
-def test_set_trainable_and_group_flags_survive():
+def test_set_trainable_and_group_flags_are_saved_and_loaded():
     params = random_params(shapes=[(4,), (4,), (4,)])
     groups = lambda ps: [{"params": [("a", ps[0]), ("b", ps[1])], "lr_scale": 0.5}, {"params": [("c", ps[2])]}]  # noqa: E731
     optimizer = torch_api.MaskedAdam(groups(params), lr=0.1)
@@ -171,7 +171,7 @@ def test_set_trainable_and_group_flags_survive():
     assert plain.report().rows[0]["lr"] == 0.1
 
 
-def test_set_trainable_travels_by_name_and_survives_a_checkpoint_without_it():
+def test_set_trainable_is_matched_by_name_and_kept_without_saved_flags():
     def build(names):
         return torch_api.MaskedSGD([(name, torch.nn.Parameter(torch.zeros(3))) for name in names], lr=1.0)
 
@@ -186,7 +186,7 @@ def test_set_trainable_travels_by_name_and_survives_a_checkpoint_without_it():
     assert status(third) == status(swapped) == {"a": "frozen", "b": "trained"}
 
 
-def test_state_whose_data_was_replaced_by_hand_is_what_the_next_step_uses():
+def test_step_uses_state_whose_data_was_replaced():
     params = random_params(shapes=[(4,)])
     theirs = clones(params)
     a, b = torch_api.MaskedAdam(params), torch.optim.Adam(theirs)
@@ -200,7 +200,7 @@ def test_state_whose_data_was_replaced_by_hand_is_what_the_next_step_uses():
     assert float(a.state_dict()["state"][0]["step"]) == 6.0
 
 
-def test_narrow_moments_of_wide_parameters_become_wide_as_in_torch():
+def test_half_moments_of_float32_parameters_become_float32_as_in_torch():
     half = random_params(torch.bfloat16)
     optimizer = torch.optim.Adam(half)
     advance(optimizer, half, 1, seed=1)
@@ -211,7 +211,7 @@ def test_narrow_moments_of_wide_parameters_become_wide_as_in_torch():
     assert all(ours.state[p]["exp_avg"].dtype is torch.float32 for p in params)
 
 
-def test_keys_that_the_user_added_to_a_live_group_load_again():
+def test_user_keys_of_a_group_are_saved_and_loaded():
     params = random_params()
     optimizer = torch_api.MaskedAdam(params)
     optimizer.param_groups[0]["layer"] = "first"
@@ -232,7 +232,7 @@ def test_state_dict_hooks_run():
     assert calls == ["save", ["extra", "param_groups", "state"], "loaded"]
 
 
-def test_state_edited_or_cleared_by_hand_is_what_the_next_step_uses():
+def test_step_uses_state_edited_or_cleared_by_hand():
     params = random_params(shapes=[(4,)])
     theirs = clones(params)
     a, b = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
@@ -296,7 +296,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("make", "text"), BAD.values(), ids=BAD.keys())
-def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(make, text):
+def test_wrong_checkpoint_raises_and_changes_nothing(make, text):
     params = random_params()
     groups = [{"params": named(params)[:3]}, {"params": named(params)[3:], "lr": 0.5}]
     optimizer = torch_api.MaskedAdam(groups)
@@ -314,8 +314,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_nothing_is_lost(make, tex
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "SGD", "RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop", "Adafactor"])
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_torch_goes_on_from_a_checkpoint_with_frozen_parameters(name, frozen):
-    """The trained one as we would; the other, which torch trains, from the beginning."""
+def test_torch_continues_from_a_checkpoint_with_frozen_parameters(name, frozen):
+    """torch continues the trained parameter as we would, and the frozen one, which torch trains, without state."""
     params, options = random_params()[:2], {"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
     optimizer = getattr(torch_api, f"Masked{name}")(named(params), mask=f"layer{1 - frozen}.*", **options)
     advance(optimizer, params, 3, seed=1)
@@ -326,4 +326,4 @@ def test_torch_goes_on_from_a_checkpoint_with_frozen_parameters(name, frozen):
         advance(one, own, 2, seed=2)
     torch.testing.assert_close(theirs[1 - frozen], params[1 - frozen], rtol=1e-5, atol=1e-6)
     assert torch.equal(theirs[frozen], alone[frozen])
-    assert not torch.equal(alone[1 - frozen], params[1 - frozen]), "the state is of no account"
+    assert not torch.equal(alone[1 - frozen], params[1 - frozen]), "the saved state had no effect"

@@ -1,4 +1,4 @@
-"""Facts of structure of the drop-in classes: state, bytes, compilations, addresses, checkpoints before the first step."""
+"""Structure of the drop-in classes: state, bytes, compilations, addresses, checkpoints before the first step."""
 
 import copy
 import inspect
@@ -34,7 +34,7 @@ def advance(optimizer, params, steps=1):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_have_torchs_order_and_defaults(name):
+def test_arguments_have_the_order_and_defaults_of_torch(name):
     theirs = inspect.signature(theirs_of(name)).parameters
     ours = dict(inspect.signature(masked(name)).parameters)
     assert ours.pop("engine").kind is inspect.Parameter.VAR_KEYWORD
@@ -45,7 +45,7 @@ def test_arguments_have_torchs_order_and_defaults(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_copies_and_pickles_go_on_alike(name):
+def test_copies_and_pickles_continue_alike(name):
     p = torch.nn.Parameter(torch.randn(3, 3))
     optimizer = masked(name)([("w", p)], lr=0.01)
     advance(optimizer, [p], 2)
@@ -60,7 +60,7 @@ def test_copies_and_pickles_go_on_alike(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_frozen_bits_addresses_and_compilations(name):
+def test_frozen_bits_addresses_and_compilations_stay_constant(name):
     params = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
     params[2].data[0] = torch.tensor([float("nan"), -0.0, 1e-42])
     bits = params[2].detach().clone().view(torch.int32)
@@ -93,18 +93,18 @@ def test_frozen_bits_addresses_and_compilations(name):
     ("name", "bytes_per_element"),
     {"RMSprop": 20, "Adagrad": 20, "ASGD": 20, "NAdam": 28, "RAdam": 28, "Adamax": 28, "Adadelta": 28, "Rprop": 28}.items(),
 )
-def test_a_step_moves_as_few_bytes_as_it_can(name, bytes_per_element):
-    """Parameter, gradient and state read once, parameter and state written once."""
+def test_step_reads_and_writes_each_array_once(name, bytes_per_element):
+    """Parameter, gradient and state are read once; parameter and state are written once."""
     (p,) = random_params(shapes=[(128, 128)])
     optimizer = masked(name)([p])
     advance(optimizer, [p])
     assert optimizer.bytes_accessed() == pytest.approx(bytes_per_element * p.numel(), rel=0.01)
 
 
-# ---------------------------------------------------------------------- Adagrad's state is there from the start
+# ---------------------------------------------------------------------- Adagrad has state before the first step
 
 
-def test_adagrad_has_state_before_the_first_step_as_torch_has():
+def test_adagrad_has_state_before_the_first_step_as_in_torch():
     ours = random_params()
     theirs, start = clones(ours), clones(ours)
     options = {"lr": 0.1, "initial_accumulator_value": 0.5}
@@ -122,12 +122,12 @@ def test_adagrad_has_state_before_the_first_step_as_torch_has():
     moved = [i for i in range(len(ours)) if i != 1]
     assert max(movement_error(ours[i], theirs[i], start[i]) for i in moved) < 1e-5
     third = torch.optim.Adagrad(theirs)
-    third.load_state_dict(copy.deepcopy(fresh_a.state_dict()))  # with state for what never had a gradient
+    third.load_state_dict(copy.deepcopy(fresh_a.state_dict()))  # with state for a parameter that never had a gradient
     run_pair(fresh_a, ours, third, theirs, 10)
     assert max(map(movement_error, ours, theirs, start)) < 1e-5
 
 
-def test_adagrads_state_follows_masks_groups_and_copies():
+def test_state_of_adagrad_follows_masks_groups_and_copies():
     params = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
     optimizer = torch_api.MaskedAdagrad([("a", params[0]), ("b", params[1])], mask="a", initial_accumulator_value=0.25)
     assert set(optimizer.state) == {params[0]}
@@ -146,7 +146,7 @@ def test_adagrads_state_follows_masks_groups_and_copies():
 # ---------------------------------------------------------------------- Muon and Adafactor
 
 
-def test_muon_trains_matrices_only_and_says_what_to_do_with_the_rest():
+def test_muon_refuses_vectors_with_advice():
     matrix, bias = torch.nn.Parameter(torch.randn(3, 3)), torch.nn.Parameter(torch.randn(3))
     named = [("weight", matrix), ("bias", bias)]
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_muon_trains_matrices_only_and_says_what_to_do_with_the_rest():
     assert {key for p in (matrix, bias) for key in mixed.state[p]} == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
 
 
-def test_what_is_static_is_checked_and_followed_when_it_is_edited():
+def test_edited_static_hyperparameters_are_validated_and_take_effect():
     p = torch.nn.Parameter(torch.randn(4, 2))
     optimizer = torch_api.MaskedMuon([p], lr=0.1, weight_decay=0.0)
     moves = []
@@ -189,7 +189,7 @@ def test_what_is_static_is_checked_and_followed_when_it_is_edited():
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-def test_a_mask_of_elements_leaves_the_others_out_of_every_sum(name):
+def test_masked_elements_are_excluded_from_every_sum(name):
     p = torch.nn.Parameter(torch.randn(6, 4))
     q = torch.nn.Parameter(p.detach().clone())
     mask = torch.zeros(6, 4, dtype=torch.bool)
@@ -207,8 +207,8 @@ def test_a_mask_of_elements_leaves_the_others_out_of_every_sum(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_adafactors_epsilon_is_that_of_the_parameters_own_type(dtype):
-    """With gradients below the machine epsilon it bounds the update: bfloat16's is 65536 times float32's."""
+def test_epsilon_of_adafactor_depends_on_the_parameters_dtype(dtype):
+    """Adafactor's epsilon bounds the update if gradients are tiny; that of bfloat16 is much larger than float32's."""
     p = torch.nn.Parameter(torch.ones(4, 4, dtype=dtype))
     optimizer = torch_api.MaskedAdafactor([p], lr=1.0)
     p.grad = torch.full_like(p, 1e-3)

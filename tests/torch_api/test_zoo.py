@@ -1,4 +1,4 @@
-"""Every optimizer and wrapper of optax and optax.contrib on torch parameters: numbers, resume, and the table of docs/optimizers.md."""
+"""Every optimizer and wrapper of optax and optax.contrib on torch parameters: numbers, resumption, and the table of docs/optimizers.md."""
 
 import functools
 import inspect
@@ -31,12 +31,12 @@ pytestmark = [
 
 
 def values(params):
-    return {name: p.detach().clone().numpy() for name, p in params.items()}  # a numpy view of p itself would pin its memory
+    return {name: p.detach().clone().numpy() for name, p in params.items()}  # a NumPy view of p would pin its memory
 
 
 @functools.cache
 def run(name):
-    """(tx, optimizer, our values, those of pure JAX, the start)."""
+    """Return (tx, optimizer, our values, values of pure JAX, start)."""
     entry = zoo.ENTRIES[name]
     tx, params, grads = entry.make(), zoo.start(entry.dtype), zoo.gradients(entry.dtype)
     begun = values(params)
@@ -51,7 +51,7 @@ def assert_equal_to_1e_6(ours, reference, begun):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_equal_the_same_transformation_in_pure_jax(name):
+def test_twenty_steps_match_pure_jax(name):
     _, _, ours, reference, begun = run(name)
     if optax.__version__ != "0.2.8" and not all(np.isfinite(value).all() for value in reference.values()):
         pytest.skip("this optax itself gives NaN")
@@ -59,7 +59,7 @@ def test_twenty_steps_equal_the_same_transformation_in_pure_jax(name):
 
 
 @pytest.mark.parametrize("name", ["optax.adam", "optax.lamb", "optax.clip_by_global_norm", "optax.contrib.muon", "optax.MultiSteps"])
-def test_a_step_size_that_is_wrong_by_a_ten_thousandth_is_caught(name):
+def test_comparison_detects_a_step_size_off_by_a_ten_thousandth(name):
     tx, _, _, reference, begun = run(name)
     params = zoo.start()
     zoo.by_maskbridge(tx, zoo.ENTRIES[name], params, zoo.gradients(), lr=1.0001)
@@ -69,7 +69,7 @@ def test_a_step_size_that_is_wrong_by_a_ten_thousandth_is_caught(name):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", WITH_FACTORY)
-def test_a_factory_with_traced_hyperparams_gives_the_same_and_compiles_once(name):
+def test_factory_with_traced_hyperparams_matches_and_compiles_once(name):
     entry = zoo.ENTRIES[name]
     _, _, _, reference, begun = run(name)
     params = zoo.start(entry.dtype)
@@ -82,11 +82,11 @@ def test_a_factory_with_traced_hyperparams_gives_the_same_and_compiles_once(name
     before = values(params)
     zoo.advance(optimizer, entry, params, zoo.gradients(entry.dtype, 1), first=zoo.STEPS)
     assert (bridge.compilations(), bridge.traces()) == (compiled, traced)
-    assert name == "optax.lbfgs" or any((values(params)[n] != before[n]).any() for n in params)  # its direction may be too short to move
+    assert name == "optax.lbfgs" or any((values(params)[n] != before[n]).any() for n in params)  # its step may be too short
 
 
 @pytest.mark.parametrize("name", sampled(NAMES))
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name):
+def test_resumed_run_equals_the_uninterrupted_one(name):
     entry = zoo.ENTRIES[name]
     tx, _, uninterrupted, _, _ = run(name)
     params, grads, half = zoo.start(entry.dtype), zoo.gradients(entry.dtype), zoo.STEPS // 2
@@ -104,7 +104,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name):
         assert p.detach().clone().numpy().tobytes() == uninterrupted[n].tobytes(), n
 
 
-def test_a_resume_without_its_state_is_caught():
+def test_comparison_detects_a_resume_without_state():
     entry, half = zoo.ENTRIES["optax.adam"], zoo.STEPS // 2
     tx, _, uninterrupted, _, _ = run("optax.adam")
     params, grads = zoo.start(), zoo.gradients()
@@ -113,7 +113,7 @@ def test_a_resume_without_its_state_is_caught():
     assert any(values(params)[n].tobytes() != uninterrupted[n].tobytes() for n in params)
 
 
-def test_nothing_public_is_left_out():
+def test_every_public_transformation_is_tested_or_refused():
     known = {*zoo.ENTRIES, *zoo.REFUSED, *zoo.WITH_CLOSURE}
     for module in (optax, optax.contrib):
         for name in dir(module):
@@ -125,10 +125,10 @@ def test_nothing_public_is_left_out():
             except ValueError:
                 continue
             if "GradientTransformation" in annotation:
-                assert f"{module.__name__}.{name}" in known, f"{module.__name__}.{name} is neither run nor refused"
+                assert f"{module.__name__}.{name}" in known, f"{module.__name__}.{name} is neither tested nor listed as refused"
 
 
-def test_what_is_refused_is_refused_with_a_clear_error():
+def test_refused_transformations_raise_a_clear_error():
     params = zoo.start()
     monitor = getattr(optax, "monitor", None)
     if monitor is None:
@@ -175,8 +175,8 @@ Refused:
 """
 
 
-@pytest.mark.skipif(optax.__version__ != "0.2.8", reason="the table is that of the newest optax")
-def test_the_table_in_the_docs_is_what_was_found():
+@pytest.mark.skipif(optax.__version__ != "0.2.8", reason="the table is made with the newest optax")
+def test_table_in_the_docs_is_up_to_date():
     tail = TAIL.format(
         closures=", ".join(f"`{n}`" for n in zoo.WITH_CLOSURE), refused="\n".join(f"| `{n}` | {why} |" for n, why in zoo.REFUSED.items())
     )
