@@ -1,4 +1,4 @@
-"""The state of the parameters of a bucket."""
+"""The state of the parameters of a bucket, and the buffer into which their gradients are gathered."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from .record_state import Shown, has_state, is_like, is_wider, may_move
 
 
 class Pack:
-    """The state of one pack in one optimizer, and the rows that its gradients are gathered in, unless those are taken `singly`.
+    """The state of one bucket in one optimizer: for each field one buffer with a row for each parameter.
 
     Args:
-      leaf: any leaf of it.
-      fields: the state of each.
-      constants: what each field begins with, where that is one number.
-      members: the row and the saved state of every leaf of the pack that may be trained.
-      taken: the memories that others have; those of this state are added.
-      addressed: whether gradients may be read where they lie.
+      leaf: any parameter of the bucket.
+      fields: the state of each parameter.
+      hidden: the values of hidden state by field name.
+      initial_constants: the initial value of each field, if it is one number.
+      members: row and saved state of each parameter of the bucket that may be trained.
+      buffers_in_use: buffers of other state. The new buffers are added.
+      may_address_grads: whether gradients may be read by address.
     """
 
     __slots__ = ("_addressed", "_constants", "_device", "_fields", "_gradients", "memory", "state")
@@ -53,27 +54,27 @@ class Pack:
         saved = [(row, state) for row, state in members if has_state(fields, state)]
         dtypes = [_dtype(field, hidden, [state for _, state in saved]) for field in fields]
         kept = self._as_saved(saved, dtypes, hidden, taken)
-        self._constants = constants if kept is None else None  # what rows hold until their leaf has begun
+        self._constants = constants if kept is None else None  # the content of rows until `init_row`
         self.state = kept or self._begun(leaf, dtypes, constants)
         taken.update(self.state)
 
     @property
     def singly(self) -> bool:
-        """Whether each row's gradient is an argument of its own."""
+        """Whether each gradient is an argument of its own."""
         return len(self.memory.rows) == 1 or (not self.small and self._device in SINGLY_ON)
 
     @property
     def addressed(self) -> bool:
-        """Whether each row's gradient may be read where it lies; `small` ones are gathered instead, if they are few."""
+        """Whether gradients may be read by address. Small buckets with small rows are gathered instead."""
         return self._addressed and not self.singly and (not self.small or len(self.memory.rows) * self.memory.row_bytes > GATHERED_PACK)
 
     @property
     def small(self) -> bool:
-        """Whether gradients may be gathered."""
+        """Whether rows are small enough to gather gradients."""
         return self.memory.row_bytes <= GATHERED.get(self._device, 0)
 
     def _begun(self, leaf: Leaf, dtypes: Sequence[str], constants: Sequence[complex | None]) -> tuple[jax_buffers.Memory, ...]:
-        """New rows for each field, all begun with its constant."""
+        """Allocate the buffers of all fields, filled with their constants, or with 0 if a field has none."""
         count, width = self.memory.array.shape
         inner = [(width,) if field.shape is None else buffer_shape(field) for field in self._fields]
         kinds = [
@@ -93,7 +94,10 @@ class Pack:
         hidden: Mapping[str, float],
         taken: set[jax_buffers.Memory],
     ) -> tuple[jax_buffers.Memory, ...] | None:
-        """The rows that the saved state lies in, if all of it does, each tensor in the row of its leaf, and nobody looks into others."""
+        """Return the buffers that hold the saved state already, or None.
+
+        Each saved tensor must be in its parameter's row of one unused buffer per field, and no other tensor may alias the other rows.
+        """
         memories = []
         for field, dtype in zip(self._fields, dtypes, strict=True):
             if field.name in hidden or not all(isinstance(state.get(field.name), torch.Tensor) for _, state in saved):
@@ -106,7 +110,7 @@ class Pack:
             if str(memory.array.dtype) != dtype or set(memory.windows) - {row for row, _ in saved}:
                 return None
             if field.shape is None and memory.array.shape != self.memory.array.shape:
-                return None  # the parameters had another dtype, and rows of another length
+                return None  # saved with parameters of another dtype, whose rows have another length
             memories.append(memory)
         return tuple(memories) or None
 
@@ -118,7 +122,13 @@ class Pack:
         saved: ParamState,
         begin: Callable[[Leaf, Field], torch.Tensor],
     ) -> Shown:
-        """The leaf's own rows, begun with `values` (flat tensors or numbers) or as they were saved, and what shows them."""
+        """Write the initial state of one parameter into its rows, and return the tensors over them.
+
+        Args:
+          values: the initial value of each field, a number or a flat tensor. Saved state has precedence.
+          saved: the parameter's entry of `optimizer.state`.
+          initial_aux_value: gives the initial value of auxiliary state.
+        """
         shown = Shown()
         is_given = has_state(self._fields, saved)
         for position, (field, memory, value) in enumerate(zip(self._fields, self.state, values, strict=True)):
@@ -136,28 +146,28 @@ class Pack:
                 source = source.reshape(view.shape) if like is None else source
                 if source.data_ptr() != view.data_ptr():
                     view.copy_(source)
-                elif source.stride() != view.stride():  # the parameter's dimensions lie in another order now
+                elif source.stride() != view.stride():  # saved with another order of dimensions
                     view.copy_(source.clone())
             elif isinstance(value, torch.Tensor):
                 view.copy_(value.reshape(view.shape) if like is None else value.as_strided(view.shape, view.stride()))
             elif looked_at or self._constants is None or self._constants[position] != value:
                 view.fill_(cast(complex, value))
             if known is not None and is_like(known, view) and known.data_ptr() == view.data_ptr():
-                known.data = view  # the window of the row is that of the view
+                known.data = view  # so that tensor and view are one alias of the row
             shown.add(field.name, view, known, moves)
             memory.holders[leaf.slot or 0] = weakref.ref(shown.views[field.name])
         return shown
 
     def gradient(self, leaf: Leaf) -> torch.Tensor:
-        """Where the leaf's gradient goes."""
+        """Return the place of the parameter's gradient in `gathered_grads`."""
         rows, start = self.gradients(leaf), (leaf.slot or 0) * self.memory.array.shape[1]
         size, strides = leaf.shape, leaf.strides
         return rows.as_strided(size, strides, start)
 
     def whole(self, leaves: Sequence[Leaf]) -> torch.Tensor | None:
-        """The rows of all gradients as the `out` of a torch.cat of those of the leaves; None where that would not fill them in order.
+        """Return `gathered_grads` as the `out` of one `torch.cat` of the parameters' gradients, or None if that cannot fill it.
 
-        So it does where all leaves of the pack are there, of one shape, with rows as long as they are.
+        All parameters of the bucket must have a gradient, have one shape and fill their rows.
         """
         shape = leaves[0].shape
         filled = bool(shape) and shape.numel() == self.memory.array.shape[1] and [leaf.slot for leaf in leaves] == list(self.memory.rows)
@@ -166,7 +176,7 @@ class Pack:
         return self.gradients(leaves[0]).view(-1, *shape[1:])
 
     def gradients(self, leaf: Leaf) -> torch.Tensor:
-        """The rows of all gradients."""
+        """Return the buffer for gathered gradients, with one row for each parameter. It is allocated at the first call."""
         if self._gradients is None:
             with torch.inference_mode(False):
                 self._gradients = torch.zeros(self.memory.array.shape, dtype=leaf.gradient_dtype, device=leaf.device)
@@ -174,6 +184,6 @@ class Pack:
 
 
 def _dtype(field: Field, hidden: Mapping[str, float], saved: Iterable[ParamState]) -> str:
-    """The type of a field's rows: that of the transformation, or the wider one that some leaf's was saved in."""
+    """Return the dtype of a field's rows: the transformation's, or the widest in which a member's state was saved."""
     types = {str(numpy_dtype(state[field.name].dtype)) for state in saved if is_wider(field, hidden, state)} - {field.dtype}
     return max(types, key=lambda name: jnp.dtype(name).itemsize) if types else field.dtype

@@ -1,4 +1,8 @@
-"""Packs: parameters of equal signature side by side in one memory, and so their state; and the gradients of small ones."""
+"""Decide which parameters share a bucket, and give each parameter its buffer.
+
+A bucket is one buffer whose rows are parameters of equal size. A program updates all its rows as one array. The gradients reach the
+program in one of three ways: each as an argument, gathered into a second buffer, or read by address where they are.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +17,37 @@ from bridge._xla import probes
 
 from .record import Leaf
 
-# Bytes of the largest parameter whose gradient is gathered beside those of others, by device: that costs one more reading and writing
-# of it, and saves some microseconds for its own arguments, its own loop and its own views.
+# By device type. Gathering reads and writes a gradient once more, but saves an argument, a loop and a view: worth it for small rows.
 GATHERED = {"cpu": 1 << 17, "cuda": 1 << 20}
-# The devices on which larger ones are packed too, their gradients each an argument: calling costs the host of a GPU 6 us for each
-# array that is given and given back, and one kernel for equal leaves moves its bytes a tenth faster than one for each.
+# Device types on which larger parameters are in buckets too, each gradient an argument: fewer arrays in a call cost the host of a GPU
+# less time, and one kernel for equal parameters is faster than one for each.
 SINGLY_ON = frozenset({"cuda"})
-# Bytes of the largest parameter on the CPU whose gradient may be read where it lies: the arguments of a larger one cost little beside it.
-# And of the largest of which that takes as long as to gather it, however many there are.
+# Rows on the CPU whose gradients may be read by address. Arguments of larger rows cost little in comparison; gathering rows up to the
+# second bound takes no longer than reading them by address.
 ADDRESSED, SMALL = 1 << 20, 1 << 15
-# Bytes of the largest pack whose gradients are gathered, of rows longer than that: it takes 0.75 to 0.9 times as long, and so much memory.
+# For rows above that second bound: gathering is faster than reading by address, but needs this much memory.
 GATHERED_PACK = 1 << 23
-# The types of parameters and state whose gradients may be read where they lie: others XLA's CPU compiler computes in float32.
+# Dtypes of parameters and state whose gradients may be read by address. XLA's CPU compiler computes other dtypes in float32.
 ADDRESSED_TYPES = frozenset({"float32", "float64"})
-# Fewer leaves of a kind stay by themselves; of those whose gradients are arguments, two save as much as any. Of those that may be read
-# where they lie, fewer are faster among others in one program: up to so many bytes each, and larger ones.
+# The fewest parameters that make a bucket, by how their gradients are passed. Fewer addressed rows are faster as single parameters of a
+# larger program; the number depends on the bytes of a row.
 FEWEST, FEWEST_LARGE = 4, 2
 FEWEST_ADDRESSED, LONG, FEWEST_LONG = 40, 1 << 18, 64
-# Bytes of the largest bucket whose gradients are read where they lie: what is moved into it, or out of it, is there twice meanwhile.
+# Moving parameters into or out of a bucket needs its bytes twice for that time.
 LARGEST = 1 << 26
-# Bytes that a core moves while a step handles the arrays of one more leaf.
+# The cost of one more parameter's arrays in a step, as the bytes that a core moves in that time.
 ARRAYS = 1 << 20
 
 
 class Key(NamedTuple):
-    """Equal for leaves that may be rows of one pack; `addressed`: their gradients may be read where they lie."""
+    """Parameters with equal keys may be rows of one bucket. addressed: their gradients may be read by address."""
 
     kind: Hashable
     addressed: bool = False
 
 
 def is_gathered(leaf: Leaf) -> bool:
-    """Whether in a pack its gradient would be gathered."""
+    """Return whether the parameter's gradient would be gathered if it were in a bucket."""
     return _bytes(leaf) <= GATHERED.get(leaf.device.type, 0)
 
 
@@ -53,7 +56,7 @@ def _bytes(leaf: Leaf) -> int:
 
 
 def is_addressed(leaf: Leaf) -> bool:
-    """Whether in a pack its gradient may be read where it lies."""
+    """Return whether the parameter's gradient may be read by address if it is in a bucket."""
     return (
         address_space.SUPPORTED
         and not leaf.apart
@@ -65,39 +68,43 @@ def is_addressed(leaf: Leaf) -> bool:
 
 
 def is_large_row(leaf: Leaf) -> bool:
-    """Return whether a leaf shares its memory with others although it is worth a loop of its own: for fewer arrays alone."""
+    """Return whether a parameter is in a bucket only to save arrays: it is large enough for a loop of its own."""
     return not leaf.alone and is_addressed(leaf) and not is_gathered(leaf)
 
 
 def is_sparse(rows: int, active: int, moved: int) -> bool:
-    """Return whether a bucket costs more than its leaves would, each by itself.
+    """Return whether a bucket costs more than its parameters with a gradient would outside it.
 
     Args:
-      rows: all rows of the bucket, which each step moves.
-      active: those whose leaves have a gradient.
-      moved: bytes that the update of one row moves.
+      row_count: the number of rows of the bucket. Each step reads and writes all of them.
+      rows_with_grad: how many rows have a gradient.
+      row_moved_bytes: bytes that the update of one row moves.
     """
     return active * (moved + ARRAYS) < rows * moved
 
 
 def is_padded(leaf: Leaf) -> bool:
-    """Whether it is better updated in a row of its own that is longer. Its gradient is then copied to such a row."""
+    """Return whether the parameter is updated faster in a padded row of its own. Its gradient is then copied into a padded row."""
     return address_space.SUPPORTED and leaf.device.type == "cpu" and chunking.is_ragged(leaf.shape.numel())
 
 
 @uncollected()
 @mappings_read_once()
 def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writeback: str) -> None:
-    """Give each leaf its memory: the rows of a pack for those of equal key, for others a memory of their own.
+    """Give each parameter its buffer: a row of a bucket for parameters with equal keys, a buffer of its own for others.
 
-    A leaf that is in jax-owned memory already stays there, in a pack as long as all leaves of that pack have one key:
-    else two updates would want to have the one buffer.
+    A parameter that is already in a jax-owned buffer stays there. In a bucket it stays only if all parameters of the bucket have one key:
+    else two programs would donate the same buffer.
+
+    Args:
+      key_of: the bucket key of a parameter; None for one outside buckets.
+      writeback: the optimizer's option. With "copy" nothing is moved.
     """
     if writeback == "inplace":
         adoption.recall(leaf.local for leaf in leaves)
     key_by: dict[Leaf, Key | None] = {}
     ahead = adoption.Ahead(2 * max(map(_bytes, leaves), default=0))
-    for leaf in sorted(leaves, key=_bytes, reverse=True):  # the largest mostly have no key, and are copied while others are looked at
+    for leaf in sorted(leaves, key=_bytes, reverse=True):  # the largest are rarely in buckets: copy them while keys are computed
         leaf.look()
         key_by[leaf] = key_of(leaf) if writeback == "inplace" else None
         if key_by[leaf] is None and writeback == "inplace" and leaf.layout is None and leaf.slot is None:
@@ -124,8 +131,8 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
         addressed = key.addressed and many and probes.several_results()
         enough = addressed or (len(alike) >= (FEWEST if gathered else FEWEST_LARGE) and (gathered or alike[0].device.type in SINGLY_ON))
         several = -(-size * len(alike) // LARGEST) if addressed else 1
-        # Neighbors in several packs: each is to have some with a gradient, since programs differ by how many packs they update.
-        # Few packs at a time: what is moved is there twice.
+        # Spread neighbors over the buckets. Then each bucket has some gradients, and programs do not differ in how many they update.
+        # Few buckets at a time, because the bytes that are moved exist twice.
         groups = [[leaf.local for leaf in alike[nth::several]] for nth in range(several)]
         groups = groups if enough else [[leaf.local] for leaf in alike if is_padded(leaf)]
         at_once = max(2, len(groups) // 8)
@@ -140,7 +147,7 @@ def place(leaves: Sequence[Leaf], key_of: Callable[[Leaf], Key | None], writebac
 
 
 def copied_by_others(leaves: Iterable[Leaf]) -> list[str]:
-    """The names of parameters that each step copies because somebody else may hold memory that torch's allocator has not given."""
+    """Return the names of parameters that each step copies because their memory is not from torch's allocator and may have other users."""
     return [
         leaf.name
         for leaf in leaves

@@ -1,4 +1,4 @@
-"""Columns: what is decided of each parameter, where its bytes and its state are."""
+"""The record of each parameter: mask decision, memory and state; and checks of parameters and gradients."""
 
 from __future__ import annotations
 
@@ -22,14 +22,26 @@ from torch_api._rules.types import ParamGroup, ParamState
 from . import sharding
 from .param_groups import check_parameter, check_parameter_fits
 
-# Tensors that the user has put into the state and that stay where they are, each with the view that is updated in its place.
+# Pairs of a tensor that the user put into `optimizer.state` and that cannot move, and the view that is updated instead of it.
 Mirrors: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-# All that was decided of a parameter, as a pickled optimizer has it: trained, rule, elements, decay, label and lr_scale.
+# What the selectors decided of a parameter: trained, decided_by, element_mask, decay, label, lr_scale. Pickled with the optimizer.
 Decided: TypeAlias = tuple[bool, str, np.ndarray | None, selectors.Decision, Hashable, float]
 
 
 class Leaf:
-    """One parameter as the engine sees it: what was decided of it, and where its bytes are."""
+    """One torch parameter: what masks decided of it, and where its bytes, its state and its hyperparameters are.
+
+    trained, decided_by: whether some element is trained, and the selector that decided it.
+    decay, label, lr_scale: the other decisions of selectors.
+    group_index: the index of its param group. hyperparam_row: its row in the `HyperparamTable`.
+    spec: the `LeafSpec` by which its transformation sees it; None without one.
+    local_tensor: the tensor that is updated: the parameter, or the local tensor of a DTensor, whose mesh is in `dtensor_layout`.
+    jax_buffer: the jax-owned buffer that the parameter aliases; None if results are copied into torch memory, for `copy_reason`.
+    bucket_row: its row, if the buffer is a bucket. dim_order: the order of its dimensions in memory; None for row-major.
+    state_buffers: the buffers of its state. scalar_state: the 0-d fields of a parameter outside buckets, which have no buffer of their own.
+    state_names, state_tensors: the entries of `optimizer.state` for it. local_state: their local tensors, which alias the buffers.
+    mirrors: the state tensors that cannot move.
+    """
 
     __slots__ = (
         "address", "apart", "decay", "device", "dtype", "elements", "fields", "gradient_dtype", "group", "ignores_mask", "label", "layout",
@@ -40,34 +52,34 @@ class Leaf:
     def __init__(self, name: str, param: torch.Tensor, group: int) -> None:
         self.name, self.param, self.group = name, param, group
         self.trained, self.rule = True, "mask=None"
-        self.ignores_mask = False  # whether its group's own flags take the place of the constructor's mask
-        self.elements: np.ndarray | None = None  # a boolean mask of the local tensor's shape
+        self.ignores_mask = False  # whether flags of its group replace the constructor's mask
+        self.elements: np.ndarray | None = None  # a boolean mask of the local tensor's shape; None: all elements
         self.decay = selectors.Decision(True, "decay_mask=None")
         self.label: Hashable = None
         self.lr_scale = 1.0
         self.row = 0
-        self.spec: Spec | None = None  # how its transformation sees it
+        self.spec: Spec | None = None
         self.memory: jax_buffers.Memory | None = None
-        self.slot: int | None = None  # its row, where the memory is a pack
-        self.apart = False  # whether it stays by itself, since its pack was dissolved
+        self.slot: int | None = None
+        self.apart = False  # whether it keeps a buffer of its own because its bucket was dissolved
         self.order: tuple[int, ...] | None = None
-        self.address: int | None = None  # where the bytes were last seen; None before placement
+        self.address: int | None = None  # the last known data_ptr; None before adoption
         self.why = "from the first step on"
         self.state: tuple[jax_buffers.Memory, ...] | None = None
         self.scalars: dict[
             str, torch.Tensor
-        ] = {}  # of its state, where it is updated by itself: in no memory, but as of `bridge._memory.scalar_vectors`
-        self.spare: dict[str, torch.Tensor] = {}  # tensors for these that nobody has seen yet
-        self.fields: tuple[str, ...] = ()  # what optimizer.state shows of it, and the tensors there
+        ] = {}  # in the memory of `bridge._memory.scalar_vectors`
+        self.spare: dict[str, torch.Tensor] = {}  # tensors that are reserved for scalar state and not yet in use
+        self.fields: tuple[str, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
-        self.views: tuple[torch.Tensor, ...] = ()  # their local tensors: themselves, unless they are DTensors
-        self.seen: list[int] = []  # the addresses of these
+        self.views: tuple[torch.Tensor, ...] = ()
+        self.seen: list[int] = []  # the addresses of `local_state` after the last update
         self.dtype = self.gradient_dtype = param.dtype
         self.mirrors: Mirrors = []
         self.look()
 
     def decide(self, decision: selectors.Decision) -> None:
-        """Add a mask's decision; a leaf is trained where all agree, and the rule that froze it is the one to show."""
+        """Combine the decision of one more mask. An element is trained if all masks train it; `decided_by` is the one that froze it."""
         if not self.trained:
             return
         value, rule = decision
@@ -79,39 +91,42 @@ class Leaf:
             self.trained, self.rule = bool(value), rule
 
     def place(self, writeback: str, alone: bool = False, ahead: adoption.Ahead | None = None) -> None:
-        """Move the parameter into jax-owned memory, or note why its results are copied; once, or after p.data changed.
+        """Move the parameter into a jax-owned buffer, or set `copy_reason`. Called at construction and after `p.data` has changed.
 
-        `ahead`: where its copy may have been begun.
+        Args:
+          writeback: the optimizer's option "inplace" or "copy".
+          own_buffer: do not share a buffer with other parameters.
+          prefetcher: where the copy of the parameter may already be in progress.
         """
         self.look()
         back = None if self.memory is None or self.slot is None else (self.memory, self.slot)
         placement = adoption.place(self.local, writeback if self.layout is None else "copy", alone=alone, back=back, ahead=ahead)
         self.memory, self.order, why, self.slot = placement
         self.why = why if self.layout is None else sharding.WHY_COPY
-        self.address = None if shortage(self.local) else self.local.data_ptr()  # None: the next step places it anew, or raises
+        self.address = None if shortage(self.local) else self.local.data_ptr()  # None: the next step adopts it again, or raises
 
     def look(self) -> None:
-        """Take note of how the parameter is now."""
+        """Read shape, dtype, device, strides and DTensor layout from the parameter."""
         self.layout = sharding.layout_of(self.param)
         p = self.local = self.param if self.layout is None else self.layout.local(self.param)
         if p.dtype is not self.dtype or self.address is None:
             declared = getattr(self.param, "grad_dtype", None) if self.param.is_leaf else None
             self.gradient_dtype = declared if declared is not None and _are_combined(p.dtype, declared) else p.dtype
         self.shape, self.dtype, self.device = p.shape, p.dtype, p.device
-        self.strides = p.stride() if p.layout is torch.strided else ()  # a frozen one may be sparse
+        self.strides = p.stride() if p.layout is torch.strided else ()  # a frozen parameter may be sparse
 
     def takes(self, grad: torch.Tensor) -> bool:
-        """Whether a dense gradient fits the parameter, perhaps in another dtype than is expected."""
+        """Return whether a dense gradient fits the parameter. Its dtype may differ from `grad_dtype`."""
         return grad.shape == self.shape and grad.device == self.device and _are_combined(self.dtype, grad.dtype)
 
     @property
     def alone(self) -> bool:
-        """Whether no other is in its memory, which may then be one row that is longer."""
+        """Whether no other parameter is in its buffer. The buffer may be a padded row, longer than the parameter."""
         return self.slot is None or (self.memory is not None and len(self.memory.rows) == 1)
 
     @property
     def decided(self) -> Decided:
-        """All that was decided of the parameter."""
+        """All decisions of selectors about the parameter."""
         return self.trained, self.rule, self.elements, self.decay, self.label, self.lr_scale
 
     @decided.setter
@@ -120,14 +135,17 @@ class Leaf:
 
     @classmethod
     def restored(cls, name: str, param: torch.Tensor, group: int, decided: Decided) -> Leaf:
-        """A leaf with the decisions that were made of another: in a copied optimizer, or of a parameter that it replaces."""
+        """Return a record with decisions made before: in a copied optimizer, or about a parameter that this one replaces.
+
+        An element mask of another shape is dropped.
+        """
         leaf = cls(name, param, group)
         leaf.decided = decided
         leaf.elements = leaf.elements if leaf.elements is not None and leaf.elements.shape == tuple(leaf.shape) else None
         return leaf
 
     def follow(self) -> None:
-        """Look at the new place of parameter and state after results came to lie elsewhere; tensors in a pack follow it by themselves."""
+        """Point the tensors of parameter and state at their buffers after results have moved. Tensors over a bucket's rows move with it."""
         if self.memory is not None:
             memory = jax_buffers.renewed(self.memory)
             if self.slot is None:
@@ -139,11 +157,11 @@ class Leaf:
         self.seen = [view.data_ptr() for view in self.views]
 
     def forget(self) -> None:
-        """No longer know of state: what the optimizer's has of the parameter is looked at anew before the next update."""
+        """Forget the state buffers, so that the next update reads the parameter's entry of `optimizer.state` again."""
         self.state, self.fields, self.shown, self.views, self.seen, self.mirrors = None, (), (), (), [], []
 
     def salvage(self) -> bool:
-        """Give parameter and state valid memory if a failed call took theirs; True if the values are lost."""
+        """Allocate memory for parameter and state if a failed call has donated theirs, and return whether values are lost."""
         lost = self.memory is not None and self.memory.is_gone
         if lost:
             self.param.data = torch.full_like(self.param, torch.nan)
@@ -154,21 +172,21 @@ class Leaf:
         return lost
 
     def _looking(self) -> Iterator[tuple[jax_buffers.Memory, torch.Tensor]]:
-        """The memories of its own state, each with the tensor that looks there; of what is hidden there is none."""
+        """Yield each buffer of the parameter's own state with the tensor that aliases it. Hidden state has no tensor."""
         views = [view for name, view in zip(self.fields, self.views, strict=True) if name not in self.scalars]
-        return zip(self.state or (), views, strict=False)  # shared state comes last
+        return zip(self.state or (), views, strict=False)  # `strict` is off because the tensors of shared state follow
 
     @property
     def signature(self) -> tuple[object, ...] | None:
-        """All of a placement that a launch depends on; None before the first."""
+        """What a bound executable depends on: buffer or address, shape, strides, dtype, device. None before adoption."""
         if self.address is None:
             return None
-        held = None if self.layout is None else self.address  # a launch holds on to the local tensor
+        held = None if self.layout is None else self.address  # a bound executable holds the local tensor
         where = self.memory is None if self.slot is None else (id(self.memory), self.slot)
         return where, self.order, self.shape, self.strides, self.dtype, self.device, held
 
     def held(self, state: ParamState) -> ParamState:
-        """State of the parameter, with what this process holds of each DTensor."""
+        """Return the state of the parameter with local tensors in place of DTensors."""
         return state if self.layout is None else self.layout.held(state)
 
     @property
@@ -179,7 +197,11 @@ class Leaf:
 def check_leaves(
     owner: str, leaves: Iterable[Leaf], rule_of: Callable[[ParamGroup], Rule], param_groups: Sequence[ParamGroup], thawed: bool = False
 ) -> None:
-    """Raise for a leaf that is trained, or is to be `thawed`, but that no update can be written into, or that its rule does not take."""
+    """Raise for a trained parameter that cannot be written to, or that its `OptimizerSpec` does not accept.
+
+    Args:
+      is_unfreezing: also check parameters that are frozen now.
+    """
     for leaf in leaves:
         group = param_groups[leaf.group]
         is_trained = leaf.trained and group.get("trainable", True) and leaf.param.requires_grad
@@ -190,12 +212,12 @@ def check_leaves(
 
 
 def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequence[ParamGroup]) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves of the groups as they are now, whatever was done to them by hand: parameters replaced, moved, removed, groups exchanged.
+    """Return the records that match `param_groups`, which the user may have edited: parameters or groups added, moved, replaced, removed.
 
-    A parameter that takes the name of one that is gone takes all that was decided of it too. Nothing is checked.
+    A new parameter with the name of a removed one takes over its decisions. Nothing is checked.
 
     Returns:
-      All leaves, and those of them about which nothing is decided.
+      All records, and the ones among them that have no decision yet.
     """
     known = {id(leaf.param): leaf for leaf in leaves}
     params = [(index, p) for index, group in enumerate(param_groups) for p in group["params"]]
@@ -216,7 +238,7 @@ def followed(leaves: Sequence[Leaf], names: Sequence[str], param_groups: Sequenc
 
 
 def check_devices(owner: str, devices: Iterable[torch.device], clip: bool, together: bool) -> None:
-    """Raise where parameters on several devices have one norm, or are looked at `together`."""
+    """Raise for parameters on several devices that one program must see: to clip one norm, or as one joint set (`is_joint`)."""
     listed = ", ".join(map(str, devices))
     if clip:
         raise ValueError(
@@ -231,7 +253,7 @@ def check_devices(owner: str, devices: Iterable[torch.device], clip: bool, toget
 
 
 def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
-    """Raise where a bound on the global norm is asked for, but this process holds only parts of the gradients."""
+    """Raise if `max_grad_norm` is set and a parameter is sharded: this process cannot compute the global norm."""
     sharded = next((leaf for leaf in leaves if leaf.layout is not None and leaf.layout.sharded and leaf.param.requires_grad), None)
     if bound is not None and sharded is not None:
         raise ValueError(
@@ -241,7 +263,7 @@ def check_norm(owner: str, bound: float | None, leaves: Iterable[Leaf]) -> None:
         )
 
 
-# The dtypes that the arithmetic has in float32: of these a gradient may have another than its parameter (`p.grad_dtype` in torch).
+# The dtypes that are computed in float32. Gradient and parameter may have different ones of them (torch's `p.grad_dtype`).
 _IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -250,7 +272,7 @@ def _are_combined(dtype: torch.dtype, gradient_dtype: torch.dtype) -> bool:
 
 
 def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
-    """The text of the error for a gradient that does not fit its parameter."""
+    """Return the error text for a gradient that does not fit its parameter."""
     title = f"{owner}: the gradient of {leaf.name!r}"
     if grad.layout is not torch.strided:
         return (
@@ -269,7 +291,7 @@ def bad_gradient(owner: str, leaf: Leaf, grad: torch.Tensor) -> str:
 
 
 def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
-    """Raise where an element in memory is two elements of the parameters that are to be trained: one update of it would be lost."""
+    """Raise if trained parameters overlap in memory, or one overlaps itself: one of two updates of an element would be lost."""
     trained = [leaf for leaf in leaves if leaf.param.requires_grad]
     found = first_overlap([leaf.local for leaf in trained])
     if found is None:
@@ -287,10 +309,10 @@ def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
 
 
 def with_elements(owner: str, leaves: Sequence[Leaf], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients; in place of those whose elements lie elsewhere than at their address (subclasses that wrap tensors), copies.
+    """Return the gradients, with copies of those that have no elements at `data_ptr()`: tensor subclasses that wrap other tensors.
 
     Raises:
-      ValueError: the elements of a gradient cannot be read; the text names its parameter.
+      ValueError: a gradient cannot be read. The text names its parameter.
     """
     short = first_short(grads)
     if short is not None:
@@ -308,7 +330,7 @@ def _copied(owner: str, leaf: Leaf, grad: torch.Tensor) -> torch.Tensor:
 
 
 def check_whole(owner: str, leaf: Leaf) -> None:
-    """Raise for a parameter that has no elements in memory to update."""
+    """Raise for a parameter whose storage is missing or too small."""
     if why := shortage(leaf.local):
         raise ValueError(
             f"{owner}: parameter {leaf.name!r} has a gradient, but cannot be updated: {why}. Nothing was updated: give its storage back "

@@ -1,4 +1,4 @@
-"""The state of one parameter: what is saved, what is allocated, and what `optimizer.state` shows."""
+"""Allocate the state of one parameter from initial or saved values, and make the tensors of `optimizer.state`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from torch_api._rules.types import ParamState
 
 from .record import Leaf, Mirrors
 
-# What a field begins with: the number of all its elements, or its buffer; None for what is kept beside the transformation's state.
+# The initial value of a field: one number for all elements, or an array. None for auxiliary state, which has another source.
 InitialValue: TypeAlias = complex | jax.Array | torch.Tensor | None
 
 
 def has_state(fields: Iterable[Field], saved: ParamState) -> bool:
-    """Whether there is state to go on from; a lone scalar beside moments is not (a checkpoint may hold one for a frozen parameter)."""
+    """Return whether saved state is enough to continue from.
+
+    A scalar without the arrays is not: a checkpoint may hold one for a frozen parameter.
+    """
     own = [field for field in fields if field.position is not None]
     moments = [field.name for field in own if field.shape != ()]
     return any(name in saved for name in moments or [field.name for field in own])
 
 
 def is_wider(field: Field, hidden: Mapping[str, float], saved: ParamState) -> bool:
-    """Whether a saved field of the parameter's shape keeps the type that it was saved in."""
+    """Return whether a saved field keeps its dtype: fields of the parameter's shape do."""
     return field.name in saved and field.shape is None and field.name not in hidden
 
 
 def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: ParamState) -> tuple[Signature, ...]:
-    """Shape and dtype of each buffer of a leaf's state; it need not exist yet, so that compiling comes before it.
+    """Return shape and dtype of each array of a parameter's state. The state need not exist yet, so that compilation can come first.
 
     Raises:
-      ValueError: the saved state has another shape than the parameter, or lacks a field.
+      ValueError: the saved state does not have the parameter's shape, or lacks a field.
     """
     if leaf.state is not None:
         memories = iter(leaf.state)
@@ -52,7 +55,7 @@ def state_signature(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, fl
 
 
 def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float], saved: ParamState) -> None:
-    """Raise for saved state of another shape than the parameter's, or without a field."""
+    """Raise for saved state that lacks a field or does not have the expected shape."""
     remedy = "Delete optimizer.state[param], or load a state_dict that fits."
     for field in fields:
         if field.name not in hidden and field.name not in saved and field.position is not None:
@@ -66,9 +69,9 @@ def check_saved(leaf: Leaf, fields: Sequence[Field], hidden: Mapping[str, float]
 
 
 class Shown:
-    """State by field name: the `tensors` that `optimizer.state` has, and those over jax-owned memory, `views`, mostly the same.
+    """State by field name: `tensors` are in `optimizer.state`, `views` alias jax-owned buffers. Most fields have one tensor for both.
 
-    They differ where the user has put a tensor there that must stay where it is: shared memory, a view into a flat buffer.
+    They differ if the user put a tensor into the state that cannot move: one in shared memory, or a view into a flat buffer.
     """
 
     def __init__(self) -> None:
@@ -76,9 +79,9 @@ class Shown:
         self.views: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, view: torch.Tensor, given: object = None, moves: bool = True) -> None:
-        """Show the tensor that was `given` for a field rather than a new view, so that whoever holds it sees each update.
+        """Add a field. A `user_tensor` that matches the view is kept in `tensors`, so that its holder sees each update.
 
-        It comes to look where the view does if it `moves`, as of `may_move`.
+        If it `is_rebindable`, as `can_rebind` says, its data becomes the view; else it is a mirror.
         """
         self.tensors[name] = self.views[name] = view
         if not is_like(given, view):
@@ -89,12 +92,12 @@ class Shown:
                 return
             base = given._base
             given.data = view
-            if base is not None and base.numel() == view.numel():  # else it keeps alive the memory that the tensor has left
+            if base is not None and base.numel() == view.numel():  # else the base keeps the old memory alive
                 base.data = view.as_strided((view.numel(),), (1,))
         self.views[name] = given
 
     def joined(self, other: Shown, order: Sequence[str] = ()) -> Shown:
-        """What shows both, the fields of `order` first."""
+        """Return the fields of both, those of `order` first."""
         result = Shown()
         tensors, views = self.tensors | other.tensors, self.views | other.views
         for name in dict.fromkeys((*(name for name in order if name in tensors), *tensors)):
@@ -103,7 +106,7 @@ class Shown:
 
     @property
     def mirrors(self) -> Mirrors:
-        """The tensors that stay where they are, each with its view."""
+        """The tensors that cannot move, each with its view."""
         return [(self.tensors[name], view) for name, view in self.views.items() if self.tensors[name] is not view]
 
 
@@ -111,16 +114,16 @@ _kind = attrgetter("shape", "dtype", "device", "layout")
 
 
 def is_like(given: object, view: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Whether a value of a field is a tensor that can be shown in the place of a view of the same kind."""
+    """Return whether a value is a plain tensor with the metadata of the view, so that it can be in `optimizer.state` instead."""
     if not isinstance(given, torch.Tensor) or type(given) not in (torch.Tensor, torch.nn.Parameter) or _kind(given) != _kind(view):
         return False
     return not given.requires_grad and not given.is_inference()
 
 
 def may_move(leaf: Leaf, name: str, given: object) -> bool:
-    """Whether a tensor in the place of a field may move: it owns its storage alone, or it is the optimizer's.
+    """Return whether a tensor's data may be replaced: it is the only holder of its storage, or the optimizer's own tensor.
 
-    To be asked before the tensor is read: a copy that jax makes of it holds it for a while.
+    Call this before jax copies the tensor: until the copy is done, jax is another holder.
     """
     known = leaf.scalars.get(name)
     return isinstance(given, torch.Tensor) and (
@@ -139,13 +142,16 @@ def allocate(
     taken: set[jax_buffers.Memory],
     begin: Callable[[Leaf, Field], torch.Tensor],
 ) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
-    """Memories for fields of state, begun from `fresh` buffers by name or from saved tensors, and what shows each.
+    """Allocate buffers for fields of state.
 
-    `taken` are the memories that others have: nothing may be donated twice. `begin` has what `fresh` has not: the fields
-    that are kept beside the transformation's state.
+    Args:
+      initial_values: arrays by field name; None if the state was saved.
+      saved: the saved state; its tensors are adopted without a copy if possible.
+      buffers_in_use: buffers of other state, which must not be donated twice. The new buffers are added.
+      initial_aux_value: gives the initial value of auxiliary state.
 
     Returns:
-      The memories, and what shows them, with the parameter's shape and strides where the field has its shape.
+      The buffers, and tensors over them, which have the parameter's shape and strides if the field has its shape.
     """
     memories, shown = [], Shown()
     for field in fields:
@@ -156,12 +162,12 @@ def allocate(
         elif field.name in hidden:
             memory = adoption.own(torch.full((), hidden[field.name], device=leaf.device))
         else:
-            given = saved.get(field.name)  # else it may be the parameter itself, which another optimizer may have put into jax's memory
+            given = saved.get(field.name)  # None: `tensor` may be the parameter itself, whose buffer another optimizer may own
             moves = may_move(leaf, field.name, given)
             tensor = torch.as_tensor(begin(leaf, field) if given is None else given, device=leaf.device)
             tensor = tensor if like is not None else tensor.to(getattr(torch, field.dtype)).reshape(field.shape or ()).contiguous()
             memory = jax_buffers.memory_of(tensor) if given is not None and (like is None or tensor.stride() == leaf.strides) else None
-            given = None if memory in taken else given  # it is that of another parameter
+            given = None if memory in taken else given  # it belongs to another parameter
             if memory is None or memory in taken:
                 memory = adoption.own(tensor, like=like)
         taken.add(memory)
@@ -181,10 +187,13 @@ def scalars(
     saved: ParamState,
     taken: Mapping[int, Leaf],
 ) -> tuple[dict[str, torch.Tensor], Shown]:
-    """The 0-d fields of a leaf that is updated by itself, by name: `fresh` numbers or arrays, or as they were saved; and what shows them.
+    """Return the tensors of 0-d fields by name, for a parameter outside buckets, and the tensors for `optimizer.state`.
 
-    A tensor that was the leaf's own before goes on being it, by whatever views others see it. One that the user has put there and that
-    must stay where it is becomes it. `taken`: the addresses of scalars, and whose they are.
+    A saved tensor that is already the parameter's own stays in use. A tensor of the user that cannot move is used itself.
+
+    Args:
+      initial_values: numbers or arrays by field name; None if the state was saved.
+      scalar_owners: the record that owns the scalar at an address.
     """
     found, shown = {}, Shown()
     for field in fields:
@@ -213,12 +222,12 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
 
 
 def mask_buffer(elements: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
-    """Return a mask of elements in the order of the parameter's buffer."""
+    """Return an element mask, flat, in the memory order of the parameter's buffer."""
     return np.ascontiguousarray(elements if order is None else elements.transpose(order)).reshape(-1)
 
 
 def param_array(leaf: Leaf) -> jax.Array:
-    """The parameter's buffer as jax has it, or a copy."""
+    """Return the array of the parameter's buffer, or a copy of the parameter in a bucket or in torch memory."""
     if leaf.memory is not None and leaf.slot is None:
         return jax_buffers.readable(leaf.memory)
     return adoption.own(leaf.local, like=leaf.local).array
