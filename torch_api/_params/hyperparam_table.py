@@ -1,4 +1,4 @@
-"""Rows of hyperparams: which numbers each leaf's update reads, and how its transformation sees it."""
+"""The table of hyperparameters: which transformation and which row of numbers each parameter has, and the `LeafSpec` of each parameter."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _is_none = partial(is_, None)
 
 @dataclass(frozen=True, slots=True)
 class HyperparamRow:
-    """Where the numbers of some leaves come from.
+    """One row of the table: the source of the numbers of some parameters.
 
-    group: the param group. decays: whether its `weight_decay` applies to these leaves. lr_scale: what multiplies their lr.
-    row: what is static. has_lr: whether `lr` is a hyperparam of the equation; else it multiplies the update.
+    group: the param group. decays: whether its `weight_decay` applies to these parameters. lr_scale: the factor of their lr.
+    transform: the transformation with its static options. has_lr: whether `lr` is a hyperparameter of it; else it multiplies the update.
     """
 
     group: ParamGroup
@@ -49,7 +49,10 @@ class HyperparamRow:
 
 
 class SortKey(NamedTuple):
-    """Leaves in this order give equal programs for equal sets of shapes; `kind`: equal for equal static rows, -1 for a leaf of none."""
+    """The sort key of parameters in a program. Sorted by it, equal sets of shapes give equal programs.
+
+    transform_id: equal for equal transformations; -1 for a parameter without one. row: the row in the table.
+    """
 
     device: str
     kind: int
@@ -62,16 +65,25 @@ class SortKey(NamedTuple):
 
 
 class Rows:
-    """The rows of the leaves that may be trained: one for each group, decay or none, and lr_scale. Each gets its `row` and `spec`.
+    """The hyperparameters of the trainable parameters: one row for each combination of group, decay and lr_scale.
+
+    Construction sets `hyperparam_row` and `spec` of each record.
+
+    rows: the `HyperparamRow`s. transforms: the transformation of each.
+    row_offsets: where each row starts in the vector of hyperparameters that a program reads. vector_length: its length.
+    recompile_keys: group, name and function of each value whose change selects another program; None: the value itself.
+    all_paths: the tree path of each parameter.
+    joint_sets: for each joint set its `UpdateSpec`, and the position of each record, by id, in that.
+    joint_initial_state: for each joint set the one number that fills each field at first; None if a field has no such number.
 
     Args:
-      owner: class name for errors.
-      leaves: all, in the order of the groups.
-      active: whether a leaf may be trained now; no transformation sees the others.
+      cls_name: class name for errors.
+      leaves: the records of all parameters, in the order of the groups.
+      is_trainable: whether a parameter may be trained now. Transformations do not see the others.
       groups: the param groups.
-      rule_of: the rule of a group.
-      extra: the further arguments of the last step.
-      kept: what is kept beside the state of every transformation.
+      spec_of_group: the `OptimizerSpec` of a group.
+      extra_args: the extra arguments of the last step.
+      aux_state: the auxiliary state of every parameter.
     """
 
     @uncollected()
@@ -89,13 +101,13 @@ class Rows:
         self._leaves, self._is_active = leaves, active
         self.skeleton = tree_paths([leaf.name for leaf in leaves])
         self.units: dict[int, tuple[Problem, dict[int, int]]] = {}
-        self.begun: dict[int, Arrays | None] = {}  # by unit what its state begins with, as of `separability.begun`
-        self.looked_at: list[object] = []  # spares the first programs a trace, and is then let go: a thousand leaves are tens of megabytes
-        # Of leaves that may be packed although they are seen together: equal where they are updated alike.
+        self.begun: dict[int, Arrays | None] = {}
+        self.looked_at: list[object] = []  # saves the first programs a trace; released then, because traces are large
+        # By id of each record of a joint set that may be in a bucket: its class. Parameters of one class have the same update.
         self._alike: dict[int, int | None] = {}
         rules = [rule_of(group) for group in groups]
         for group, rule in zip(groups, rules, strict=True):
-            check_types(owner, group, rule)  # it may have been edited
+            check_types(owner, group, rule)  # the user may have edited it
         trained = [(leaf, path) for leaf, path in zip(leaves, self.skeleton, strict=True) if active(leaf) and leaf.param.requires_grad]
         keys = {key: i for i, key in enumerate(dict.fromkeys(_key(leaf) for leaf, _ in trained))}
         together: dict[Hashable, list[tuple[Leaf, Path]]] = {}
@@ -118,15 +130,13 @@ class Rows:
                 looked_at = separability.given_up()
             self.looked_at += looked_at if number in self.units else []
             row_of |= dict.fromkeys((leaf.group for leaf, _ in own), replace(row, kept=kept))
-        # A row for each (group, decays, lr_scale): the group, whether it decays, its scale, what is static, whether lr is in the equation.
         self.rows = [HyperparamRow(groups[g], decays, scale, row_of[g], "lr" in rules[g].hyperparams) for g, decays, scale in keys]
         self.static = tuple(row.row for row in self.rows)
         first: dict[Row, int] = {}
         self._kinds = [first.setdefault(row, i) for i, row in enumerate(self.static)]
-        # Where each row begins among the hyperparams, whose length is rounded up so that programs serve other numbers of rows.
+        # The length of the vector is rounded up, so that programs serve other numbers of rows too.
         *self.offsets, end = itertools.accumulate((row.width for row in self.static), initial=leaf_update.ONES + 1)
         self.width = 1 << max(end - 1, 31).bit_length()
-        # Values that decide which program runs: (group, name, what of the value does; None: the value itself).
         self.watched = [
             (groups[g], name, _decisive(rules[g], name, name in dict(row.traced)))
             for g, row in row_of.items()
@@ -135,7 +145,11 @@ class Rows:
         ]
 
     def _seen(self, number: int, leaves: list[Leaf], paths: list[Path], rule: Rule, group: ParamGroup) -> Row:
-        """The row of one transformation; its leaves get the `spec` by which it sees them."""
+        """Trace one transformation, set the `spec` of its records, and return its `TransformSpec`.
+
+        Args:
+          joint_set: the number of the joint set, if the transformation must see these parameters together.
+        """
         for leaf in leaves:
             check_parameter_fits(rule, leaf.name, leaf.param)
         if not rule.scaled:
@@ -147,7 +161,7 @@ class Rows:
         read = lambda names: group_reader(rule, names)(group)  # noqa: E731
         pruned = _prunes(read(()), specs[0], self.skeleton)
         read = lambda names: replace(group_reader(rule, names)(group), pruned=pruned)  # noqa: E731
-        layout(Problem(read(()).together(number), specs, self.skeleton))  # raises what `init` raises
+        layout(Problem(read(()).together(number), specs, self.skeleton))  # raises the errors of `init`
         known = True
         try:
             row = read(separability.traced_names(read, rule.traceable, self.skeleton, specs, self._extra))
@@ -155,7 +169,7 @@ class Rows:
         except Exception:
             if self._extra.leaves or not rule.takes_extra:
                 raise
-            row, views = read(rule.traceable), None  # it may need arguments that only `step` has; else the first step says why
+            row, views = read(rule.traceable), None  # it may need arguments of `step`; any other error is raised by the first step
             known = False
         decays = {bool(leaf.decay.value) for leaf in leaves}
         if views is None:
@@ -179,10 +193,10 @@ class Rows:
 
     @contextlib.contextmanager
     def explaining(self, live: Sequence[Leaf]) -> Iterator[None]:
-        """Name a parameter that takes no part in an error of a transformation that fails for lack of it.
+        """Explain an error of a transformation that fails because it does not see all parameters.
 
         Args:
-          live: the leaves that are to be updated.
+          with_grad: the records that are to be updated.
         """
         try:
             yield
@@ -192,7 +206,7 @@ class Rows:
             raise
 
     def _explain(self, row: Row, present: Sequence[Leaf], error: Exception) -> None:
-        """Raise an error that names the absent leaves if the transformation fails without them, and not with all leaves."""
+        """Raise an error with the names of the missing parameters if the transformation fails without them but not with all."""
         here = set(map(id, present))
         absent = [leaf for leaf in self._leaves if id(leaf) not in here]
         plain = [(leaf, path) for leaf, path in zip(self._leaves, self.skeleton, strict=True) if id(leaf) in here or _is_plain(leaf.param)]
@@ -212,7 +226,7 @@ class Rows:
         ) from error
 
     def _absence(self, leaf: Leaf) -> str:
-        """Say why a leaf takes no part."""
+        """Return why the transformation does not see a parameter."""
         if not leaf.param.requires_grad:
             return "frozen: requires_grad=False"
         if not self._is_active(leaf):
@@ -220,7 +234,11 @@ class Rows:
         return "without a gradient" if leaf.param.grad is None else "of another transformation"
 
     def _local(self, leaf: Leaf, spec: Spec, row: Row) -> Spec:
-        """How the transformation sees what this process holds of the leaf: that part, if it treats each element by itself."""
+        """Return the spec of the local part of a sharded parameter, and any other spec as it is.
+
+        Raises:
+          ValueError: the parameter is sharded, but the transformation is not elementwise.
+        """
         if leaf.layout is None or not leaf.layout.sharded:
             return spec
         if row.unit is None and separability.in_parts(row, self.skeleton, spec, self._extra, (leaf.param.numel(), *leaf.buffer_shape)):
@@ -232,22 +250,22 @@ class Rows:
         )
 
     def cut(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:
-        """The numbers of one step, by row."""
+        """Split the vector of hyperparameters of one step into the numbers of each row."""
         flat = iter(hyperparams[leaf_update.ONES + 1 :].tolist())
         return [tuple(itertools.islice(flat, row.width)) for row in self.static]
 
     def sort_key(self, leaf: Leaf) -> SortKey:
-        """Leaves in this order give equal programs for equal sets of shapes, whichever parameters they are."""
+        """Return the sort key of a parameter. Programs then depend on the set of shapes, not on the parameters."""
         kind = -1 if leaf.spec is None else self._kinds[leaf.row]
         dtype, gradient_dtype = str(leaf.dtype), str(leaf.gradient_dtype)
         has = leaf.elements is not None, leaf.memory is not None
         return SortKey(str(leaf.device), kind, dtype, gradient_dtype, leaf.buffer_shape, *has, leaf.row)
 
     def pack_key(self, leaf: Leaf) -> buckets.Key | None:
-        """What leaves must have in common to be updated side by side; None for one that must be by itself.
+        """Return the bucket key of a parameter, equal for parameters that may be rows of one bucket; None for one that may not.
 
-        Rows may be longer than their leaves, so one that is looked at as a whole needs a row of its very length, and so does one whose
-        gradient is neither gathered nor read beyond its end.
+        A row may be longer than its parameter. It must have the same length if the transformation reduces over the parameter, and if
+        the gradient is neither gathered nor padded.
         """
         row, size = self.static[leaf.row], leaf.shape.numel()
         if row.unit is not None:
@@ -268,7 +286,7 @@ class Rows:
         return buckets.Key((self._kinds[leaf.row], leaf.dtype, leaf.gradient_dtype, leaf.device, width, whole), addressed)
 
     def is_addressed(self, leaf: Leaf) -> bool:
-        """Whether in a pack its gradient may be read where it lies: it is updated by elements, in rows of its very length."""
+        """Return whether the gradient may be read by address in a bucket: the update is elementwise and the row needs no padding."""
         assert leaf.spec is not None
         fits = pack_width(leaf.dtype, leaf.shape.numel()) == leaf.shape.numel() and not self._extra.leaves
         return (
@@ -276,9 +294,12 @@ class Rows:
         )
 
     def _alike_of(self, leaves: Sequence[Leaf], problem: Problem) -> dict[int, int | None]:
-        """By id of each leaf that may be packed: equal for those that one transformation updates alike, given what it finds out of all."""
+        """Return the bucket class of each parameter of a joint set that may be in a bucket, by id of the record.
+
+        Parameters of one class have the same update once the values that depend on all parameters are known.
+        """
         if any(leaf.device.type != "cpu" for leaf in leaves) or any(spec.order is not None for spec in problem.specs):
-            return {}  # all are then evaluated in their own shapes
+            return {}  # the program then evaluates all in their own shapes
         kind_of = lambda leaf: (leaf.dtype, leaf.shape.numel())  # noqa: E731
         small = [
             leaf for leaf in leaves if leaf.layout is None and leaf.elements is None and buckets.is_gathered(leaf) and leaf.shape.numel()
@@ -292,14 +313,14 @@ class Rows:
         return {id(leaf): kind for leaf, kind in zip(leaves, kinds, strict=True) if id(leaf) in enough}
 
     def _is_of_parts(self, leaf: Leaf) -> bool:
-        """Whether parameter and state are numbers and arrays of its shape, of types whose gradients may be read where they lie."""
+        """Return whether the state is scalars and arrays of the parameter's shape, and all dtypes are in `ADDRESSED_DTYPES`."""
         assert leaf.spec is not None
         fields = self.fields(leaf)[0]
         kinds = {field.dtype for field in fields if field.shape is None} | {leaf.spec.dtype}
         return kinds <= buckets.ADDRESSED_TYPES and all(field.shape in (None, ()) for field in fields)
 
     def fields(self, leaf: Leaf) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
-        """The state of a leaf: its own, and what all leaves of its transformation share."""
+        """Return the fields of a parameter's own state, and of the state that it shares with the other parameters of its joint set."""
         unit = self.static[leaf.row].unit
         if unit is None:
             return layout(self.problem(leaf)).own[0], ()
@@ -308,10 +329,12 @@ class Rows:
         return plan.own[positions[id(leaf)]], plan.shared
 
     def state_fields(self, leaf: Leaf, group: ParamGroup, rule: Rule) -> dict[str, Field] | None:
-        """What the state_dict of a parameter in such a group has, by name; None for a frozen one of a transformation not of ours, or that
-        cannot be trained.
+        """Return the fields that the state_dict of a parameter in such a group has, by name.
 
-        What all share may be of another size for all than for some (optax.flatten): its `position` is -1, its shape says nothing.
+        The `index` of a shared field is -1, and its shape is not reliable: it may depend on how many parameters there are (optax.flatten).
+
+        Returns:
+          None for a parameter that cannot be trained, or a frozen one of an optax transformation.
         """
         if leaf.spec is None and (rule.scaled or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)):
             return None
@@ -326,20 +349,23 @@ class Rows:
         return {field.name: field for field in fields if field.name not in rule.hidden}
 
     def frozen_fields(self, leaf: Leaf, group: ParamGroup, rule: Rule) -> dict[str, Field]:
-        """The state of a frozen leaf if its transformation were put before it alone, by name; empty where that cannot be told."""
+        """Return the fields that a frozen parameter would have if its transformation saw no other; empty if it fails then."""
         path = self.skeleton[[id(other) for other in self._leaves].index(id(leaf))]
         try:
             row = replace(group_reader(rule, ())(group), kept=self._kept).together(0)
             plan = layout(Problem(row, (_whole(leaf, path),), self.skeleton))
-        except Exception:  # noqa: BLE001 - the transformation may want other leaves too
+        except Exception:  # noqa: BLE001 - the transformation may need other parameters too
             return {}
         fields = [*plan.own[0], *(field._replace(position=-1) for field in plan.shared)]
         return {field.name: field for field in fields if field.name not in rule.hidden}
 
     def shared_shapes(self, chosen: Collection[int]) -> Iterator[tuple[list[Leaf], dict[str, set[tuple[int, ...]]]]]:
-        """For each transformation that looks at several leaves: those whose id is chosen, and the shapes of what they share, by field.
+        """Yield for each joint set its chosen records, and the possible shapes of each field of shared state.
 
-        Each may have the shape that it has for the chosen leaves, or for all.
+        A shape may be the one for all parameters of the joint set or for the chosen ones.
+
+        Args:
+          chosen: the ids of records.
         """
         for problem, positions in self.units.values():
             leaves = [leaf for leaf in self._leaves if id(leaf) in positions and id(leaf) in chosen]
@@ -351,13 +377,13 @@ class Rows:
                 yield leaves, shapes
 
     def problem(self, leaf: Leaf) -> Problem:
-        """A leaf that is updated by itself."""
+        """Return the `UpdateSpec` of a parameter outside joint sets."""
         assert leaf.spec is not None
         return Problem(self.static[leaf.row], (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
 
 
 def _decisive(rule: Rule, name: str, is_traced: bool) -> Callable[[object], object] | None:
-    """What of a hyperparameter's value decides which program runs; None for the value itself."""
+    """Return a function of a hyperparameter's value whose result selects the program; None if the value itself does."""
     if is_traced and rule.scaled:
         return _is_none
     if name not in rule.whole:

@@ -1,4 +1,4 @@
-"""How a transformation sees each parameter."""
+"""The `LeafSpec` of a parameter: its shape, dtype, path and order of dimensions as a transformation sees them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .record import Leaf
 
 
 def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
-    """Whether the transformation can begin with a part of the parameters only if the others are not even None."""
+    """Return whether `init` fails with None in place of missing parameters, but works if they are left out of the tree."""
 
     def begins(row: Row) -> bool:
         try:
             layout(Problem(row.together(0), (spec,), skeleton))
-        except Exception:  # noqa: BLE001 - whatever it is, it is raised again for all parameters together
+        except Exception:  # noqa: BLE001 - `init` of all parameters raises it again
             return False
         return True
 
@@ -28,14 +28,14 @@ def _prunes(row: Row, spec: Spec, skeleton: tuple[Path, ...]) -> bool:
 
 
 def _spec(rule: Rule, leaf: Leaf) -> Spec:
-    """A leaf before an equation of ours: flat, unless the equation needs its matrices."""
+    """Return the spec for one of this package's equations: flat, unless the equation needs the shape of matrices."""
     dtype = str(numpy_dtype(leaf.dtype))
     matrix = rule.shaped and len(leaf.shape) > 1
     return Spec(None, tuple(leaf.shape), dtype, _order(leaf)) if matrix else Spec(None, leaf.buffer_shape, dtype)
 
 
 def _whole(leaf: Leaf, path: Path) -> Spec:
-    """The leaf in the shape that the transformation would see it in, had one process all of it."""
+    """Return the spec for an optax transformation: path and global shape, also of a sharded parameter."""
     sharded = leaf.layout is not None and leaf.layout.sharded
     return Spec(path, tuple(leaf.param.shape), str(numpy_dtype(leaf.dtype)), None if sharded else _order(leaf))
 

@@ -1,4 +1,4 @@
-"""States: what each parameter's state begins with, or was saved as, where it lies, and who shares it."""
+"""The state of an optimizer's parameters: initialize or restore it, allocate its buffers, and show it in `optimizer.state`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .hyperparam_table import Rows
 from .record import Leaf
 from .record_state import InitialValue, Shown, allocate, has_state, mask_buffer, param_array, scalars
 
-# Shape, dtype and the value of all elements of a new array.
+# Shape, dtype and fill value of a new array.
 _ArrayKind: TypeAlias = tuple[tuple[int, ...], np.dtype, complex]
 
 
 class Shared:
-    """The state of a transformation that belongs to no parameter; every parameter's state shows the same tensors."""
+    """State that belongs to the transformation and not to a parameter. The state of each parameter shows the same tensors."""
 
     __slots__ = ("memories", "shown")
 
@@ -44,13 +44,13 @@ class Shared:
         self.memories, self.shown = memories, shown
 
     def salvage(self) -> None:
-        """Give the tensors valid memory if a failed call took theirs."""
+        """Allocate memory for the tensors if a failed call has donated theirs."""
         for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
             if memory.is_gone:
                 view.data = torch.zeros_like(view)
 
     def follow(self) -> None:
-        """Look at the new place of the memories after results came to lie elsewhere."""
+        """Point the tensors at their buffers after results have moved."""
         self.memories = tuple(map(jax_buffers.renewed, self.memories))
         for memory, view in zip(self.memories, self.shown.views.values(), strict=True):
             view.data = memory.tensor(view.device, like=view)
@@ -60,15 +60,15 @@ _address = torch.Tensor.data_ptr
 
 
 class States:
-    """The state of an optimizer's leaves in memory, by leaf, by pack and by unit of leaves that are evaluated together.
+    """The state of an optimizer's parameters. It is stored by record, by bucket (`bucket_states`) and by joint set (`shared_states`).
 
     Args:
-      owner: class name for errors.
-      active: the leaves that may be trained.
-      rows: their hyperparams.
-      rules: the rule of each group.
-      shown: the optimizer's own `state`, which shows all of it.
-      begin: what a field begins with that is kept beside the transformation's state.
+      cls_name: class name for errors.
+      trainable: the records of parameters that may be trained.
+      hyperparam_table: their hyperparameters.
+      optimizer_specs: the `OptimizerSpec` of each group.
+      optimizer_state: `optimizer.state`. It shows all state, and holds saved state until `ensure_state`.
+      initial_aux_value: gives the initial value of a field of auxiliary state.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class States:
         self.owner, self.active, self.rows, self.rules = owner, active, rows, rules
         self.shown, self._begin = shown, begin
         self._reserved = False
-        self._cells: dict[int, Leaf] = {}  # whose scalars lie at an address, while state is given
+        self._cells: dict[int, Leaf] = {}  # the record that owns the scalar at an address, during `ensure_state`
         self.shared: dict[int, Shared] = {}
         self.packs: dict[jax_buffers.Memory, Pack] = {}
 
     def begin_eager(self, hyperparams: Callable[[], np.ndarray]) -> None:
-        """Give state to the leaves that have it from construction on.
+        """Initialize the state of parameters whose optimizer has state from construction on.
 
-        What is kept beside it (an average, a master) begins with the first update, at the weights of that time: a checkpoint
-        may be loaded into the model meanwhile.
+        Auxiliary state (an average, master weights) is left out. The first update initializes it from the parameters, because a
+        checkpoint may be loaded into the model before.
         """
         leaves = [leaf for leaf in self.active if leaf.spec is not None and self.rules[leaf.group].eager]
         begun = [(leaf, BESIDE - self.shown.get(leaf.param, {}).keys()) for leaf in leaves]
@@ -104,18 +104,22 @@ class States:
                     self.shown[leaf.param].pop(name, None)
 
     def tensors(self) -> Iterator[Iterable[torch.Tensor]]:
-        """The tensors of the state that several parameters share, which is in the state of each."""
+        """Return the tensors of shared state. They are in the state of several parameters."""
         shown = [shared.shown for shared in self.shared.values()]
         return (part.values() for each in shown for part in (each.tensors, each.views))
 
     def salvage(self) -> list[Leaf]:
-        """Give tensors whose memory is gone others; the leaves whose state is lost, and whose parameter is if it has a memory."""
+        """Allocate memory for tensors whose buffers a failed call has donated.
+
+        Returns:
+          The records that lost values: of the state, and of the parameter if it has a jax buffer.
+        """
         for shared in self.shared.values():
             shared.salvage()
         packed = {memory for pack in self.packs.values() for memory in (pack.memory, *pack.state) if memory.is_gone}
         lost = [leaf for leaf in self.active if leaf.salvage()]
         for memory in packed:
-            for tensor in memory.tensors():  # rows of others too
+            for tensor in memory.tensors():  # also rows that belong to other optimizers
                 if jax_buffers.located(tensor)[0] is None and tensor.data_ptr() - memory.address in range(
                     memory.row_bytes * len(memory.rows)
                 ):
@@ -123,7 +127,7 @@ class States:
         return lost
 
     def units(self, leaves: Sequence[Leaf]) -> dict[int, list[Leaf]]:
-        """The leaves that are evaluated together, by unit."""
+        """Return the records that are in joint sets, by joint set."""
         units: dict[int, list[Leaf]] = {}
         for leaf in leaves:
             unit = self.unit(leaf)
@@ -138,7 +142,7 @@ class States:
         return Problem(self.rows.static[leaves[0].row], tuple(cast(Spec, leaf.spec) for leaf in leaves), self.rows.skeleton)
 
     def _in_order(self, unit: int, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """As their transformation was looked at: of one problem all is known."""
+        """Sort records as they were when the transformation was traced, so that the trace is found again."""
         _, positions = self.rows.units[unit]
         return sorted(leaves, key=lambda leaf: positions[id(leaf)])
 
@@ -156,12 +160,12 @@ class States:
         return signature
 
     def pack(self, leaf: Leaf, values: Sequence[float]) -> Pack:
-        """The pack that the leaf is in."""
+        """Return the state of the parameter's bucket. It is allocated at the first call."""
         assert leaf.memory is not None
         if leaf.memory not in self.packs:
             everyone = [other for other in self.active if other.memory is leaf.memory and other.slot is not None]
             members = [(other.slot or 0, self.shown.get(other.param, {})) for other in everyone]
-            begun: Sequence[complex | None] = [None] * len(self.fields(leaf))  # of leaves that are seen together each is given its own
+            begun: Sequence[complex | None] = [None] * len(self.fields(leaf))  # a joint set gives each parameter its own values
             if self.unit(leaf) is None:
                 begun = constants(self.rows.problem(leaf), tuple(values))
             fields, hidden, addressed = self.fields(leaf), self.rules[leaf.group].hidden, self.rows.is_addressed(leaf)
@@ -169,15 +173,20 @@ class States:
         return self.packs[leaf.memory]
 
     def _taken(self) -> set[jax_buffers.Memory]:
-        """The memories of parameters and state that are in use."""
+        """Return the buffers of all parameters and of all state."""
         taken = {memory for leaf in self.active for memory in (leaf.memory, *(leaf.state or ())) if memory is not None}
         taken |= {memory for shared in self.shared.values() for memory in shared.memories}
         return taken | {memory for pack in self.packs.values() for memory in pack.state}
 
     def begun_early(self, leaves: Iterable[Leaf], values: Sequence[Sequence[float]], held_back: int = 0) -> dict[Leaf, list[InitialValue]]:
-        """What the state of leaves by themselves begins with, still being written: numbers, and buffers that only jax holds.
+        """Start to compute the initial state of parameters that are in no bucket, no joint set and have none yet.
 
-        `held_back`: bytes of state that are not begun, that of the smallest leaves.
+        Args:
+          values_by_row: the numbers of each row of the table.
+          deferred_bytes: leave out the smallest parameters, up to so many bytes of state.
+
+        Returns:
+          Numbers and arrays by record. jax may still be writing the arrays.
         """
         new = [leaf for leaf in leaves if leaf.state is None and leaf.slot is None and self.unit(leaf) is None]
         if held_back:
@@ -209,13 +218,18 @@ class States:
         return sum(math.prod(buffer_shape(field, leaf.spec)) * jnp.dtype(field.dtype).itemsize for field in self.fields(leaf))
 
     def moved_bytes(self, leaf: Leaf) -> int:
-        """Return how many bytes an update of the leaf moves: parameter and state are read and written, the gradient is read."""
+        """Return how many bytes an update of the parameter moves: it reads and writes parameter and state, and reads the gradient."""
         return 3 * leaf.local.nbytes + 2 * self._state_bytes(leaf)
 
     def give(
         self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]], early: Mapping[Leaf, Sequence[InitialValue]] | None = None
     ) -> bool:
-        """Give state to those of the leaves that have none; whether there were such. `values`: of the rows; `early`: of `begun_early`."""
+        """Initialize or restore the state of records that have none, and return whether there were any.
+
+        Args:
+          values_by_row: the numbers of each row of the table.
+          prefetched: the result of `prefetch_initial_state`.
+        """
         if all(leaf.state is not None for leaf in leaves):
             return False
         taken = self._taken()
@@ -233,7 +247,7 @@ class States:
         return True
 
     def _reserve(self) -> None:
-        """Scalars for all leaves that may come to be updated by themselves, side by side in the order of programs."""
+        """Reserve the scalar state of all parameters outside buckets in one vector for each dtype and device, in program order."""
         if self._reserved:
             return
         self._reserved = True
@@ -269,10 +283,10 @@ class States:
         shown = shown if unit is None else shown.joined(self.shared[unit].shown)
         leaf.fields, leaf.shown = tuple(shown.tensors), tuple(shown.tensors.values())
         views = tuple(leaf.held(shown.views).values())
-        leaf.views = leaf.shown if all(map(is_, views, leaf.shown)) else views  # one reference to each, as `held` counts them
+        leaf.views = leaf.shown if all(map(is_, views, leaf.shown)) else views  # one reference to each, as `_is_held` counts
         leaf.seen = list(map(_address, leaf.views))
         if leaf.fields:
-            self.shown.setdefault(leaf.param, {}).update(shown.tensors)  # the dict stays the one that a user may hold
+            self.shown.setdefault(leaf.param, {}).update(shown.tensors)  # keep the dict: the user may hold it
 
     def _apart(
         self,
@@ -283,7 +297,7 @@ class States:
         saved: ParamState,
         taken: set[jax_buffers.Memory],
     ) -> tuple[tuple[jax_buffers.Memory, ...], Shown]:
-        """As `allocate`, for a leaf that is updated by itself: its scalars are in no memory."""
+        """Allocate the state of a parameter outside buckets: buffers for arrays, and scalars in a `ScalarVector`."""
         numbers, arrays = ([field for field in fields if (field.shape == ()) is scalar] for scalar in (True, False))
         begun = None if fresh is None else {f.name: x for f, x in zip(fields, fresh, strict=False) if f.position is not None}
         leaf.scalars, shown_scalars = scalars(leaf, numbers, hidden, begun, saved, self._cells)
@@ -292,8 +306,7 @@ class States:
         return memories, shown.joined(shown_scalars, [field.name for field in fields])
 
     def _begun(self, leaf: Leaf, values: Sequence[float]) -> list[complex | torch.Tensor | None]:
-        """What the state of a leaf that is updated by itself begins with, each as one number or as a flat tensor, None for what is kept
-        beside it."""
+        """Return the initial value of each field of a parameter: a number or a flat tensor, or None for auxiliary state."""
         fields, problem = self.fields(leaf), self.rows.problem(leaf)
         known = constants(problem, tuple(values))
         if all(value is not None or field.position is None for field, value in zip(fields, known, strict=True)):
@@ -301,7 +314,7 @@ class States:
         return _as_tensors(_begun_buffers(problem, values, [leaf]).own[0], fields)
 
     def _give_unit_state(self, unit: int, leaves: list[Leaf], values: Sequence[float], taken: set[jax_buffers.Memory]) -> None:
-        """State of leaves that are updated together: what is new begins as `init` of all new leaves gives it."""
+        """Initialize the state of a joint set. Records without saved state get the result of one `init` of all of them."""
         leaves = self._in_order(unit, leaves)
         new = [leaf for leaf in leaves if leaf.state is None and not has_state(self.fields(leaf), self.shown.get(leaf.param, {}))]
         if new or unit not in self.shared:
@@ -314,13 +327,16 @@ class States:
                 self._give_leaf_state(leaf, values, taken, fresh.own[position])
 
     def _share(self, unit: int, leaves: list[Leaf], fresh: Sequence[jax.Array], taken: set[jax_buffers.Memory]) -> None:
-        """Give a unit its shared state: what was edited by hand or saved last, or else `fresh`; every parameter's state then shows it."""
+        """Create the shared state of a joint set, and show it in the state of each parameter that had one.
+
+        The values are those that the user edited, else the latest saved ones, else `initial_arrays`.
+        """
         fields = layout(self._problem(leaves)).shared
         names = {field.name for field in fields}
         everyone = [leaf for leaf in self.active if leaf.spec is not None and self.rows.static[leaf.row].unit == unit]
         saved = [leaf for leaf in everyone if names and names <= self.shown.get(leaf.param, {}).keys()]
         edited = [leaf for leaf in saved if any(self.shown[leaf.param][name] is not view for name, view in _shown(leaf, names))]
-        # A parameter that was frozen meanwhile shows what the others have left behind: the highest count is the last.
+        # A parameter that was frozen for a while shows an older state. The latest state has the highest counts.
         counts = [f.name for f in fields if f.shape == () and "int" in f.dtype]
         last = max(edited or saved, key=lambda leaf: sum(int(self.shown[leaf.param][n]) for n in counts), default=None)
         source = {} if last is None else self.shown[last.param]
@@ -338,9 +354,10 @@ class States:
 
 
 def _begun_buffers(problem: Problem, values: Sequence[float], leaves: Sequence[Leaf], known: Arrays | None = None) -> Arrays:
-    """Return what `begin_buffers` gives for these leaves. Where it looks across elements, `init` sees 0 outside a mask, as `update` does.
+    """Return the initial state of parameters.
 
-    Elements outside begin as without a mask all the same: a mask may be lifted.
+    If the transformation looks across elements, `init` sees 0 outside an element mask, as `update` does. The state of elements outside
+    the mask is initialized as without a mask, because the mask may be removed.
     """
     whole = [param_array(leaf) for leaf in leaves]
     fresh = begin_buffers(problem, values, whole, known)
@@ -360,10 +377,10 @@ def _begun_buffers(problem: Problem, values: Sequence[float], leaves: Sequence[L
 
 
 def _as_tensors(buffers: Sequence[InitialValue], fields: Sequence[Field]) -> list[complex | torch.Tensor | None]:
-    """As flat tensors what the transformation begins with, and None for each field that is kept beside that."""
+    """Return initial arrays as flat tensors, followed by None for each field of auxiliary state."""
     return [*to_torch(list(buffers)), *(None for _ in fields[len(buffers) :])]
 
 
 def _shown(leaf: Leaf, names: set[str]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that the leaf's state last showed under these names."""
+    """Return name and tensor of the fields with these names, as `optimizer.state` last showed them."""
     return [(name, view) for name, view in zip(leaf.fields, leaf.shown, strict=True) if name in names]
