@@ -1,4 +1,4 @@
-"""What a param group may hold, and how its numbers reach the compiled update."""
+"""Check the keys and values of param groups, and read the static part of the update from a group."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 _Group = TypeVar("_Group")
 
-# A group's own lr_scale, once taken from it: schedulers of timm and others multiply the lr by group["lr_scale"], torch's do not. None where
-# the lr_scale has no effect on the update.
+# The key to which a group's own lr_scale moves, because schedulers of timm and others multiply the lr by group["lr_scale"] too. The value
+# is None if the lr_scale has no effect on the update.
 TAKEN_LR_SCALE = "initial_lr_scale"
 FLAGS = frozenset({"trainable", "label", "mask", "lr_scale", "wd_scale", TAKEN_LR_SCALE})
-# Options of torch.optim that say how torch computes: kept, so that checkpoints look the same, and otherwise ignored.
+# Options of torch.optim that choose torch's implementation. They are ignored, but kept so that checkpoints have the same keys.
 TORCH_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-# Written into groups by torch.optim.lr_scheduler and swa_utils, `name` by Lightning's monitor, `train_mode` by schedule-free optimizers.
+# Keys that torch.optim.lr_scheduler and swa_utils write, and Lightning's monitor (`name`) and schedule-free optimizers (`train_mode`).
 _SCHEDULER_KEYS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name", "train_mode"})
-TRAINABLE_PARAMS = "trainable_params"  # one bool per parameter of the group, once set_trainable was called
+TRAINABLE_PARAMS = "trainable_params"  # one bool for each parameter of the group; set by set_trainable
 _PARAMS_KEYS = frozenset({"params", "param_names", TRAINABLE_PARAMS})
 
-# Other spellings under which a key may be written by mistake.
+# Names of a key whose misspellings are recognized.
 _SPELLINGS = {"lr": ("lr", "learning_rate")}
-# What a user expects to have an effect, where it is not among the hyperparams of an optax transformation.
+# Keys that users expect to have an effect. They are errors if the optax transformation has no such hyperparameter.
 _HYPERPARAMS = frozenset({"weight_decay", "momentum", "nesterov", "betas", "b1", "b2", "eps"})
-_MOMENTA = frozenset({"b1", "beta1", "beta"})  # for which `betas` may stand
+_MOMENTA = frozenset({"b1", "beta1", "beta"})  # hyperparameters that `betas` may set
 
-# Group keys that may not be negative, by the name that torch's error gives them.
+# Group keys that must not be negative, with their names in torch's errors.
 _NON_NEGATIVE = {
     "lr": "learning rate",
     "eps": "epsilon value",
@@ -50,7 +50,7 @@ _NON_NEGATIVE = {
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for a constructor argument that nothing reads."""
+    """Raise TypeError for an unknown constructor argument."""
     known = set(known)
     for name in given:
         if name not in known:
@@ -58,7 +58,7 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def check_keys(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
-    """Raise for a group key that is probably meant to be another one. Other unknown keys are the user's own, as in torch.optim."""
+    """Raise for a group key that is probably a misspelling. Other unknown keys belong to the user, as in torch.optim."""
     hyperparams = set(rule.hyperparams)
     known = FLAGS | TORCH_OPTIONS | _SCHEDULER_KEYS | _PARAMS_KEYS | {"lr"} | hyperparams
     for key in group.keys() - known - set(allowed):
@@ -79,7 +79,7 @@ def check_keys(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str]
 
 
 def _misspelled(key: str, known: Iterable[str]) -> list[str]:
-    """The known keys of which the key is probably a misspelling: the same letters, or one wrong (two in a long hyperparameter)."""
+    """Return the known keys that the key probably means: with the same letters, or one different (two in a long hyperparameter)."""
     meant = []
     plain = _letters(key)
     for name in sorted(set(known) - _PARAMS_KEYS - {"name", TAKEN_LR_SCALE}):
@@ -98,7 +98,7 @@ def _letters(key: str) -> str:
 
 
 def _edits(a: str, b: str) -> int:
-    """How many letters must be added, left out, replaced, or exchanged with the next one to make `b` of `a`."""
+    """Return the edit distance: how many letters to insert, delete, replace or swap with the next one to turn `a` into `b`."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a):
         row = [i + 1]
@@ -112,7 +112,7 @@ def _edits(a: str, b: str) -> int:
 
 
 def check_group(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
-    """Raise as `check_types`, and for a number out of range: for a group that is given to a constructor or added."""
+    """Check a group that is passed to a constructor or added: as `check_types`, and numbers must be in range."""
     _check_numbers(owner, group, rule, allowed)
     _check_ranges(group, rule.checks)
     for key in _beside(group, rule):
@@ -125,9 +125,9 @@ def check_group(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str
 
 
 def check_types(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str] = ()) -> None:
-    """Raise for a group key that is almost a known one and not `allowed`, or a value of a type that the update cannot take.
+    """Raise for a misspelled key that is not `allowed`, or a value of a type that the update cannot use.
 
-    A number may be out of range: as in torch.optim, a step takes what a schedule has written, and so it can be saved and loaded.
+    Numbers may be out of range. As in torch.optim, a step uses what a schedule has written, and such a group can be saved and loaded.
     """
     _check_numbers(owner, group, rule, allowed)
     _check_ranges(group, [check for check in rule.checks if check.always])
@@ -150,7 +150,7 @@ def _check_numbers(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[
 
 
 def _beside(group: ParamGroup, rule: Rule) -> list[str]:
-    """The numbers of the group that the checks of the rule say nothing about."""
+    """Return the non-negative keys of the group that `optimizer_spec.checks` does not cover."""
     checked = rule.hyperparams if rule.checks else ()
     known = [key for key in _NON_NEGATIVE if key in group and key not in checked]
     return [key for key in known if not (group[key] is None and (rule.scaled or key == TAKEN_LR_SCALE))]
@@ -165,7 +165,7 @@ def _check_flags(owner: str, group: ParamGroup, rule: Rule) -> None:
 
 
 def check_parameter_fits(rule: Rule, name: str, p: torch.Tensor) -> None:
-    """Raise for a parameter that is to be trained and that the rule's equation does not take."""
+    """Raise for a trained parameter that the equation does not support."""
     for check in rule.leaf_checks:
         if not check.holds(p):
             raise check.error(check.text.format(size=p.size(), name=name))
@@ -195,7 +195,7 @@ def _fits_default(value: object, default: object) -> bool:
 
 
 def make_plain(group: MutableParamGroup, rule: Rule) -> None:
-    """Turn each number of the group that is an array of jax or NumPy into Python's, which any checkpoint can carry."""
+    """Replace jax and NumPy scalars in the group by Python numbers, which every checkpoint can hold."""
     for key in rule.hyperparams.keys() | {"lr"}:
         value = group.get(key)
         if _is_scalar_array(value) or isinstance(value, np.generic):
@@ -203,14 +203,19 @@ def make_plain(group: MutableParamGroup, rule: Rule) -> None:
 
 
 def make_tuples(group: MutableParamGroup, rule: Rule) -> None:
-    """Turn each hyperparameter of the group that is a tuple by default into one, whatever kind of sequence it was given as."""
+    """Replace sequences in the group by tuples, for hyperparameters whose default is a tuple."""
     for key, default in rule.hyperparams.items():
         if key in group and isinstance(default, tuple | list):
             group[key] = as_tuple(group[key])
 
 
 def group_reader(rule: Rule, traceable: Iterable[str]) -> Callable[[ParamGroup], Row]:
-    """How to read a group: a function to its static `Row`."""
+    """Return a function that reads the `TransformSpec` of a group.
+
+    Args:
+      optimizer_spec: the spec of the group.
+      traceable: for an optax transformation, the hyperparameters to trace. The others are static.
+    """
     if rule.scaled:
         return lambda group: _scaled_row(rule, frozenset(traceable), group)
     options = [name for name, default in rule.hyperparams.items() if isinstance(default, bool)]
@@ -234,20 +239,24 @@ def _scaled_row(rule: Rule, traceable: frozenset[str], group: ParamGroup) -> Row
 
 
 def fixed(value: object) -> object:
-    """The value of a static hyperparameter so that it can be hashed and compared."""
+    """Return the value of a static hyperparameter in a form that can be hashed and compared."""
     return tuple(x.tolist() if isinstance(x, torch.Tensor) else x for x in as_tuple(value)) if is_sequence(value) else value
 
 
 def take_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_given: bool) -> str | None:
-    """Decide what the `lr_scale` means that a group is given with; the text of a warning where that is not clear.
+    """Decide what the `lr_scale` of a new group means, and return the text of a warning if that is not clear.
 
-    Beside the default lr it scales the lr: it is taken out, and reads 1 from then on, so that it acts once under any scheduler. A group
-    with another lr has lr_scale for the record, as in torch.optim: constructors of the BEiT kind have scaled that lr by it. That is clear
-    where the default lr is not the user's (`is_given`), or the lr is that much of it.
+    In a group with the default lr it scales the lr. It moves to `INITIAL_LR_SCALE` and reads 1 from then on, so that it acts once under
+    any scheduler. In a group with another lr it has no effect, as in torch.optim, because code of the BEiT kind has scaled that lr already.
+
+    Args:
+      group: the group; changed in place.
+      default_lr: the optimizer's lr.
+      is_default_lr_explicit: whether the user gave the default lr. If so, a group whose lr is not the scaled default is not clear.
     """
     if "lr_scale" not in group:
         return None
-    if TAKEN_LR_SCALE in group:  # the group is a copy of one in which this was decided
+    if TAKEN_LR_SCALE in group:  # a copy of a group in which this was decided
         if group[TAKEN_LR_SCALE] is not None:
             group[TAKEN_LR_SCALE], group["lr_scale"] = lr_scale(group), 1.0
         return None
@@ -266,19 +275,19 @@ def take_lr_scale(group: MutableParamGroup, default_lr: SupportsFloat, is_given:
 
 
 def lr_scale(group: ParamGroup) -> float:
-    """What the group multiplies the lr by: the scale taken from it, and what was written into it since; 1 where it is for the record."""
+    """Return the factor of the group's lr: its initial scale times what was written to `lr_scale` since; 1 if it has no effect."""
     taken = group.get(TAKEN_LR_SCALE, 1.0)
     return 1.0 if taken is None else group.get("lr_scale", 1.0) * taken
 
 
 def put_back_lr_scale(group: MutableParamGroup) -> None:
-    """Put the lr_scale that was taken from a group where torch's optimizers have it, in a copy of the group that is to be saved."""
+    """Write the initial scale back to `lr_scale`, where torch's optimizers have it. The group is a copy that is to be saved."""
     if "lr_scale" in group and group.setdefault(TAKEN_LR_SCALE, 1.0) is not None:
         group["lr_scale"] = lr_scale(group)
 
 
 def listed(owner: str, params: ParamsT) -> ParamsT:
-    """What torch.optim takes, with the message of an empty list that says what may have happened."""
+    """Return the parameters as a list. For an empty one raise torch's error with a possible cause."""
     if isinstance(params, torch.Tensor):
         return params  # torch's own TypeError
     listed: list[Any] = list(params)
@@ -288,7 +297,11 @@ def listed(owner: str, params: ParamsT) -> ParamsT:
 
 
 def without_duplicates(owner: str, group: _Group) -> _Group:
-    """The group with its parameters listed; a ValueError where one is given twice (torch only warns)."""
+    """Replace `params` of the group by a list, and return the group.
+
+    Raises:
+      ValueError: a parameter is given twice (torch only warns), or the group has no `params`.
+    """
     if not isinstance(group, dict) or isinstance(group.get("params"), torch.Tensor | set):
         return group  # torch's own handling
     if "params" not in group:
@@ -303,17 +316,17 @@ def without_duplicates(owner: str, group: _Group) -> _Group:
 
 
 def names(group: MutableParamGroup, start: int) -> list[str]:
-    """The group's own names, or positions where it has none (or no longer as many as parameters)."""
+    """Return the names of the group's parameters, or "param<position>" if it does not have a name for each."""
     return group["param_names"] if is_named(group) else [f"param{start + i}" for i in range(len(group["params"]))]
 
 
 def is_named(group: ParamGroup) -> bool:
-    """Whether the group has a name for each parameter; one to which parameters were added by hand may have fewer."""
+    """Return whether the group has a name for each parameter. It may have fewer if the user appended parameters."""
     return "param_names" in group and len(group["param_names"]) == len(group["params"])
 
 
 def check_initialized(owner: str, name: str, p: torch.Tensor) -> None:
-    """Raise for a parameter that has no shape yet."""
+    """Raise for a parameter of a lazy module that has no shape yet."""
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         raise ValueError(
             f"{owner}: parameter {name!r} is not initialized yet (a lazy module). Run one forward pass before building the optimizer."
@@ -321,7 +334,7 @@ def check_initialized(owner: str, name: str, p: torch.Tensor) -> None:
 
 
 def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
-    """Raise for a parameter that is to be trained and that no update could be written into; a frozen one may be of any kind."""
+    """Raise for a trained parameter that cannot be updated in place. Frozen parameters are not checked."""
     check_initialized(owner, name, p)
     title = f"{owner}: parameter {name!r}"
     if p.is_meta or p.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""The groups of a saved state_dict in the order of an optimizer's own: by name where both sides have names, else by position."""
+"""Match the groups of a saved state_dict to those of an optimizer: by parameter name if both sides have names, else by position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from .record import Leaf
 
 
 def checked(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], list[MutableParamGroup]]:
-    """Copies of `state` and `param_groups`, or the error that says what is damaged."""
+    """Return copies of `state` and `param_groups`.
+
+    Raises:
+      ValueError: the state_dict is damaged. The text says where.
+    """
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
@@ -41,13 +45,13 @@ def checked(state_dict: StateDict) -> tuple[dict[Hashable, ParamState], list[Mut
 def aligned(
     own: Sequence[ParamGroup], saved: list[MutableParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
 ) -> list[MutableParamGroup]:
-    """The saved groups in the optimizer's order, with `params` in the order of its parameters.
+    """Return the saved groups in the order of the optimizer's groups, with `params` in the order of its parameters.
 
     Args:
       own: the optimizer's groups.
-      saved: those of the state_dict.
-      leaves: the optimizer's parameters in the order of its groups.
-      trained: the ids of those leaves that are trained. The others may be missing in `saved`, and have no state then.
+      saved: the groups of the state_dict.
+      leaves: the records of the optimizer's parameters in the order of its groups.
+      trained: the ids of the trained records. The others may be missing in `saved`; then they have no state.
     """
     if _is_named(own) and _is_named(saved):
         saved = _renamed(own, saved)
@@ -66,7 +70,7 @@ def aligned(
             _same_names(names, index)
             columns = {"params": index}
             said = [group for group in saved if TRAINABLE_PARAMS in group]
-            if said:  # groups that were added later may not say it
+            if said:  # groups that were added later may not have the key
                 here = {name: leaf.trained for name, leaf in zip(names, leaves, strict=True)}
                 columns[TRAINABLE_PARAMS] = here | _by_name(said, TRAINABLE_PARAMS)
             return [
@@ -99,12 +103,12 @@ def _by_name(groups: Sequence[ParamGroup], key: str) -> dict[str, object]:
     return {name: value for group in groups for name, value in zip(group["param_names"], group[key], strict=True)}
 
 
-# What may be done to the names of a side so that they are those of the other, the least first.
+# Functions that may make the names of the two sides equal. The first that does most is used.
 _FORMS: tuple[Callable[[Sequence[str]], list[str]], ...] = (list, without_wrappers)
 
 
 def _renamed(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
-    """The saved groups with the optimizer's own names where only wrappers of the model (torch.compile, DDP) differ."""
+    """Return the saved groups with the optimizer's names for parameters whose names differ only by wrappers (torch.compile, DDP)."""
     mine, theirs = _names(own), _names(saved)
     names, most = theirs, 0
     for of_mine in _FORMS:
@@ -131,7 +135,7 @@ def _same_names(own: list[str], saved: Collection[str]) -> None:
 
 
 def _in_order(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list[MutableParamGroup]:
-    """The saved groups in the optimizer's order: with the same names, or else the same labels, where both sides have the same."""
+    """Return the saved groups in the optimizer's order, if both sides have the same sets of names, or else the same labels."""
     for key in (lambda group: sorted(group.get("param_names", ())), lambda group: repr(group.get("label"))):
         mine, theirs = list(map(key, own)), list(map(key, saved))
         if sorted(mine) == sorted(theirs) and all(mine):
@@ -146,7 +150,11 @@ def _in_order(own: Sequence[ParamGroup], saved: list[MutableParamGroup]) -> list
 def _with_frozen(
     own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
 ) -> list[MutableParamGroup] | None:
-    """The saved groups, completed by frozen parameters that were not saved; None where none is missing, or one that is trained."""
+    """Return the saved groups with the frozen parameters that they lack.
+
+    Returns:
+      None if no parameter is missing, a trained one is missing, or names do not say which group is which.
+    """
     home = {name: group for group in saved for name in group["param_names"]}
     names = _names(own)
     missing = [leaf for name, leaf in zip(names, leaves, strict=True) if name not in home]
@@ -168,7 +176,7 @@ def _with_frozen(
 def _with_frozen_by_position(
     own: Sequence[ParamGroup], saved: Sequence[ParamGroup], leaves: Sequence[Leaf], trained: Collection[int]
 ) -> list[MutableParamGroup] | None:
-    """As `_with_frozen`, where a side has no names: the saved parameters are then the trained ones, in their order."""
+    """As `_add_frozen_by_name`, if a side has no names. The saved parameters must be the trained ones, in their order."""
     rest = iter(leaves)
     members = [[next(rest) for _ in group["params"]] for group in own]
     if len(own) == len(saved):
@@ -193,7 +201,14 @@ def _with_frozen_by_position(
 
 
 def _completed(own: ParamGroup, saved: ParamGroup | None, members: Sequence[Leaf], places: Sequence[int | None]) -> MutableParamGroup:
-    """A saved group of all members of the optimizer's group: `places` says where each is in the saved one, if there is one."""
+    """Return a saved group with all parameters of the optimizer's group.
+
+    Args:
+      own: the optimizer's group.
+      saved: the saved group; None if there is none.
+      members: the records of the optimizer's group.
+      places: the position of each in the saved group; None if it was not saved.
+    """
     if saved is None:
         group = dict(own)
         put_back_lr_scale(group)

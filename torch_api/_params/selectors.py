@@ -1,4 +1,4 @@
-"""The selectors that an optimizer was constructed with. They also decide about parameters that are added later."""
+"""The selectors of an optimizer's constructor. They also decide about parameters that are added later."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _Result = TypeVar("_Result")
 
 
 class _Lost(NamedTuple):
-    """Stands for a selector that was not pickled with its optimizer."""
+    """Replaces a selector that cannot be pickled with its optimizer."""
 
     description: str
 
 
 class Selectors:
-    """`mask`, `decay_mask`, `lr_scale` and, where there are any, `labels` of the constructor, by name.
+    """The constructor's `mask`, `decay_mask`, `lr_scale` and, in partitioned optimizers, `labels`, by name.
 
-    In a copy of the optimizer, modules and parameters in them are the copies, where the same `copy.deepcopy` has made some before
-    (`copy.deepcopy((model, optimizer))`). A pickle has those that pickle without a module; instead of the others it has a note, and
-    a group that is added to the unpickled optimizer is then an error.
+    `copy.deepcopy` replaces modules and parameters in them by copies that it made before (`copy.deepcopy((model, optimizer))`). A pickle
+    contains the selectors that pickle without a module, and a placeholder for each other one. The placeholder raises an error when a
+    group is added to the unpickled optimizer.
     """
 
     def __init__(self, owner: str, specs: Mapping[str, Selector]) -> None:
@@ -39,13 +39,13 @@ class Selectors:
         return self._specs[name]
 
     def column(self, name: selectors.Kind, leaves: selectors.Leaves) -> list[selectors.Decision]:
-        """Return what one of the selectors decides of each leaf that has no decision yet."""
+        """Return the decision of one selector about each parameter that has none yet."""
         return self.resolved(name, leaves, selectors.column)
 
     def resolved(
         self, name: selectors.Kind, leaves: selectors.Leaves, resolve: Callable[[Selector, selectors.Leaves, selectors.Kind], _Result]
     ) -> _Result:
-        """Return `resolve(spec, leaves, name)` for one of the selectors."""
+        """Return `resolve(spec, leaves, name)` for one selector, with an explanation in its errors."""
         spec = self._specs[name]
         if isinstance(spec, _Lost):
             raise ValueError(
@@ -61,7 +61,7 @@ class Selectors:
             raise
 
     def refuse_nameless(self, name: str, group: int) -> None:
-        """Raise where a selector decides by names, for a parameter without one in an optimizer whose other parameters have names."""
+        """Raise for a parameter without a name if a selector decides by name."""
         given = [key for key, spec in self._specs.items() if key != "labels" and selectors.reads_names(spec)]
         if given:
             raise ValueError(
@@ -85,7 +85,7 @@ def _remedy(name: str) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Finds out whether something pickles, without its tensors. Modules do not count: a pickle of them needs their classes."""
+    """A pickler that skips tensors and fails for modules, because unpickling a module needs its class."""
 
     def persistent_id(self, obj: object) -> str | None:
         if isinstance(obj, torch.nn.Module):
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _with_copies(spec: Selector, memo: Mapping[int, object]) -> Selector:
-    """The spec with the copies of modules and parameters that are in the memo of a `copy.deepcopy`."""
+    """Return the spec with modules and parameters replaced by their copies in the memo of a `copy.deepcopy`."""
     if isinstance(spec, torch.nn.Module | torch.Tensor):
         return memo.get(id(spec), spec)
     if isinstance(spec, MethodType):
@@ -109,7 +109,7 @@ def _with_copies(spec: Selector, memo: Mapping[int, object]) -> Selector:
 def _pickles(spec: Selector) -> bool:
     try:
         _Pickler(io.BytesIO()).dump(spec)
-    except Exception:  # noqa: BLE001 - a class's own way to refuse
+    except Exception:  # noqa: BLE001 - classes may raise anything
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Other values in the parameters for a while: their average, or what a schedule-free optimizer evaluates with."""
+"""Swap other values into the parameters for a time: their average, or the evaluation weights of a schedule-free optimizer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ import torch
 from bridge._compat.torch import foreach_copy_
 from bridge._runtime.transaction import Transaction
 
-EVALUATION = "eval"  # what `Exchange.inside` is between the calls of `eval` and `train` of a schedule-free optimizer
+EVALUATION = "eval"  # `ParameterSwap.swapped_by` between `eval()` and `train()` of a schedule-free optimizer
 
 
 class Exchange:
-    """Which context or call, if any, has put other values into the parameters of an optimizer than those that it trains."""
+    """Whether the parameters of an optimizer hold other values than the trained ones.
+
+    swapped_by: the name of the context manager or call that swapped them; "" if none did.
+    """
 
     def __init__(self) -> None:
         self.inside = ""
 
     def refuse(self, what: str) -> None:
-        """Raise the error of a call that needs the trained values."""
+        """Raise an error for a call that needs the trained values.
+
+        Args:
+          what: the call.
+        """
         if self.inside == EVALUATION:
             raise RuntimeError(f"{what}: since eval() the parameters hold other values than those trained. Call train() first.")
         raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than those trained. Leave it first.")
@@ -33,9 +40,15 @@ class Exchange:
         values: Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]],
         transaction: Callable[[], Transaction],
     ) -> Iterator[None]:
-        """Write a value into each parameter, rounded to its dtype, and on leaving, however that comes, the bits that it had before.
+        """Write a value into each parameter, rounded to its dtype. On exit, also by an exception, restore the parameter bit for bit.
 
-        The parameters stay where they are, and may be moved meanwhile. One copy of those named is held meanwhile.
+        Inside the context, the old values are held in one copy. The parameters keep their memory, but user code may replace it.
+
+        Args:
+          cls_name: class name for errors.
+          name: the name of the context manager.
+          values: gives the parameters and their values.
+          transaction: opens a transaction of the optimizer.
         """
         held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         try:
@@ -52,13 +65,13 @@ class Exchange:
                 yield
             finally:
                 self._give_back(held, transaction)
-        finally:  # another signal may have arrived before the transaction of the first call began
+        finally:  # again: a signal may have interrupted the first call before its transaction
             self._give_back(held, transaction)
 
     def _give_back(self, held: list[tuple[list[torch.Tensor], list[torch.Tensor]]], transaction: Callable[[], Transaction]) -> None:
         if held:
             with transaction():
-                write(*held[0])  # to where the parameters are now: their data may have been replaced meanwhile
+                write(*held[0])  # the parameters may have other memory by now
                 self.inside = ""
                 held.clear()
 

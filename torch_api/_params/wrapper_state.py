@@ -1,4 +1,4 @@
-"""Entries of `optimizer.state[p]` that are no optimizer's: a wrapper has put them there, as look-ahead its slow weights."""
+"""Entries of `optimizer.state[p]` that belong to a wrapper of the optimizer, such as the slow weights of a look-ahead wrapper."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch_api._rules.types import MutableParamState, ParamState
 
 from .sharding import laid
 
-# Fields of torch.optim's classes, and of optax's common transformations: in a state that is loaded these are an optimizer's, this one's or
-# another's.
+# Fields of torch.optim's classes and of optax's common transformations. In a loaded state they belong to this or another optimizer.
 _FIELDS = {
     "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum", "prev",
     "step_size", "eta", "mu", "ax", "mu_product", "row_var", "col_var", "variance", "count", "nu", "nu_max", "trace", "e_g", "e_x",
@@ -22,23 +21,28 @@ _FIELDS = {
 
 
 def split(saved: ParamState, fields: Collection[str]) -> tuple[MutableParamState, MutableParamState]:
-    """The saved state of a parameter whose own state has these fields: an optimizer's entries, and those of wrappers."""
+    """Split the saved state of a parameter into entries of an optimizer and entries of wrappers.
+
+    Args:
+      saved: the saved state.
+      fields: the fields of the parameter's own state.
+    """
     own = {key: value for key, value in saved.items() if key in fields or key in BESIDE or _is_field(key)}
     return own, {key: value for key, value in saved.items() if key not in own}
 
 
 def may_be_in(state: Collection[object]) -> bool:
-    """Whether some entry may be a wrapper's: its name is not a common field's."""
+    """Return whether an entry may belong to a wrapper: its name is not that of a common field."""
     return not all(map(_is_field, state))
 
 
 def _is_field(key: object) -> bool:
-    """Whether a field, or a field of a part of a transformation (`0.mu`), has such a name."""
+    """Return whether a key names a common field, also in a part of a transformation (`0.mu`)."""
     return isinstance(key, str) and not _FIELDS.isdisjoint(key.split("."))
 
 
 def copied(value: Any, param: torch.Tensor) -> Any:
-    """A wrapper's entry with copies of its tensors, on the parameter's device; their types stay."""
+    """Copy a wrapper's entry, with copies of its tensors on the parameter's device. Dtypes do not change."""
     if isinstance(value, torch.Tensor):
         return laid(value, param).detach().to(param.device, copy=True)
     if type(value) is dict:
