@@ -1,6 +1,6 @@
-"""`betas` of the groups of a transformation that calls its momenta b1 and b2: the name that torch's optimizers and schedulers use.
+"""Let `betas`, torch's name, stand for the hyperparameters b1 and b2 of an optax transformation in param groups.
 
-OneCycleLR and CyclicLR write `group["betas"]` or `group["momentum"]`, and look in the defaults which of them there is.
+OneCycleLR and CyclicLR write `group["betas"]` or `group["momentum"]`, whichever is in the optimizer's defaults.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ _FAMILIES = ("b1", "b2", "b3"), ("beta1", "beta2", "beta3"), ("beta",)
 
 
 def named_by(hyperparams: Hyperparams, extended: bool = False) -> tuple[str, ...]:
-    """The hyperparams that `betas` stands for, in order; none where the transformation has `betas` or `momentum` itself.
+    """Return the hyperparameters that `betas` stands for, in order; none if the transformation has `betas` or `momentum` itself.
 
-    `extended`: `betas` may also stand for `momentum`, beside groups that have no such key.
+    Args:
+      hyperparams: the hyperparameters of the transformation.
+      include_momentum: whether `betas` may also stand for `momentum`, because other groups have no `momentum`.
     """
     if BETAS in hyperparams:
         return ()
@@ -31,11 +33,11 @@ def named_by(hyperparams: Hyperparams, extended: bool = False) -> tuple[str, ...
 
 
 def spread(owner: str, given: Hyperparams, names: tuple[str, ...]) -> MutableParamGroup:
-    """The arguments or the group with `betas` as the hyperparams that it stands for.
+    """Return arguments or a group with `betas` replaced by the hyperparameters that it stands for.
 
     Raises:
-      ValueError: `betas` has another length.
-      TypeError: one of the hyperparams is given beside it.
+      ValueError: `betas` has the wrong length.
+      TypeError: `betas` and one of the hyperparameters are both given.
     """
     if BETAS not in given or not names:
         return dict(given)
@@ -53,9 +55,9 @@ def _each(owner: str, betas: object, names: tuple[str, ...]) -> dict[str, object
 
 
 class Group(dict[str, Any]):
-    """A param group, or the defaults, in which `betas` is another name of b1 and b2: it reads and writes them, and is no entry.
+    """A param group, or the defaults, in which `betas` is an alias of b1 and b2. It reads and writes them, and is not stored itself.
 
-    Without names for it, `betas` is empty, and what is written to it is dropped: the group of parameters that nobody trains.
+    With no names, `betas` reads (0.0, 0.0) and writes to it are ignored: a group of parameters that no transformation trains.
     """
 
     __slots__ = ("_names",)
@@ -67,7 +69,7 @@ class Group(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key != BETAS:
             raise KeyError(key)
-        return tuple(self[name] for name in self._names) or (0.0, 0.0)  # where nobody trains, schedulers and monitors still ask
+        return tuple(self[name] for name in self._names) or (0.0, 0.0)  # schedulers and monitors read frozen groups too
 
     def __contains__(self, key: object) -> bool:
         return key == BETAS or super().__contains__(key)
@@ -81,9 +83,9 @@ class Group(dict[str, Any]):
     def __setitem__(self, key: str, value: object) -> None:
         if key != BETAS:
             super().__setitem__(key, value)
-        elif self._names:  # else nobody trains the group
+        elif self._names:  # else no transformation trains the group
             super().update(_each("param group", value, self._names))
-            super().pop(BETAS, None)  # written by `dict.update`
+            super().pop(BETAS, None)  # an entry that `dict.update` wrote
 
     def update(self, *others: Any, **values: object) -> None:
         for key, value in dict(*others, **values).items():
@@ -94,14 +96,14 @@ class Group(dict[str, Any]):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Of a class that torch.load takes with weights_only=True. The optimizer that is made of a copy has groups of this one again.
+        # torch.load with weights_only=True accepts OrderedDict. The optimizer turns the groups of a copy into this class again.
         return OrderedDict, (), None, None, iter(self.items())
 
 
 def take_betas(group: MutableParamGroup, names: tuple[str, ...]) -> None:
-    """Take `betas` out of a group that has it as an entry, and write it to the hyperparams that it stands for.
+    """Remove a stored `betas` entry from a group, and write it to the hyperparameters that it stands for.
 
-    So has a plain group, which was put in by hand or saved, and one that was written to by `dict.update`.
+    A group has such an entry if it is a plain dict, saved or added by the user, or if `dict.update` wrote to it.
     """
     if names and dict.__contains__(group, BETAS):
         group.update(_each("param group", group[BETAS], names))

@@ -1,4 +1,4 @@
-"""Selectors made for `decay_mask`, which are refused as `mask`."""
+"""Mark selectors that are made for `decay_mask`, so that they are rejected as `mask`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from bridge._transforms.selectors import Selector
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _DECAY_FUNCTIONS: set[object] = set()
-# The last results of no_decay, known by identity: a plain dict takes no mark, and jax takes no subclass for a dict.
+# The last results of no_decay, compared by identity. A plain dict cannot carry a mark, and jax does not treat a subclass as a dict.
 _DECAY_MASKS: deque[dict[str, bool]] = deque(maxlen=64)
 
 
 def known_decay_mask(mask: dict[str, bool]) -> dict[str, bool]:
-    """Return the dict, which is made for `decay_mask`; as `mask` it is refused from now on."""
+    """Mark a dict that is made for `decay_mask`, and return it."""
     _DECAY_MASKS.append(mask)
     return mask
 
 
 def for_decay(function: _Function) -> _Function:
-    """Mark a selector function that is made for `decay_mask`, so that it is refused as `mask`."""
+    """Mark a selector function that is made for `decay_mask`, and return it. A decorator."""
     _DECAY_FUNCTIONS.add(function)
     return function
 
 
 def refuse_decay_mask(owner: str, mask: Selector) -> None:
-    """Raise for a `mask` that was made for `decay_mask`: it says which parameters decay, and would freeze all others."""
+    """Raise for a `mask` that is made for `decay_mask`: it selects the parameters that decay, and would freeze all others."""
     function = getattr(mask, "func", mask)  # of a functools.partial
     if isinstance(mask, Mapping):
         given = "a result of no_decay" if any(mask is each for each in _DECAY_MASKS) else None

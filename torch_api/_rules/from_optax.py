@@ -1,4 +1,4 @@
-"""Whatever a user calls a transformation, as a `Rule`: ready, a factory with hyperparams, or an `OptimizerDef`."""
+"""Make an `OptimizerSpec` of a transformation that a user passes: an optax instance, a factory with hyperparameters, an `OptimizerDef`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,22 @@ from .optimizer_spec import Rule
 from .types import Hyperparams, MutableParamGroup
 from .validators import as_tuple, is_number, is_sequence
 
-_FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even where an integer is given
+_FLOATS = ("learning_rate", "lr", "weight_decay")  # traced even if the user gives an integer
 
 
 @dataclass(frozen=True)
 class _Factory:
-    """A hashable factory: the same transformation or function, with the same fixed arguments, makes equal rows and shares programs."""
+    """A hashable factory. Equal factories make equal `TransformSpec`s, which share executables.
+
+    tx: the transformation or function. fixed: arguments that stay outside the groups.
+    renames_lr: its argument for `lr` is `learning_rate`. is_lookahead: it is an `optax.lookahead`, whose parameters are pairs of fast and
+      slow ones.
+    """
 
     tx: Same
     fixed: tuple[tuple[str, Same], ...] = ()
-    renames: bool = False  # lr is its learning_rate
-    paired: bool = False  # an optax.lookahead, which wants pairs of fast and slow parameters
+    renames: bool = False
+    paired: bool = False
 
     def __call__(self, **hyperparams: object) -> optax.GradientTransformation:
         transformation = self._made(hyperparams)
@@ -55,17 +60,17 @@ class _Factory:
 
 
 def as_rule(owner: str, tx: object, hyperparams: Hyperparams) -> tuple[Rule, MutableParamGroup]:
-    """The rule of a transformation, and what its param groups begin with.
+    """Return the `OptimizerSpec` of a transformation and the initial hyperparameters of its param groups.
 
     Args:
-      owner: class name for errors.
-      tx: a `torch_api._rules.optimizer_spec.Rule`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a
-        function that makes one from keyword arguments.
-      hyperparams: keyword arguments for a factory; `lr` stands for `learning_rate`. Numbers, bools and tuples of numbers
-        go into the groups; all else (schedules, masks, dtypes, keys) stays fixed.
+      cls_name: class name for errors.
+      tx: an `OptimizerSpec`, an optax transformation (anything with `init` and `update`), an `OptimizerDef`, or a function that makes one
+        from keyword arguments.
+      hyperparams: keyword arguments for a factory; `lr` stands for `learning_rate`. Numbers, bools and tuples of numbers go into the
+        groups. Other values (schedules, masks, dtypes, keys) are fixed.
 
     Raises:
-      TypeError: tx is none of these, or an argument is unknown or missing.
+      TypeError: tx is of another kind, or an argument is unknown or missing.
     """
     if isinstance(tx, Rule):
         return tx, {**tx.hyperparams, **hyperparams}
@@ -77,12 +82,12 @@ def as_rule(owner: str, tx: object, hyperparams: Hyperparams) -> tuple[Rule, Mut
     if callable(tx):
         return _of_function(owner, tx, hyperparams)
     raise TypeError(
-        f"{owner}: tx is {tx!r}; expected an optax transformation, a function that makes one (optax.adamw), an OptimizerDef or a Rule."
+        f"{owner}: tx is {tx!r}; expected an optax transformation, a function that makes one (optax.adamw), or an OptimizerDef."
     )
 
 
 def _wants_pairs(transformation: optax.GradientTransformation) -> bool:
-    """Whether it is an `optax.lookahead`: its update reads `params.fast`."""
+    """Return whether the transformation is an `optax.lookahead`: its update reads `params.fast`."""
 
     def update(params: PyTree) -> PyTree:
         return transformation.update(params, transformation.init(optax.LookaheadParams.init_synced(params)), params)
@@ -92,7 +97,7 @@ def _wants_pairs(transformation: optax.GradientTransformation) -> bool:
             jax.eval_shape(update, {"x": jax.ShapeDtypeStruct((2, 2), np.float32)})
     except AttributeError as error:
         return "'fast'" in str(error)
-    except Exception:  # noqa: BLE001 - a mask for other parameters, say; the real ones will tell
+    except Exception:  # noqa: BLE001 - such as a mask for other parameters; the trace with the real ones raises errors
         return False
     return False
 
@@ -154,11 +159,11 @@ def _rule(factory: _Factory, values: Hyperparams, traceable: frozenset[str], rea
 
 
 def gives_lr(owner: type, tx: object, hyperparams: Hyperparams) -> bool:
-    """Whether the user has given the lr that groups begin with: it is no default of a class, nor the 1 of a ready transformation.
+    """Return whether the user gave the initial lr of the groups. A class's default and the 1.0 of a ready transformation do not count.
 
     Args:
-      owner: the optimizer's class; one that has a default for `lr` passes it on.
-      tx, hyperparams: as of `as_rule`.
+      optimizer_class: the optimizer's class. A class with a default for `lr` passes the default on in `hyperparams`.
+      tx, hyperparams: the arguments of `as_optimizer_spec`.
     """
     lr = hyperparams.get("lr", hyperparams.get("learning_rate"))
     if lr is None:
@@ -169,18 +174,18 @@ def gives_lr(owner: type, tx: object, hyperparams: Hyperparams) -> bool:
 
 
 def multiplies(rule: Rule) -> bool:
-    """Whether `lr` of the groups multiplies what the transformation gives, instead of being one of its own hyperparams."""
+    """Return whether the groups' `lr` multiplies the update because the transformation has no hyperparameter `lr`."""
     return rule.scaled and "lr" not in rule.hyperparams
 
 
 def last_factor(rule: Rule, params: PyTree) -> float | None:
-    """The constant by which a transformation multiplies its update last, such as -1e-3 in `optax.adam(1e-3)`; None where there is none.
+    """Return the constant with which a transformation multiplies its update last, such as -1e-3 in `optax.adam(1e-3)`, or None.
 
-    Read from the traced update. A schedule, or a learning rate in the state, is no constant.
+    The constant is read from the traced update. A schedule, or a learning rate in the state, is not a constant.
 
     Args:
-      rule: of an optax transformation.
-      params: the tree that it sees, of `jax.ShapeDtypeStruct`.
+      optimizer_spec: the spec of an optax transformation.
+      params: its parameters, a tree of `jax.ShapeDtypeStruct`.
     """
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
@@ -192,14 +197,14 @@ def last_factor(rule: Rule, params: PyTree) -> float | None:
             transformation = rule.factory(**plain)
             closed = jax.make_jaxpr(update)(params, jax.eval_shape(transformation.init, params), params)
         program = inlined(closed.jaxpr, closed.consts)
-    except Exception:  # noqa: BLE001 - the transformation may need arguments that only `step` has; what is wrong is said elsewhere
+    except Exception:  # noqa: BLE001 - it may need arguments of `step`; the optimizer raises other errors itself
         return None
     factors = (_last_factor(program, result) for result in program.jaxpr.outvars)
     return next((factor for factor in factors if not math.isclose(abs(factor), 1.0, rel_tol=1e-6)), None)
 
 
 def _last_factor(program: ClosedJaxpr, var: Atom) -> float:
-    """The product of the constants that a result is multiplied with last; 1 where there are none."""
+    """Return the product of the constants with which a result is multiplied last; 1 if there are none."""
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     number_of = numbers_of(program.jaxpr)
 
@@ -236,7 +241,7 @@ def _check_names(owner: str, given: Collection[str], known: Collection[str], wha
 
 
 def _as_plain(value: object, default: object) -> object:
-    """A number in an array as a Python float, and a sequence of numbers as a tuple: an array only where the default is a tuple."""
+    """Return an array scalar as a float, and a sequence of numbers as a tuple. An array becomes a tuple only if the default is one."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic | torch.Tensor)
     if is_sequence(value) and (_is_tuple(default) or not is_array):
         elements = as_tuple(value)
@@ -247,14 +252,14 @@ def _as_plain(value: object, default: object) -> object:
 
 
 def _without_tensors(value: object) -> object:
-    """The value with Python numbers in place of 0-d tensors, also in a tuple."""
+    """Replace 0-d tensors by Python numbers, also in a tuple."""
     if isinstance(value, tuple | list):
         return type(value)(map(_without_tensors, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a param group may hold the value: what a checkpoint can carry without code."""
+    """Return whether a param group may hold the value: a checkpoint can hold it without code."""
     if isinstance(value, tuple | list):
         return bool(value) and all(map(is_number, value))
     return value is None or isinstance(value, bool | str) or is_number(value)
@@ -269,7 +274,7 @@ def _is_float(value: object) -> bool:
 
 
 def _takes_number(parameter: inspect.Parameter | None) -> bool:
-    """Whether None stands for a number that is not used."""
+    """Return whether the parameter is annotated as a number, so that None means a number that is not used."""
     return parameter is not None and "float" in str(parameter.annotation) and "Callable" not in str(parameter.annotation)
 
 
@@ -278,5 +283,5 @@ def _defaults_to_float(parameter: inspect.Parameter | None) -> bool:
 
 
 def _is_tuple(value: object) -> bool:
-    """Whether a default says that the argument is a tuple of numbers."""
+    """Return whether a value or default is a tuple of numbers."""
     return isinstance(value, tuple | list) and bool(value) and all(map(is_number, value))

@@ -1,4 +1,4 @@
-"""What the hyperparams and the state of a transformation mean to a torch optimizer."""
+"""Describe a transformation as a torch optimizer: which hyperparameters its groups have, and what its state is to torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from .validators import Check
 
 
 class Rule(NamedTuple):
-    """A factory of transformations, and what its hyperparams and state mean to a torch optimizer.
+    """A factory of transformations, and how its hyperparameters and state appear in a torch optimizer.
 
-    `structural` hyperparams take None for "none of it", which a 0 in a param group stands for: they decide which state
-    exists. `static` ones are no numbers, or decide the program by their value: a change of one compiles. `hidden` state
-    is not part of torch's state_dict; restored state begins with the value given here. `eager`: a parameter has its
-    state from construction on, as in torch, not from its first gradient.
+    factory: makes the transformation from keyword arguments.
+    optional_hyperparams: the factory takes None for them, which decides that some state does not exist. 0 in a param group means None.
+    static_hyperparams: not traced. A new value compiles a new program.
+    hidden_state: fields that are not in torch's state_dict, with the value that they have after loading.
+    eager_state: a parameter has its state from construction on, as in torch, and not from its first gradient.
+    needs_shape: the equation needs a matrix in its shape, because it looks across elements. Otherwise parameters are flat.
+    takes_dtype: the factory also takes `dtype`, the dtype in which a parameter is stored. Arithmetic may be in float32.
+    checks, leaf_checks: torch's conditions on groups and on trained parameters, in torch's order.
 
-    `shaped`: the equation needs the leaf in its own shape and looks across its elements; else leaves are flat. `typed`:
-    the factory also takes `dtype`, the type that the leaf is kept in, where arithmetic is in float32.
+    The other fields are for optax transformations that are not equations of this package.
 
-    `checks` and `leaf_checks` are torch's conditions in torch's order.
-
-    `scaled`: any optax transformation, not one of this package's equations: it is evaluated as in pure JAX, and its
-    update is multiplied by the group's `lr` unless `lr` is among its own hyperparams. Those with defaults are `given`,
-    and only the `traceable` of them may be traced. `ready`: one transformation for all groups, not one for each.
-    `takes_extra`: it reads further arguments of `step`.
+    declared_hyperparams: the hyperparameters with their defaults. traceable_hyperparams: the ones that may be traced.
+    is_optax: evaluate it as in pure JAX, and multiply its update by the group's `lr` unless `lr` is one of its hyperparameters.
+    is_instance: all groups share one transformation.
+    takes_extra_args: it reads extra arguments of `step`.
     """
 
     factory: Callable[..., optax.GradientTransformation]
@@ -49,12 +50,12 @@ class Rule(NamedTuple):
 
     @property
     def whole(self) -> frozenset[str] | Hyperparams:
-        """The hyperparams whose very value decides the program, where that of others is whether they are 0 or True."""
+        """The hyperparameters whose value selects the program. Of others only whether they are 0 or True may select it."""
         return self.hyperparams if self.scaled else self.static
 
     @property
     def hyperparams(self) -> Hyperparams:
-        """The hyperparams and options by name with their defaults, None for structural ones being 0 in a group."""
+        """The hyperparameters and options by name, with their defaults. A default None of an optional hyperparameter reads 0."""
         if self.given is not None:
             return self.given
         parameters = inspect.signature(self.factory).parameters.values()

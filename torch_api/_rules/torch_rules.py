@@ -1,4 +1,4 @@
-"""torch.optim's optimizers: their equations with torch's conditions."""
+"""The `OptimizerSpec` of each torch.optim optimizer: its equation with torch's checks."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ ADAFACTOR = Rule(
 )
 
 
-# ------------------------------------------------------------------ what their hyperparams mean to torch
-
-
+# Parts of torch's error texts.
 _TENSOR = "as a Tensor is not supported for capturable=False and foreach=True"
 _LR = "Invalid learning rate: {lr}"
 _EPS = "Invalid epsilon value: {eps}"

@@ -1,17 +1,17 @@
-"""Names for the dicts that torch.optim leaves open, for annotations."""
+"""Type aliases for the dicts of torch.optim."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-# One of `optimizer.param_groups`: hyperparams, flags of this package, and whatever the user or a scheduler has put there.
+# An entry of `optimizer.param_groups`: hyperparameters, flags of this package, and keys of the user or of a scheduler.
 ParamGroup: TypeAlias = Mapping[str, Any]
 MutableParamGroup: TypeAlias = dict[str, Any]
-# Hyperparams or options by name, as they are given.
+# Hyperparameters or options by name.
 Hyperparams: TypeAlias = Mapping[str, Any]
-# `optimizer.state[p]`: tensors by field, and whatever a wrapper keeps beside them.
+# `optimizer.state[p]`: tensors by field, and entries of wrappers.
 ParamState: TypeAlias = Mapping[str, Any]
 MutableParamState: TypeAlias = dict[str, Any]
-# `optimizer.state_dict()`, or all that a pickle has of an optimizer.
+# `optimizer.state_dict()`, or the pickled state of an optimizer.
 StateDict: TypeAlias = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Conditions on hyperparams and parameters, in torch's words."""
+"""Checks of hyperparameters and parameters, with torch's error texts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import torch
 from .types import ParamGroup
 
 _Subject = TypeVar("_Subject")
-# What may stand for a tuple of numbers.
+# Types that a user may give for a tuple of numbers.
 Numbers: TypeAlias = Sequence[Any] | torch.Tensor | np.ndarray | jax.Array
 
 
 class Check(NamedTuple, Generic[_Subject]):
-    """What must hold of a param group (in `Rule.checks`) or of a trained parameter (in `Rule.leaf_checks`), and torch's error.
+    """A condition on a param group (`OptimizerSpec.checks`) or on a trained parameter (`OptimizerSpec.leaf_checks`), and torch's error.
 
-    `text` is a format string over the group's keys; over `size` and `name` for a parameter. `always`: also at a step, where other numbers
-    may be out of range, since a schedule may write them.
+    holds: the condition.
+    text: a format string over the keys of the group; for a parameter, over `size` and `name`.
+    error: the class of the error.
+    at_every_step: check at each step too. Other numbers may be out of range then, because a schedule may write them.
     """
 
     holds: Callable[[_Subject], bool]
@@ -32,12 +34,16 @@ class Check(NamedTuple, Generic[_Subject]):
 
 
 def not_negative(**texts: str) -> tuple[Check[ParamGroup], ...]:
-    """A check for each hyperparam that it is at least 0, with the text of its error."""
+    """Return a check for each hyperparameter that it is at least 0.
+
+    Args:
+      **texts: the error text of each hyperparameter.
+    """
     return tuple(Check(functools.partial(_at_least, name, 0), text) for name, text in texts.items())
 
 
 def proper_betas() -> tuple[Check[ParamGroup], ...]:
-    """Both betas in [0, 1)."""
+    """Return checks that both betas are in [0, 1)."""
     return tuple(Check(functools.partial(_proper_beta, i), f"Invalid beta parameter at index {i}: {{betas[{i}]}}") for i in (0, 1))
 
 
@@ -58,17 +64,17 @@ def _fits_foreach(value: object, group: ParamGroup) -> bool:
 
 
 def lr_fits_foreach(group: ParamGroup) -> bool:
-    """No lr in a tensor with foreach."""
+    """Return whether lr is not a tensor, which foreach does not support."""
     return _fits_foreach(group["lr"], group)
 
 
 def betas_fit_foreach(group: ParamGroup) -> bool:
-    """No betas in tensors with foreach."""
+    """Return whether betas are not tensors, which foreach does not support."""
     return _fits_foreach(group["betas"][0], group)
 
 
 def betas_of_one_kind(group: ParamGroup) -> bool:
-    """Both betas in tensors, or none."""
+    """Return whether both betas are tensors, or none is."""
     return _in_tensor(group["betas"][0]) == _in_tensor(group["betas"][1])
 
 
@@ -77,7 +83,7 @@ def _not_both(one: str, other: str, group: ParamGroup) -> bool:
 
 
 def fused_is_alone() -> tuple[Check[ParamGroup], ...]:
-    """`fused`, which GradScaler's path depends on, neither with differentiable nor with foreach."""
+    """Return checks that `fused`, which decides how GradScaler unscales, is not combined with differentiable or foreach."""
     return (
         Check(functools.partial(_not_both, "fused", "differentiable"), "`fused` does not support `differentiable`", RuntimeError),
         Check(functools.partial(_not_both, "fused", "foreach"), "`fused` and `foreach` cannot be `True` together.", RuntimeError),
@@ -85,63 +91,63 @@ def fused_is_alone() -> tuple[Check[ParamGroup], ...]:
 
 
 def nesterov_has_momentum(group: ParamGroup) -> bool:
-    """Nesterov's momentum is some, and undampened."""
+    """Return whether nesterov, if set, has a momentum and no dampening."""
     return not group["nesterov"] or bool(group["momentum"] > 0 and group["dampening"] == 0)
 
 
 def rho_is_a_share(group: ParamGroup) -> bool:
-    """rho in [0, 1]."""
+    """Return whether rho is in [0, 1]."""
     return bool(0 <= group["rho"] <= 1)
 
 
 def etas_lie_around_one(group: ParamGroup) -> bool:
-    """One eta shrinks, the other grows."""
+    """Return whether the first eta is between 0 and 1 and the second is above 1."""
     return bool(0 < group["etas"][0] < 1 < group["etas"][1])
 
 
 def is_real(p: torch.Tensor) -> bool:
-    """The parameter is not complex."""
+    """Return whether the parameter is not complex."""
     return not p.is_complex()
 
 
 def is_matrix(p: torch.Tensor) -> bool:
-    """The parameter has two dimensions."""
+    """Return whether the parameter has two dimensions."""
     return p.ndim == 2
 
 
 def adjustment_is_known(group: ParamGroup) -> bool:
-    """adjust_lr_fn is a name that there is."""
+    """Return whether adjust_lr_fn is None or one of torch's names."""
     return group["adjust_lr_fn"] in (None, "original", "match_rms_adamw")
 
 
 def steps_are_few(group: ParamGroup) -> bool:
-    """ns_steps in [0, 100)."""
+    """Return whether ns_steps is in [0, 100)."""
     return 0 <= group["ns_steps"] < 100
 
 
 def not_positive(name: str, group: ParamGroup) -> bool:
-    """A number of at most 0."""
+    """Return whether a hyperparameter is at most 0."""
     return bool(group[name] <= 0)
 
 
 def at_least_one(name: str, group: ParamGroup) -> bool:
-    """A number of at least 1."""
+    """Return whether a hyperparameter is at least 1."""
     return bool(group[name] >= 1)
 
 
 def eps_not_negative(index: int, group: ParamGroup) -> bool:
-    """A number of at least 0; the first may be None."""
+    """Return whether one of the two eps is at least 0. The first may be None."""
     eps = group["eps"][index]
     return index == 0 if eps is None else bool(eps >= 0)
 
 
 def is_number(value: object) -> bool:
-    """Whether it may stand for a number: also in a tensor, which torch takes for an lr."""
+    """Return whether the value is a number, or a tensor, which torch accepts for an lr. A bool is not a number."""
     return isinstance(value, numbers.Real | np.number | torch.Tensor) and not isinstance(value, bool)
 
 
 def _is_scalar_array(value: object) -> TypeGuard[jax.Array | np.ndarray]:
-    """Whether it is what a schedule of optax gives, or a NumPy array of that kind."""
+    """Return whether the value is a 0-d array of jax, such as an optax schedule returns, or of NumPy."""
     return isinstance(value, jax.Array | np.ndarray) and value.ndim == 0
 
 
@@ -150,16 +156,16 @@ def _is_one_number(value: object) -> bool:
 
 
 def is_sequence(value: object) -> TypeGuard[Numbers]:
-    """Whether the value may stand for a tuple of numbers: a list, the list type of a configuration library, an array of one dimension."""
+    """Return whether the value may stand for a tuple of numbers: any sequence except a string, or an array with one dimension."""
     if isinstance(value, torch.Tensor | np.ndarray | jax.Array):
         return value.ndim == 1
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def as_tuple(value: Any) -> Any:
-    """A sequence of numbers as a tuple that a checkpoint can carry; a list stays a list, and what is no sequence stays as it is.
+    """Return a sequence of numbers as a tuple that a checkpoint can hold. A list stays a list; other values are returned as they are.
 
-    The elements of a tensor are views of it, so they follow when it is written to.
+    The elements of a tensor are views of it.
     """
     if not is_sequence(value):
         return value
