@@ -7,7 +7,7 @@ import torch_api
 
 pytestmark = pytest.mark.unoptimized
 
-BOTH = r"parameters '\w+' and '\w+' look into the same memory.*clone\(\)"
+BOTH = r"parameters '\w+' and '\w+' share memory.*clone\(\)"
 ITSELF = r"parameter '\w+' overlaps itself in memory.*clone\(\)"
 Parameter = torch.nn.Parameter
 

@@ -36,7 +36,7 @@ OUT_OF_REACH = {
     ("torch_api/_params/record.py", "{}: max_grad_norm is {}, but {}"): "needs several processes: tests/torch_api/test_distributed.py",
     (
         "torch_api/_params/hyperparam_table.py",
-        "{}: {}, but this transformation does not treat",
+        "{}: {}, but this transformation is not elementwise",
     ): "needs several processes: tests/torch_api/test_distributed.py",
     ("torch_api/transformation_of.py", "{}: {}, and a process holds a part"): "needs a process group: tests/torch_api/test_optax_state.py",
     ("bridge/_interop/dlpack.py", "unaligned"): "caught two lines below, and said again with the tensor's name",

@@ -463,7 +463,7 @@ def check_changes_by_hand_take_effect(_):
     assert not torch.equal(values(model)["fixed.weight"], before["fixed.weight"])
     rows = {row["parameter"]: row for row in optimizer.report().rows}
     local = model.body.weight.to_local().numel()
-    assert rows["body.weight"]["write-back"] == "copy: a DTensor's local part, which FSDP may look into"
+    assert rows["body.weight"]["write-back"] == "copy: the local tensor of a DTensor, which FSDP may read"
     assert rows["body.weight"]["state bytes"] == 2 * 4 * local + 4
     assert rows["body.weight"]["shape"] == (7, 6)
 

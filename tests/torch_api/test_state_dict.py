@@ -277,7 +277,7 @@ BAD = {
     "fewer groups": (other(lambda s: s["param_groups"].pop()), "different number of parameter groups: 1, expected 2"),
     "a parameter more": (
         other(lambda s: (s["param_groups"][0]["params"].append(99), s["param_groups"][0]["param_names"].append("new"))),
-        "has a parameter 'new' that this optimizer has not",
+        "has a parameter 'new' that this optimizer does not have",
     ),
     "a renamed parameter": (
         other(lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "layer0.weights")),

@@ -182,8 +182,8 @@ class Rows:
             self.begun[number] = separability.begun(self.units[number][0], self._extra)
         if len(decays) > 1 and (views is None or "weight_decay" not in dict(row.traced)):
             raise ValueError(
-                f"{self._owner}: decay_mask needs a transformation that updates each parameter by itself and takes weight_decay as a "
-                "traced number; this one does not. Give its own mask argument, or use PartitionedOptimizer with a label for the rest."
+                f"{self._owner}: decay_mask needs a transformation that updates each parameter separately and takes weight_decay as a "
+                "traced number; this one does not. Use its own mask argument, or use PartitionedOptimizer with a label for the rest."
             )
         if group.get("wd_scale", 1.0) != 1.0 and "weight_decay" not in dict(row.traced):
             raise ValueError(f"{self._owner}: wd_scale needs a weight_decay that the transformation takes as a traced number.")
@@ -219,10 +219,10 @@ class Rows:
         first, *_ = str(error).splitlines() or [""]
         named = ", ".join(f"{leaf.name!r} ({self._absence(leaf)})" for leaf in absent[:3])
         raise ValueError(
-            f"{self._owner}: the transformation fails where it sees None in place of a parameter that takes no part: {named}"
+            f"{self._owner}: the transformation fails because it sees None in place of parameters that are not updated: {named}"
             f"{' and more' if len(absent) > 3 else ''}. Nothing was updated. A transformation that closes over a tree of all parameters "
-            "must leave these out: jax.tree.map(lambda g, a: None if g is None else ..., updates, tree, is_leaf=lambda x: x is None). "
-            f"Or train all of them, with a gradient each. The error was {type(error).__name__}: {first}"
+            "must skip them: jax.tree.map(lambda g, a: None if g is None else ..., updates, tree, is_leaf=lambda x: x is None). "
+            f"Or train all parameters, and give each a gradient. The error was {type(error).__name__}: {first}"
         ) from error
 
     def _absence(self, leaf: Leaf) -> str:
@@ -244,9 +244,9 @@ class Rows:
         if row.unit is None and separability.in_parts(row, self.skeleton, spec, self._extra, (leaf.param.numel(), *leaf.buffer_shape)):
             return spec._replace(shape=leaf.buffer_shape, order=None)
         raise ValueError(
-            f"{self._owner}: {described(leaf.param, leaf.name)}, but this transformation does not treat each element by itself, and a "
-            "process holds only a part. Use an elementwise one for it (Adam, SGD, Lion; PartitionedOptimizer can give it another than the "
-            "rest), keep the parameter whole (fully_shard's ignored_params), or clip by torch.nn.utils.clip_grad_norm_ before step()."
+            f"{self._owner}: {described(leaf.param, leaf.name)}, but this transformation is not elementwise, and a process holds only a "
+            "part of it. Use an elementwise transformation for it (Adam, SGD, Lion; PartitionedOptimizer can give it another than "
+            "the rest), do not shard it (fully_shard's ignored_params), or clip by torch.nn.utils.clip_grad_norm_ before step()."
         )
 
     def cut(self, hyperparams: np.ndarray) -> list[tuple[float, ...]]:

@@ -68,13 +68,13 @@ def check_keys(owner: str, group: ParamGroup, rule: Rule, allowed: Iterable[str]
         if meant:
             raise ValueError(
                 f"{owner}: unknown key {key!r} in a param group. Did you mean {' or '.join(map(repr, meant))}? "
-                "Keys of your own are kept and ignored, under a name that is not almost a known one."
+                "Your own keys are kept and ignored if their names do not resemble known ones."
             )
         if rule.scaled and key in _HYPERPARAMS and not (key == "betas" and _MOMENTA & hyperparams):
             listed = ", ".join(map(repr, sorted(hyperparams))) or "none"
             raise ValueError(
-                f"{owner}: {key!r} is in a param group, but this transformation takes no {key!r} from the groups, and it would have no "
-                f"effect. Taken from the groups: {listed}."
+                f"{owner}: {key!r} is in a param group, but this transformation does not read {key!r} from the groups, so it would have "
+                f"no effect. It reads: {listed}."
             )
 
 
@@ -339,7 +339,7 @@ def check_parameter(owner: str, name: str, p: torch.Tensor) -> None:
     title = f"{owner}: parameter {name!r}"
     if p.is_meta or p.layout is not torch.strided:
         what = (
-            "is on the meta device and has no memory; materialise the model first"
+            "is on the meta device and has no memory; materialize the model first"
             if p.is_meta
             else f"has layout {p.layout}; expected torch.strided"
         )

@@ -242,12 +242,12 @@ def check_devices(owner: str, devices: Iterable[torch.device], clip: bool, toget
     listed = ", ".join(map(str, devices))
     if clip:
         raise ValueError(
-            f"{owner}: max_grad_norm needs one norm over all parameters, but they lie on {listed}. "
+            f"{owner}: max_grad_norm needs one norm over all parameters, but they are on {listed}. "
             "Clip with torch.nn.utils.clip_grad_norm_ instead."
         )
     if together:
         raise ValueError(
-            f"{owner}: this transformation looks at all its parameters together, but they lie on {listed}. "
+            f"{owner}: this transformation needs all its parameters in one program, but they are on {listed}. "
             "Use PartitionedOptimizer with a label for each device."
         )
 
@@ -300,11 +300,11 @@ def check_apart(owner: str, leaves: Iterable[Leaf]) -> None:
     if first is second:
         raise ValueError(
             f"parameter {first.name!r} overlaps itself in memory: with shape {tuple(first.shape)} and strides {first.strides} several "
-            "elements are one in memory, and no update can be written to them. Give param.clone()."
+            "elements have one address, and no update can be written to them. Pass param.clone()."
         )
     raise ValueError(
-        f"{owner}: parameters {first.name!r} and {second.name!r} look into the same memory. Tie them by one Parameter object, or "
-        "give each memory of its own: param.data = param.data.clone()."
+        f"{owner}: parameters {first.name!r} and {second.name!r} share memory. Use one Parameter object in both places, or "
+        "give each its own memory: param.data = param.data.clone()."
     )
 
 

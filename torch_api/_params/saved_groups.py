@@ -130,7 +130,7 @@ def _same_names(own: list[str], saved: Collection[str]) -> None:
         raise ValueError(f"load_state_dict: the loaded state dict has no parameter {missing[0]!r} ({len(missing)} are missing). {hint}")
     if extra:
         raise ValueError(
-            f"load_state_dict: the loaded state dict has a parameter {extra[0]!r} that this optimizer has not ({len(extra)} such)."
+            f"load_state_dict: the loaded state dict has a parameter {extra[0]!r} that this optimizer does not have ({len(extra)} in all)."
         )
 
 

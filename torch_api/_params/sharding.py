@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Results are copied into local tensors: a local tensor is a view of the padded buffer from which FSDP gathers.
-WHY_COPY = "a DTensor's local part, which FSDP may look into"
+WHY_COPY = "the local tensor of a DTensor, which FSDP may read"
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:

@@ -154,8 +154,8 @@ class States:
         known = self.shared.get(unit)
         if known is not None and signature != tuple((tuple(m.array.shape), str(m.array.dtype)) for m in known.memories):
             raise ValueError(
-                f"{self.owner}: the state of this transformation depends on which parameters have a gradient, and at this step others "
-                f"have one than at the first ({len(leaves)} now). Give every parameter a gradient at each step, or freeze it by the mask."
+                f"{self.owner}: the state of this transformation depends on which parameters have a gradient, and these have changed "
+                f"since the first step ({len(leaves)} now). Give every parameter a gradient at each step, or freeze it by the mask."
             )
         return signature
 
@@ -345,7 +345,7 @@ class States:
             if shape != field.shape:
                 raise ValueError(
                     f"{self.owner}: state {field.name!r}, which all parameters share, has shape {shape}, expected {field.shape}. It was "
-                    "saved with other parameters, or others have a gradient now."
+                    "saved with other parameters, or other parameters have a gradient now."
                 )
         begun = None if source else {field.name: x for field, x in zip(fields, fresh, strict=True)}
         self.shared[unit] = Shared(*allocate(leaves[0], fields, {}, begun, source, taken, self._begin))

@@ -29,8 +29,8 @@ class Exchange:
           what: the call.
         """
         if self.inside == EVALUATION:
-            raise RuntimeError(f"{what}: since eval() the parameters hold other values than those trained. Call train() first.")
-        raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than those trained. Leave it first.")
+            raise RuntimeError(f"{what}: since eval() the parameters hold other values than the trained ones. Call train() first.")
+        raise RuntimeError(f"{what}: inside {self.inside}() the parameters hold other values than the trained ones. Leave it first.")
 
     @contextmanager
     def hold(

@@ -317,7 +317,7 @@ def test_two_parameters_over_one_memory_are_an_error_that_names_both():
     params[1].data = params[0].data
     for p in params:
         p.grad = torch.ones(3)
-    with pytest.raises(ValueError, match=r"parameters 'a' and 'b' look into the same memory.*clone\(\)"):
+    with pytest.raises(ValueError, match=r"parameters 'a' and 'b' share memory.*clone\(\)"):
         optimizer.step()
     assert bool((params[0] == 0).all())
 
