@@ -64,5 +64,5 @@ def test_parameter_without_elements_is_accepted(optimizer_class, shape):
 
 
 def test_expanded_parameter_is_refused():
-    with pytest.raises(ValueError, match="several elements are one in memory"):
+    with pytest.raises(ValueError, match="several elements have one address"):
         torch_api.MaskedSGD([torch.nn.Parameter(torch.ones(1, 3).expand(2, 3))], lr=0.5).step()
