@@ -113,8 +113,8 @@ def test_check_by_grad_scaler_costs_no_bytes_in_the_step():
 
 
 def test_result_of_grad_scaler_is_trusted_as_by_fused_torch():
+    class NoCheckScaler(torch.amp.GradScaler):
         """A scaler that reports no infinities without a check."""
-        """It looks at nothing, and has found nothing."""
 
         def _check_inf_per_device(self, optimizer):
             found = {torch.device("cpu"): torch.tensor(0.0)}
