@@ -1,4 +1,4 @@
-"""jax_function: values and gradients against torch, what is and is not differentiable, signatures."""
+"""jax_function: values and gradients match torch's; differentiability; signatures."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 
 
 class Counted:
-    """A function that counts how often it is traced."""
+    """A function that counts its traces."""
 
     def __init__(self, fn):
         self.fn, self.traces = fn, 0
@@ -33,7 +33,7 @@ def tensor(*shape, dtype=torch.float64, grad=True):
     return torch.randn(shape, dtype=dtype).requires_grad_(grad)
 
 
-# (JAX, torch, arguments); all are smooth where they are asked.
+# (JAX, torch, arguments); all functions are smooth at these arguments.
 PAIRS = {
     "elementwise": (lambda a, b: jnp.sin(a) * b, lambda a, b: torch.sin(a) * b, lambda: (tensor(4, 3), tensor(4, 3))),
     "broadcast": (lambda a, b: a / (2 + jnp.cos(b)), lambda a, b: a / (2 + torch.cos(b)), lambda: (tensor(4, 3), tensor(3))),
@@ -71,7 +71,7 @@ def flat(outs):
 
 
 def assert_as_torch(jax_fn, torch_fn, args):
-    """Values, gradients, and gradients of gradients."""
+    """Compare values, gradients and second derivatives with torch's."""
     ours, theirs = flat(bridge.jax_function(jax_fn)(*args)), flat(torch_fn(*args))
     seeds = [torch.randn_like(x) for x in theirs]
     torch.testing.assert_close(ours, theirs)
@@ -79,7 +79,7 @@ def assert_as_torch(jax_fn, torch_fn, args):
         torch.autograd.grad(outs, args, seeds, create_graph=True, allow_unused=True, materialize_grads=True) for outs in (ours, theirs)
     ]
     torch.testing.assert_close(*first)
-    # Without create_graph another program computes them, from residuals.
+    # Without create_graph, another program computes the gradients from residuals.
     torch.testing.assert_close(torch.autograd.grad(ours, args, seeds, retain_graph=True), first[1])
     if not any(grad.requires_grad for grad in first[1]):
         return
@@ -90,7 +90,7 @@ def assert_as_torch(jax_fn, torch_fn, args):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_values_gradients_and_their_gradients_are_torchs(name):
+def test_values_and_derivatives_match_torch(name):
     jax_fn, torch_fn, make = PAIRS[name]
     assert_as_torch(jax_fn, torch_fn, make())
 
@@ -104,13 +104,13 @@ def test_values_gradients_and_their_gradients_are_torchs(name):
     ],
     ids=["value", "no gradient", "a little gradient"],
 )
-def test_a_function_of_other_values_or_gradients_is_caught(broken):
+def test_comparison_detects_wrong_values_and_gradients(broken):
     _, torch_fn, make = PAIRS["elementwise"]
     with pytest.raises(AssertionError):
         assert_as_torch(broken, torch_fn, make())
 
 
-def test_a_second_gradient_that_is_wrong_is_caught():
+def test_comparison_detects_a_wrong_second_derivative():
     @jax.custom_jvp
     def sine(x):
         return jnp.sin(x)
@@ -122,7 +122,7 @@ def test_a_second_gradient_that_is_wrong_is_caught():
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_gradcheck_in_both_modes_and_twice(name):
+def test_gradcheck_passes_in_both_modes_and_to_second_order(name):
     jax_fn, _, make = PAIRS[name]
     f, args = bridge.jax_function(jax_fn), make()
     assert gradcheck(f, args, check_forward_ad=True)
@@ -130,7 +130,7 @@ def test_gradcheck_in_both_modes_and_twice(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str)
-def test_types_stay_as_they_are(dtype):
+def test_dtypes_are_kept(dtype):
     x = tensor(8, dtype=dtype)
     y = bridge.jax_function(lambda x: x * x)(x)
     y.backward(torch.ones_like(y))
@@ -141,7 +141,7 @@ def test_types_stay_as_they_are(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool], ids=str)
-def test_integers_and_booleans_travel_and_have_no_gradient(dtype):
+def test_integers_and_booleans_are_passed_without_gradient(dtype):
     n, x = torch.tensor([0, 1, 1]).to(dtype), tensor(3)
     m, y = bridge.jax_function(lambda n, x: (n, jnp.where(n.astype(bool), x, 0)))(n, x)
     assert torch.equal(m, n)
@@ -155,7 +155,7 @@ def test_integers_of_64_bits_keep_their_values():
     assert torch.equal(bridge.jax_function(lambda n: n + 1)(n), n + 1)
 
 
-def test_trees_static_leaves_none_and_keywords():
+def test_arguments_may_be_trees_static_values_none_and_keywords():
     def fn(batch, scale, *, mode, power=2, extra=None):
         assert extra is None
         assert mode == "plain"
@@ -167,7 +167,7 @@ def test_trees_static_leaves_none_and_keywords():
     assert (out["count"].item(), out["constant"].item()) == (2, 1.5)
 
 
-def test_jax_and_numpy_arrays_keys_and_numbers_are_arguments_too():
+def test_arguments_may_be_jax_and_numpy_arrays_keys_and_numbers():
     def fn(key, x, noise, array, values):
         return x + noise * jax.random.normal(key, x.shape) + array + values, jax.random.split(key, 2), key
 
@@ -177,12 +177,12 @@ def test_jax_and_numpy_arrays_keys_and_numbers_are_arguments_too():
     np.testing.assert_allclose(y.detach().numpy(), fn(key, x.detach().numpy(), 0.5, array, values)[0], rtol=1e-6)
     assert jax.random.key_data(keys).tolist() == jax.random.key_data(jax.random.split(key, 2)).tolist()
     assert jax.random.key_data(same).tolist() == jax.random.key_data(key).tolist()
-    values += 1  # not seen by what comes later
+    values += 1  # later calls must not see this write
     y.sum().backward()
     assert x.grad.tolist() == [1] * 4
 
 
-def test_a_residual_that_torch_has_no_type_for_stays_in_jax():
+def test_residual_without_a_torch_dtype_stays_in_jax():
     def fn(key, x):
         mine = jax.random.fold_in(key, 1)
         return jax.checkpoint(lambda x: jnp.sin(x) * jax.random.normal(mine, x.shape))(x)
@@ -193,7 +193,7 @@ def test_a_residual_that_torch_has_no_type_for_stays_in_jax():
     np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-6)
 
 
-def test_a_numpy_array_may_change_between_forward_and_backward():
+def test_numpy_array_may_change_between_forward_and_backward():
     x, values = tensor(3, dtype=torch.float32), np.full(3, 2, np.float32)
     y = bridge.jax_function(lambda x, v: x * v)(x, values)
     values[:] = 7
@@ -201,13 +201,13 @@ def test_a_numpy_array_may_change_between_forward_and_backward():
     assert x.grad.tolist() == [2, 2, 2]
 
 
-def test_the_same_tensor_twice_gets_both_gradients():
+def test_tensor_given_twice_gets_both_gradients():
     x = tensor(3)
     bridge.jax_function(lambda a, b: a * b)(x, x).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
-def test_only_what_requires_grad_gets_one_and_unused_outputs_cost_nothing():
+def test_only_tensors_that_require_grad_get_gradients():
     a, b = tensor(3), tensor(3, grad=False)
     first, second = bridge.jax_function(lambda a, b: (a * b, jnp.sin(a) * b))(a, b)
     first.sum().backward(retain_graph=True)
@@ -224,7 +224,7 @@ def loss(module, x, w):
     return module.sum(module.tanh(x * w) ** 2)
 
 
-def test_torch_func_transforms_agree_with_torch():
+def test_torch_func_transforms_match_torch():
     ours, theirs = bridge.jax_function(functools.partial(loss, jnp)), functools.partial(loss, torch)
     wrong = bridge.jax_function(lambda x, w: loss(jnp, x, w) * 1.01)
     x, w, v = torch.randn(5, 3), torch.randn(3), torch.randn(3)
@@ -247,7 +247,7 @@ def test_torch_func_transforms_agree_with_torch():
             torch.testing.assert_close(transform(wrong), transform(theirs))
 
 
-def test_forward_mode_outside_torch_func():
+def test_forward_mode_works_outside_torch_func():
     x, t = torch.randn(3), torch.randn(3)
     with torch.autograd.forward_ad.dual_level():
         out = bridge.jax_function(jnp.sin)(torch.autograd.forward_ad.make_dual(x, t))
@@ -255,13 +255,13 @@ def test_forward_mode_outside_torch_func():
     torch.testing.assert_close(tangent, torch.cos(x) * t)
 
 
-def test_vmap_over_integers_and_several_outputs():
+def test_vmap_works_with_integers_and_several_outputs():
     out, count = torch.func.vmap(bridge.jax_function(lambda x, i: (x[i], i + 1)))(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
     assert out.shape == (4,)
     assert count.tolist() == [1, 2, 3, 1]
 
 
-def test_custom_gradients_of_jax_are_heeded():
+def test_custom_gradients_of_jax_are_used():
     @jax.custom_vjp
     def clipped(x):
         return x
@@ -272,7 +272,7 @@ def test_custom_gradients_of_jax_are_heeded():
     assert x.grad.tolist() == [1, 1, 1]
 
 
-def test_checkpoint_and_saved_tensor_hooks_see_the_residuals():
+def test_saved_tensor_hooks_get_the_residuals():
     f, x = bridge.jax_function(lambda x: jnp.tanh(jnp.sin(x) * 2)), tensor(5000)
     expected = torch.autograd.grad(torch.tanh(torch.sin(x) * 2).sum(), x)[0]
     torch.testing.assert_close(torch.autograd.grad(checkpoint(f, x, use_reentrant=False).sum(), x)[0], expected)
@@ -283,7 +283,7 @@ def test_checkpoint_and_saved_tensor_hooks_see_the_residuals():
     assert len(packed) >= 2
 
 
-def test_under_autocast_it_computes_in_the_types_that_it_is_given():
+def test_autocast_does_not_change_the_dtypes():
     x = tensor(4, 4, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert (x @ x).dtype is torch.bfloat16
@@ -294,7 +294,7 @@ def test_under_autocast_it_computes_in_the_types_that_it_is_given():
     assert x.grad.dtype is torch.float32
 
 
-def test_in_inference_mode_and_under_no_grad_nothing_is_recorded():
+def test_no_residuals_are_kept_without_grad_mode():
     x, f = tensor(3), bridge.jax_function(jnp.sin)
     with torch.no_grad():
         assert not f(x).requires_grad
@@ -303,14 +303,14 @@ def test_in_inference_mode_and_under_no_grad_nothing_is_recorded():
     assert out.is_inference()
     torch.testing.assert_close(out.clone(), torch.sin(x.detach()))
     program = next(iter(f._known.values()))[0]
-    assert list(program._made) == ["run"], "a program with residuals was made"
+    assert list(program._made) == ["run"], "a program with residuals was compiled"
 
 
 # ------------------------------------------------------------------ signatures
 
 
 @pytest.mark.filterwarnings("ignore::torch_api.CompilationWarning")
-def test_one_trace_for_each_signature_whatever_is_asked_of_it():
+def test_each_signature_is_traced_once():
     fn = Counted(lambda x, scale=1.0, flag=True, name="a": jnp.sin(x) * scale)
     f, x = bridge.jax_function(fn), tensor(3, dtype=torch.float32)
     for scale in (1.0, 2.0, 3.5):
@@ -338,7 +338,7 @@ def test_one_trace_for_each_signature_whatever_is_asked_of_it():
     assert fn.traces == 11
 
 
-def test_x64_says_what_becomes_of_64_bits():
+def test_x64_decides_about_64_bit_types():
     def fn(x, labels):
         return -jnp.sum(jax.nn.one_hot(labels, 3) * jax.nn.log_softmax(x), axis=1)
 
@@ -354,7 +354,7 @@ def test_x64_says_what_becomes_of_64_bits():
     assert (narrow.dtype, wide.grad.dtype) == (torch.float32, torch.float64)
 
 
-def test_the_number_of_programs_is_bounded(monkeypatch):
+def test_number_of_programs_is_bounded(monkeypatch):
     monkeypatch.setattr(bridge._autograd.jax_function, "_PROGRAMS_KEPT", 3)
     fn = Counted(lambda x, n: x * n)
     f = bridge.jax_function(fn)
@@ -365,7 +365,7 @@ def test_the_number_of_programs_is_bounded(monkeypatch):
     assert fn.traces == 5
 
 
-def test_a_function_that_raises_leaves_nothing_behind():
+def test_function_that_raises_leaves_no_program():
     fail = True
 
     def fn(x):
@@ -389,7 +389,7 @@ def cube(x):
 @pytest.mark.parametrize(
     "duplicate", [lambda f: pickle.loads(pickle.dumps(f)), copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"]
 )
-def test_it_can_be_pickled_and_copied(duplicate):
+def test_jax_function_can_be_pickled_and_copied(duplicate):
     f = bridge.jax_function(cube, x64=False)
     f(torch.ones(2))
     other = duplicate(f)
@@ -399,7 +399,7 @@ def test_it_can_be_pickled_and_copied(duplicate):
     assert repr(other) == "<jax_function(cube): 1 programs>"
 
 
-def test_integers_cannot_be_asked_for_a_gradient():
+def test_gradient_of_an_integer_raises():
     n, x = torch.tensor([1, 2]), tensor(2)
     f = bridge.jax_function(lambda n, x: n.astype(x.dtype) * x)
     with pytest.raises(RuntimeError, match="not require grad"):
@@ -418,7 +418,7 @@ def test_integers_cannot_be_asked_for_a_gradient():
     ],
     ids=["tensor and numpy", "numpy", "floats", "tensor and jax"],
 )
-def test_the_first_call_may_stand_in_what_jax_traces(arguments):
+def test_first_call_may_happen_inside_a_jax_trace(arguments):
     given = arguments()
 
     def within(x):

@@ -1,4 +1,4 @@
-"""jax_function: what a call costs, counted; which arguments need no questions; which residuals are made anew."""
+"""jax_function: counted cost of a call; arguments with a fast signature; residuals that are rematerialized."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def pair(*shape):
 
 
 def frames(function):
-    """The names of our functions that a call enters, each as often as it is entered."""
+    """Return the name of each call that enters a function of ours."""
     seen = []
 
     def entered(frame, event, _):
@@ -40,12 +40,12 @@ def frames(function):
     return seen
 
 
-# ------------------------------------------------------------------ a call that was seen before
+# ------------------------------------------------------------------ repeated calls
 
 
-def test_a_warm_call_enters_few_functions_of_ours_and_no_context(monkeypatch):
+def test_warm_call_enters_few_project_functions_and_no_context(monkeypatch):
     f, (a, b) = bridge.jax_function(lambda a, b: jnp.sin(a) * b), pair(16, 16)
-    monkeypatch.setattr(traced_function, "operands", None)  # neither torch's nor jax's import is asked for
+    monkeypatch.setattr(traced_function, "operands", None)  # neither the import of torch's nor of jax's is called
     expected = f(a, b), f(a.detach(), b.detach())
     monkeypatch.setattr(traced_function, "X64", None)
     monkeypatch.setattr(jax_function, "scope", None)
@@ -56,14 +56,14 @@ def test_a_warm_call_enters_few_functions_of_ours_and_no_context(monkeypatch):
     torch.testing.assert_close((f(a, b), f(a.detach(), b.detach())), expected)
 
 
-def test_a_small_recording_is_the_program_of_the_outputs_alone():
+def test_small_recorded_call_keeps_no_residuals():
     f, (a, b) = bridge.jax_function(lambda a, b: jnp.sin(a) * b), pair(16, 16)
     f(a, b)
     ((call, recording, _),) = f._quick.values()
     assert (call, len(call._cross), recording.ends, recording.needed) == (recording.forward, 1, (1, 1), (0, 1))
 
 
-def test_a_call_that_is_not_plain_is_not_taken_for_one_that_was():
+def test_unusual_call_does_not_match_an_earlier_fast_signature():
     f = bridge.jax_function(lambda x: x * 2)
     x = torch.arange(64.0)
     f(x)
@@ -81,17 +81,17 @@ def test_a_call_that_is_not_plain_is_not_taken_for_one_that_was():
     for other in others:
         for _ in range(2):
             torch.testing.assert_close(f(other), torch.Tensor(other.resolve_neg()).to(other.dtype) * 2)
-    assert len(f._quick) == 3, "plain are the transposed and the one of 64 bits too"
+    assert len(f._quick) == 3, "transposed and 64-bit arguments also have a fast signature"
 
 
-def test_static_values_that_are_equal_and_of_other_types_have_programs_of_their_own():
+def test_equal_static_values_of_other_types_have_separate_programs():
     f, x = bridge.jax_function(lambda x, n: x * 2 if n is True else x * 3 if isinstance(n, int) else x * n), torch.ones(4)
     for _ in range(2):
         assert [f(x, n)[0].item() for n in (True, 1, 1.0, 4.0)] == [2, 3, 1, 4]
     assert f.programs == 3
 
 
-def test_trees_and_floats_are_plain_too():
+def test_trees_and_floats_have_fast_signatures():
     f = bridge.jax_function(lambda batch, s, *, mode: {"y": batch["x"] * s + batch["z"][0], "n": batch["x"].sum()})
     x, z = pair(4)
     for s in (2.0, 3.0):
@@ -101,7 +101,7 @@ def test_trees_and_floats_are_plain_too():
     assert "_any" not in frames(lambda: f({"x": x, "z": [z]}, 4.0, mode="a"))
 
 
-def test_what_a_transformation_left_over_goes_the_general_way():
+def test_tensors_of_torch_func_use_the_general_path():
     kept = []
     torch.func.grad(lambda x: (kept.append(x), (x * x).sum())[1])(torch.ones(3))
     f = bridge.jax_function(jnp.sin)
@@ -109,7 +109,7 @@ def test_what_a_transformation_left_over_goes_the_general_way():
     torch.testing.assert_close(f(kept[0]).detach(), torch.sin(torch.ones(3)))
 
 
-def test_a_storage_that_was_freed_has_no_address():
+def test_freed_storage_has_no_address():
     x = torch.ones(8)
     assert fast_signature.plain([x])[2] == [x.data_ptr()]
     x.untyped_storage().resize_(0)
@@ -130,13 +130,13 @@ def test_a_storage_that_was_freed_has_no_address():
     ],
     ids=["size", "type", "gaps", "meta", "negative", "sparse", "subclass"],
 )
-def test_addresses_are_taken_of_what_is_as_it_should_be_only(other):
+def test_addresses_are_taken_of_ordinary_tensors_only(other):
     good = torch.ones(8)
     assert fast_signature.addresses_of([good, good], [(torch.float32, 8)] * 2) == [good.data_ptr()] * 2
     assert fast_signature.addresses_of([good, other], [(torch.float32, 8)] * 2) is None
 
 
-def test_a_hook_that_gives_back_another_size_is_an_error():
+def test_hook_that_returns_another_size_raises():
     f, (a, b) = bridge.jax_function(lambda a, b: a * b), pair(64)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t[:2].clone()):
         out = f(a, b).sum()
@@ -144,7 +144,7 @@ def test_a_hook_that_gives_back_another_size_is_an_error():
         out.backward()
 
 
-def test_the_quick_ways_are_bounded_and_go_with_their_programs(monkeypatch):
+def test_fast_signatures_are_bounded_and_dropped_with_their_programs(monkeypatch):
     monkeypatch.setattr(jax_function, "_PROGRAMS_KEPT", 3)
     f = bridge.jax_function(lambda x, n: x * n)
     for n in range(7):
@@ -155,7 +155,7 @@ def test_the_quick_ways_are_bounded_and_go_with_their_programs(monkeypatch):
         assert all(recording is None or id(recording.program) in programs for _, recording, _ in f._quick.values())
 
 
-def test_without_private_names_the_public_calls_do_the_same(monkeypatch):
+def test_public_fallbacks_give_the_same_results(monkeypatch):
     f, (a, b) = bridge.jax_function(lambda a, b: jnp.cumsum(a) * b), pair(64)
     expected = torch.autograd.grad(f(a, b).sum(), (a, b))
     monkeypatch.setattr(jax_function, "_record", autograd_functions._Recorded.apply)
@@ -189,7 +189,7 @@ ANEW = {
 
 
 @pytest.mark.parametrize("name", ANEW)
-def test_few_elementwise_operations_are_made_anew(name, monkeypatch):
+def test_few_elementwise_operations_are_rematerialized(name, monkeypatch):
     fn, like, count = ANEW[name]
     a, b = pair(32)
     out, recording = recorded(fn, a, b)
@@ -205,7 +205,7 @@ def test_few_elementwise_operations_are_made_anew(name, monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(again, (a, b), seed), want, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_made_anew_of_large_arguments_is_bounded_in_all():
+def test_rematerialization_of_large_arguments_is_bounded_in_total():
     def fn(a, b):
         return sum(jnp.sin(a * i) for i in range(1, 21)) * b
 
@@ -219,7 +219,7 @@ def test_what_is_made_anew_of_large_arguments_is_bounded_in_all():
     assert not recorded(fn, *pair(5000))[1]._anew
 
 
-def test_arguments_that_are_no_tensors_and_those_not_needed_are_there_when_it_is_made_anew():
+def test_rematerialization_gets_all_kinds_of_arguments():
     def fn(a, b, s, values):
         return jnp.sin(a * s) * values + 2 * b
 

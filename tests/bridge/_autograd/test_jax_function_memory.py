@@ -1,4 +1,4 @@
-"""jax_function: the same bytes on both sides, nothing read late, nothing shared by accident; threads and torch.compile."""
+"""jax_function: arguments and outputs share memory with torch, nothing is read after the call; threads and torch.compile."""
 
 import functools
 import gc
@@ -37,14 +37,14 @@ COPIED = {
 
 
 class Seen:
-    """The addresses of what went into the programs as jax takes it, and of what came out, as (jax's, torch's)."""
+    """The addresses of inputs as jax gets them, and of outputs as (jax's, torch's)."""
 
     def __init__(self, monkeypatch):
         self.into, self.out = [], []
         run, results = traced_function.Call._run, call_arguments.results
 
         def watched_run(call, flat, others):
-            # This is what the compiled call does with an operand: it takes the memory as it is where it is aligned.
+            # The compiled call treats an operand like this: it reads aligned memory without a copy.
             self.into.append([jax.device_put(x, may_alias=True).unsafe_buffer_pointer() for x in flat])
             return run(call, flat, others)
 
@@ -63,10 +63,10 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arguments_are_read_where_they_lie_and_outputs_seen_where_they_are(layout, seen):
+def test_arguments_and_outputs_are_not_copied(layout, seen):
     x, f = LAYOUTS[layout](), bridge.jax_function(lambda x: x * x)
     ys = [f(x), f(x), f._any((x,), {})]
-    assert len(f._quick) == 1, "the general way is not what most calls take"
+    assert len(f._quick) == 1, "the call did not use the fast path"
     assert seen.into == [[x.data_ptr()]] * 3
     assert seen.out == [[(y.data_ptr(), y.data_ptr())] for y in ys]
     for y in ys:
@@ -74,14 +74,14 @@ def test_arguments_are_read_where_they_lie_and_outputs_seen_where_they_are(layou
 
 
 @pytest.mark.parametrize("layout", COPIED)
-def test_memory_that_jax_cannot_read_is_copied(layout, seen):
+def test_memory_that_jax_cannot_alias_is_copied(layout, seen):
     x, f = COPIED[layout](), bridge.jax_function(lambda x: x * x)
     for _ in range(2):
         torch.testing.assert_close(f(x), (x * x).resolve_conj().resolve_neg())
     assert not x.numel() or seen.into[0] != [x.data_ptr()]
 
 
-def test_the_backward_reads_arguments_outputs_and_gradients_where_they_lie(seen):
+def test_backward_copies_no_arguments_outputs_or_gradients(seen):
     a, b = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32).mul_(0.1).t().requires_grad_()
     y = bridge.jax_function(lambda a, b: jnp.exp(a @ b))(a, b)
     grad = torch.randn(32, 32)
@@ -92,7 +92,7 @@ def test_the_backward_reads_arguments_outputs_and_gradients_where_they_lie(seen)
     torch.testing.assert_close(found, torch.autograd.grad(z, (a, b), grad))
 
 
-def test_what_is_kept_are_the_residuals_and_no_copies_of_arguments_or_outputs():
+def test_only_residuals_are_kept_alive():
     cases = {
         (lambda a, b: a * b): ((0, 1), (), 0),
         (lambda a, b: a + 2 * b): ((), (), 0),
@@ -122,7 +122,7 @@ HANDED_THROUGH = {
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", HANDED_THROUGH)
-def test_each_output_has_memory_of_its_own(name, requires_grad):
+def test_outputs_do_not_share_memory(name, requires_grad):
     x = torch.arange(64.0).requires_grad_(requires_grad)
     outs = bridge.jax_function(HANDED_THROUGH[name])(x)
     outs = outs if isinstance(outs, tuple) else (outs,)
@@ -147,11 +147,11 @@ def product():
 
 
 def constants(rows=ROWS, side=SIDE):
-    """x of one value, and a matrix that leaves it so: each element of the product is exactly that value."""
+    """Return x with one value in all elements, and a matrix whose product with x has that value in all elements."""
     return torch.full((rows, side), 1.0), torch.full((side, side), 1.0 / side)
 
 
-def test_tensors_changed_right_after_each_call_are_never_read_late():
+def test_tensors_may_change_right_after_each_call():
     x, w = constants()
     seed, wrong = torch.empty_like(x), []
     for i in range(ROUNDS):
@@ -168,8 +168,8 @@ def test_tensors_changed_right_after_each_call_are_never_read_late():
     assert wrong == []
 
 
-def test_a_call_that_does_not_wait_is_caught():
-    """The same program without the wait: what the test above looks for is there to be seen."""
+def test_comparison_detects_a_call_that_does_not_wait():
+    """The same program without the wait: the test above can fail."""
     x, w = constants()
     product()(x, w)
     program = next(p for (p, _) in product()._known.values() if p.tensors[0].shape == (ROWS, SIDE))
@@ -182,7 +182,7 @@ def test_a_call_that_does_not_wait_is_caught():
     assert stale
 
 
-def test_a_change_between_forward_and_backward_is_torchs_error_where_it_matters():
+def test_change_between_forward_and_backward_raises_torchs_error():
     a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
 
     def changed(fn, which):
@@ -206,7 +206,7 @@ def test_a_change_between_forward_and_backward_is_torchs_error_where_it_matters(
         changed(fn, which)
 
 
-def test_residuals_go_with_the_backward_and_with_the_graph():
+def test_residuals_are_freed_with_the_backward_and_with_the_graph():
     f, x = bridge.jax_function(lambda x: jnp.tanh(jnp.sin(x))), torch.randn(8, requires_grad=True)
     y = f(x)
     y.sum().backward()
@@ -216,10 +216,10 @@ def test_residuals_go_with_the_backward_and_with_the_graph():
     gone = weakref.ref(y)
     node = weakref.ref(y.grad_fn)
     del y
-    assert (gone(), node()) == (None, None), "a cycle keeps it"
+    assert (gone(), node()) == (None, None), "a reference cycle keeps it alive"
 
 
-def test_programs_go_with_the_function():
+def test_programs_are_freed_with_the_function():
     f = bridge.jax_function(lambda x: x + 1)
     f(torch.ones(3))
     program = weakref.ref(next(iter(f._known.values()))[0])
@@ -254,9 +254,9 @@ def test_threads_share_a_function_and_trace_each_signature_once():
     assert sorted(traces) == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch 2.11's own, where it is imported
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks at what crosses a break
-def test_in_a_compiled_caller_the_graph_breaks_and_numbers_and_gradients_are_right():
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # importing torch 2.11 warns
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # at graph breaks
+def test_call_inside_torch_compile_is_a_graph_break_with_right_gradients():
     torch._dynamo.reset()
     counters.clear()
     f = bridge.jax_function(lambda x, s: {"y": jnp.sin(x) * s})
@@ -276,7 +276,7 @@ def test_in_a_compiled_caller_the_graph_breaks_and_numbers_and_gradients_are_rig
     torch._dynamo.reset()
 
 
-def test_settings_of_jax_that_would_stop_the_call_do_not():
+def test_debug_settings_of_jax_do_not_stop_the_call():
     f, x = bridge.jax_function(lambda x: x * 2), torch.ones(3, requires_grad=True)
     with jax.transfer_guard("disallow"), jax.disable_jit():
         f(x).sum().backward()
@@ -284,8 +284,8 @@ def test_settings_of_jax_that_would_stop_the_call_do_not():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (os.environ.get("MASKBRIDGE_TEST_GPU") and torch.cuda.is_available()), reason="no GPU asked for, or none there")
-def test_on_a_gpu_torchs_stream_orders_what_comes_after():
+@pytest.mark.skipif(not (os.environ.get("MASKBRIDGE_TEST_GPU") and torch.cuda.is_available()), reason="no GPU, or none requested")
+def test_torchs_stream_waits_for_results_on_a_gpu():
     x, w = (t.cuda() for t in constants(4096, 4096))
     for i in range(50):
         x.fill_(i % 7)

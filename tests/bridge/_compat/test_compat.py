@@ -1,4 +1,4 @@
-"""Private names of other packages: each does what stands in for it, and all of the library works where none of them is there."""
+"""Private names of other packages equal their public fallbacks, and the whole library works without any private name."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def without_names(module):
-    """A copy of a module of `_compat` that finds no private name."""
+    """Return a copy of a module of `_compat` that finds no private name."""
     copy = importlib.util.module_from_spec(module.__spec__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "private", lambda path, otherwise: otherwise)
@@ -46,7 +46,7 @@ on_torch = pytest.mark.parametrize("names", [of_torch, BARE_TORCH], ids=["privat
 on_jax = pytest.mark.parametrize("names", [of_jax, BARE_JAX], ids=["private", "stand-in"])
 
 
-@pytest.mark.skipif(not NEWEST, reason="an older release has not all of them")
+@pytest.mark.skipif(not NEWEST, reason="older releases lack some of them")
 def test_this_release_has_each_name():
     missing = object()
     of_torch.heard(), of_jax.by_program()
@@ -54,17 +54,17 @@ def test_this_release_has_each_name():
     assert [path for path in sorted(lookup.NAMES) if lookup.private(path, missing) is missing] == []
 
 
-def test_the_page_on_upstream_has_each_name():
+def test_page_about_upstream_lists_each_name():
     assert [path for path in sorted(lookup.NAMES) if not any(f"`{part}`" in PAGE for part in path.split("."))] == []
 
 
-@pytest.mark.skipif(not NEWEST, reason="an older release has not all of them")
+@pytest.mark.skipif(not NEWEST, reason="older releases lack some of them")
 @pytest.mark.parametrize("index", range(len(EXAMPLES)))
-def test_what_is_asked_of_upstream_is_still_missing(index):
+def test_requested_upstream_names_are_still_missing(index):
     exec(compile(EXAMPLES[index], f"example {index} of upstream.md", "exec"), {})
 
 
-def test_what_stands_in_is_taken_for_a_name_or_a_package_that_is_not_there():
+def test_fallback_is_used_for_missing_names_and_packages():
     assert [lookup.private(path, 7) for path in ("torch._C._no_such", "torch._no.such", "no_such_package._x")] == [7, 7, 7]
     lookup.NAMES.difference_update({"torch._C._no_such", "torch._no.such", "no_such_package._x"})
 
@@ -82,29 +82,29 @@ def test_many_tensors_are_copied(names):
 
 
 @on_torch
-def test_a_capsule_becomes_a_tensor_over_the_same_memory(names):
+def test_capsule_becomes_a_tensor_over_the_same_memory(names):
     tensor = torch.arange(6.0)
     assert names.tensor_from_capsule(torch.utils.dlpack.to_dlpack(tensor)).data_ptr() == tensor.data_ptr()
 
 
 @on_torch
-def test_an_allocation_is_known_where_torch_clones_lazily(names, monkeypatch):
+def test_allocations_are_compared_under_lazy_clones(names, monkeypatch):
     monkeypatch.setattr(ownership, "lazy_clone", names.lazy_clone)
     assert ownership._is_allocation(torch.ones(4)) is (names is of_torch)
 
 
 @on_torch
-def test_who_holds_memory_is_never_taken_for_fewer_than_do(names):
+def test_number_of_holders_is_never_underestimated(names):
     known, tensor = names is of_torch, torch.ones(4)
     assert (names.is_view(tensor), names.storage_holders(tensor)) == ((False, 1) if known else (True, 0))
     view = tensor.view(2, 2)
     assert (names.is_view(view), names.storage_holders(view)) == ((True, 2) if known else (True, 0))
     assert not names.is_only_view(view)
-    alone = names.is_only_view(torch.ones(4).view(2, 2))  # not in the assertion, in which pytest holds the base
+    alone = names.is_only_view(torch.ones(4).view(2, 2))  # outside of the assertion, where pytest would hold the base
     assert alone is known
 
 
-def test_where_torch_does_not_tell_who_holds_memory_none_is_taken(monkeypatch):
+def test_memory_is_not_adopted_if_torch_hides_its_holders(monkeypatch):
     assert adoption.cannot_own(torch.ones(4)) == ""
     monkeypatch.setattr(adoption, "storage_holders", BARE_TORCH.storage_holders)
     assert adoption.cannot_own(torch.ones(4)) == adoption.SHARED
@@ -113,26 +113,26 @@ def test_where_torch_does_not_tell_who_holds_memory_none_is_taken(monkeypatch):
 
 
 @on_torch
-def test_a_guard_denies_other_metadata_and_without_torchs_there_is_none(names):
+def test_guard_rejects_other_metadata(names):
     made = names.guard([torch.zeros(2, 3)])
     assert (made is not None) is (names is of_torch)
     assert made is None or (made(torch.ones(2, 3)), made(torch.ones(3, 2))) == (True, False)
 
 
-def test_guards_that_answer_otherwise_are_not_used(monkeypatch):
-    class Blind:
+def test_guards_with_wrong_answers_are_not_used(monkeypatch):
+    class AlwaysTrue:
         def __init__(self, *tensors, **sizes):
             pass
 
         def check(self, *tensors):
             return True
 
-    monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", Blind)
+    monkeypatch.setattr("torch._C._dynamo.guards.TensorGuards", AlwaysTrue)
     assert of_torch._guard() is of_torch.no_guard
 
 
 @on_torch
-def test_a_write_changes_the_version(names):
+def test_write_changes_the_version(names):
     tensor = torch.zeros(2)
     before = names.version(tensor)
     assert (names.version(tensor) == before) is (names is of_torch)
@@ -141,7 +141,7 @@ def test_a_write_changes_the_version(names):
 
 
 @on_torch
-def test_nobody_hears_a_step_only_where_torch_tells(names):
+def test_step_has_no_listeners_only_if_torch_says_so(names):
     before, after, somewhere, here = names.heard()
     assert (before, after) == ({}, {})
     assert (somewhere(), here()) == ((False, False) if names is of_torch else (True, False))
@@ -149,21 +149,21 @@ def test_nobody_hears_a_step_only_where_torch_tells(names):
         assert somewhere()
 
 
-def test_schedulers_read_the_entry_that_a_step_leaves():
+def test_schedulers_see_that_a_step_was_taken():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     vars(optimizer)[of_torch.OPT_CALLED] = True
-    scheduler.step()  # it would warn
+    scheduler.step()  # it would warn if it had not seen the step
     assert of_torch.OPT_CALLED == "_opt_called"
 
 
-def test_the_public_way_around_torch_compile_stands_in():
+def test_public_compiler_disable_is_the_fallback():
     assert BARE_TORCH.disable_dynamo is torch.compiler.disable
     assert of_torch.disable_dynamo(len).__wrapped__ is len
 
 
 @on_torch
-def test_transformations_of_torch_are_noticed(names):
+def test_torch_func_transforms_are_noticed(names):
     seen = []
     torch.func.vmap(lambda x: seen.append(names.functorch_is_active()) or x)(torch.ones(2))
     with torch.autograd.forward_ad.dual_level():
@@ -185,7 +185,7 @@ class Double(torch.autograd.Function):
 
 
 @on_torch
-def test_the_short_apply_is_that_of_the_function(names, monkeypatch):
+def test_fast_apply_equals_function_apply(names, monkeypatch):
     x = torch.ones(2, requires_grad=True)
     names.apply_of(Double)(x).sum().backward()
     assert x.grad.tolist() == [2, 2]
@@ -203,7 +203,7 @@ def test_the_short_apply_is_that_of_the_function(names, monkeypatch):
 
 
 @on_torch
-def test_overrides_are_asked_again_only_where_torch_can(names):
+def test_overridden_functions_run_again_only_where_torch_can(names):
     class Mine(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -215,7 +215,7 @@ def test_overrides_are_asked_again_only_where_torch_can(names):
 
 
 @on_torch
-def test_a_tensor_is_made_one_of_a_subclass(names):
+def test_tensor_becomes_one_of_a_subclass(names):
     class Mine(torch.Tensor):
         pass
 
@@ -224,7 +224,7 @@ def test_a_tensor_is_made_one_of_a_subclass(names):
 
 
 @on_torch
-def test_hooks_and_kinds_of_modules(names):
+def test_module_hooks_and_classes_are_found(names):
     handle = register_module_forward_pre_hook(lambda *_: None)
     assert len(names.global_forward_pre_hooks) == (names is of_torch)
     handle.remove()
@@ -237,7 +237,7 @@ def test_hooks_and_kinds_of_modules(names):
 
 
 @pytest.mark.parametrize("space", of_torch.BENEATH)
-def test_public_functions_are_those_beneath_torchs_python(space):
+def test_builtin_functions_equal_the_public_ones(space):
     public = vars(BARE_TORCH.BENEATH[space])
     same = [name for name, function in public.items() if getattr(of_torch.BENEATH[space], name, None) is function]
     assert len(same) > 10
@@ -245,7 +245,7 @@ def test_public_functions_are_those_beneath_torchs_python(space):
         assert public[name] in functions_named(name)
 
 
-def test_stft_beneath_torchs_python():
+def test_builtin_stft_equals_the_public_one():
     x = torch.randn(64)
     below = of_torch.unpadded_stft(x, 16, 8, 16, torch.ones(16), False, True, True)
     torch.testing.assert_close(below, torch.stft(x, 16, 8, 16, torch.ones(16), center=False, onesided=True, return_complex=True))
@@ -253,13 +253,13 @@ def test_stft_beneath_torchs_python():
 
 
 @on_torch
-def test_a_draw_from_a_dirichlet_distribution(names):
+def test_dirichlet_sample_is_drawn(names):
     drawn = names.sample_dirichlet(torch.tensor([[4000.0, 12000.0]] * 3))
     torch.testing.assert_close(drawn.sum(-1), torch.ones(3))
     torch.testing.assert_close(drawn, torch.tensor([[0.25, 0.75]] * 3), atol=0.05, rtol=0)
 
 
-def test_operators_that_write_are_known():
+def test_in_place_operators_are_known():
     assert isinstance(torch.ops.aten.add, of_torch.OVERLOADS)
     found = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor, torch.ops.aten.add.out, object()
     assert list(map(of_torch.writes, found)) == [False, True, True, True]
@@ -275,7 +275,7 @@ def test_whether_jax_has_started_is_known(names):
 
 
 @on_jax
-def test_options_of_a_program_are_those_of_jax_outside_of_the_context(names):
+def test_program_options_are_set_only_within_the_context(names):
     from jax._src import compiler
 
     with names.extra_option("a"):
@@ -287,7 +287,7 @@ def test_options_of_a_program_are_those_of_jax_outside_of_the_context(names):
 
 
 @on_jax
-def test_arrays_and_capsules(names, monkeypatch):
+def test_arrays_convert_to_and_from_capsules(names, monkeypatch):
     monkeypatch.setattr(dlpack, "array_from_capsule", names.array_from_capsule)
     monkeypatch.setattr(dlpack, "capsule_from_array", names.capsule_from_array)
     dlpack._cpu_calls.cache_clear()
@@ -296,14 +296,14 @@ def test_arrays_and_capsules(names, monkeypatch):
     finally:
         dlpack._cpu_calls.cache_clear()
     assert (calls is None) is (names is BARE_JAX)
-    assert (importer is None) is (names is BARE_JAX) or not NEWEST  # jaxlib 0.8 takes other arguments
+    assert (importer is None) is (names is BARE_JAX) or not NEWEST  # jaxlib 0.8 has other arguments
     tensor = torch.arange(64.0)
     array = (importer or dlpack._public_import)(tensor, dlpack.cpu())
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
 
 
 @on_jax
-def test_numpy_sees_an_array_on_the_cpu(names):
+def test_numpy_views_an_array_on_the_cpu(names):
     array = jnp.arange(64, dtype=jnp.bfloat16)
     found = names.uncached_numpy(array)
     found = found[0] if isinstance(found, tuple) else found
@@ -311,7 +311,7 @@ def test_numpy_sees_an_array_on_the_cpu(names):
 
 
 @on_jax
-def test_streams_are_used_only_where_they_can_be_read_and_set(names):
+def test_streams_are_used_only_if_they_can_be_read_and_set(names):
     assert BARE_JAX.streams is None
     assert streams._calls is of_jax.streams
     if names.streams is not None:
@@ -332,7 +332,7 @@ def test_programs_from_the_persistent_cache_are_counted(names):
 
 
 @on_jax
-def test_a_value_of_an_inner_trace_is_known(names):
+def test_tracer_of_an_inner_trace_is_recognized(names):
     state, found = names.trace_state(), []
     jax.jit(lambda x: found.append((names.ends_before(x, state), names.ends_before(x, names.trace_state()))) or x)(1.0)
     assert found == [(names is of_jax, False)]
@@ -341,7 +341,7 @@ def test_a_value_of_an_inner_trace_is_known(names):
 # ------------------------------------------------------------------ torch2jax and functions
 
 
-def test_a_torch2jax_without_one_of_its_names_is_refused_by_name(monkeypatch):
+def test_error_names_what_torch2jax_lacks(monkeypatch):
     torch2jax.torch2jax.cache_clear()
     monkeypatch.delattr(package, "RngPooperContext")
     with pytest.raises(ImportError, match=r"has no RngPooperContext, by which .* 0\.1 has it\. Install it"):
@@ -350,7 +350,7 @@ def test_a_torch2jax_without_one_of_its_names_is_refused_by_name(monkeypatch):
     assert torch2jax.torchish() is package.Torchish
 
 
-def test_draws_of_torch2jax_ask_us_for_keys():
+def test_draws_of_torch2jax_use_our_keys():
     class Keys:
         def poop(self):
             return "key"
@@ -359,7 +359,7 @@ def test_draws_of_torch2jax_ask_us_for_keys():
         assert package.mk_rng() == "key"
 
 
-def test_a_function_of_the_same_code_has_other_variables():
+def test_function_can_be_copied_with_other_variables():
     def f(x=1):
         return x + TERM
 
@@ -370,7 +370,7 @@ def test_a_function_of_the_same_code_has_other_variables():
 
 TERM = 0
 
-# ------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------ the whole library
 
 WITHOUT = """
 import importlib.util, sys
@@ -436,7 +436,7 @@ print(bridge.doctor())
 
 
 @pytest.mark.slow
-def test_all_works_without_any_private_name():
+def test_library_works_without_any_private_name():
     path = ROOT / "bridge" / "_compat" / "lookup.py"
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", WITHOUT, str(path)], capture_output=True, text=True, env=env, check=False)

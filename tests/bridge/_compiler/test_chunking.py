@@ -1,4 +1,4 @@
-"""Tiles: many equal leaves are updated some at a time, by programs that serve whichever of them have a gradient."""
+"""Chunking: many equal leaves are updated in chunks, by executables that can be reused for every set of gradients."""
 
 import gc
 import itertools
@@ -25,8 +25,8 @@ SHAPES = [(5, 7)] * 18 + [(23,)] * 14 + [(6, 3)] * 9 + [(11, 2)]
 
 
 @pytest.fixture(autouse=True)
-def _leaves_by_themselves(monkeypatch):
-    """Small leaves stand for large ones: none is packed, and tiles are of 24, 4 and 1."""
+def _unbucketed_leaves(monkeypatch):
+    """Let small leaves act like large ones: none is bucketed, and chunks have 24, 4 or 1 leaves."""
     monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
 
@@ -42,7 +42,7 @@ def pair(masked, original, shapes=SHAPES, **options):
 
 
 def sizes(optimizer):
-    """How many leaves each program of the last step took."""
+    """Return how many leaves each executable of the last step updated."""
     return [len(launch.leaves) for launch in optimizer._launches.latest]
 
 
@@ -57,7 +57,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("SGD", "NAdam"))])
-def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compile_nothing(name):
+def test_steps_with_random_missing_gradients_move_as_in_torch_and_stop_compiling(name):
     masked, original, options = PAIRS[name]
     runs, start = pair(masked, original, **options)
     (ours, params), (_, others) = runs
@@ -80,28 +80,28 @@ def test_thirty_steps_with_gradients_missing_at_random_are_torchs_and_soon_compi
             by_shape.setdefault(program.plan.leaves[0].spec, set()).add(len(program.plan.leaves))
     every = {spec: {sum(shape == s for s in SHAPES) for shape in SHAPES if math.prod(shape) == spec.shape[0]} for spec in by_shape}
     assert all(len(counts) <= 4 and counts <= {24, 4, 1} | every[spec] for spec, counts in by_shape.items()), by_shape
-    assert compiled[-1] == compiled[14], "live sets of a restless optimizer are tiles that there are already"
+    assert compiled[-1] == compiled[14], "a new set of gradients needed another executable"
     assert ours.cache_info().programs <= 4 * 3 + 4
 
 
-def test_tiles_are_of_equal_leaves_and_the_rest_is_one_program():
+def test_chunks_contain_equal_leaves():
     runs, _ = pair(torch_api.MaskedSGD, torch.optim.SGD, lr=0.1)
     (ours, params), _ = runs
     run(runs, 1)
-    assert sorted(sizes(ours)) == [1, 9, 14, 18], "where all are live they are no more programs than kinds"
+    assert sorted(sizes(ours)) == [1, 9, 14, 18], "with all gradients there is more than one chunk per kind of leaf"
     launches = ours._launches.latest
     assert sorted(id(p) for launch in launches for p in (leaf.param for leaf in launch.leaves)) == sorted(map(id, params))
     assert all(len({leaf.shape for leaf in launch.leaves}) == 1 for launch in launches)
     assert len({launch.program for launch in launches}) == ours.cache_info().programs == 4
     step_all(runs, [None if i in (0, 20, 36) else torch.randn_like(p) for i, p in enumerate(params)])
-    assert sorted(sizes(ours)) == [1] * 3 + [4] * 9, "else programs that serve any number"
+    assert sorted(sizes(ours)) == [1] * 3 + [4] * 9, "with changing sets the chunks do not have the fixed sizes"
     step_all(runs, [None if i in (3, 19, 33) else torch.randn_like(p) for i, p in enumerate(params)])
     assert sorted(sizes(ours)) == [1] * 3 + [4] * 9
     assert ours.cache_info().programs == 4 + 2 + 2 + 1
 
 
-def test_frozen_leaves_that_are_ever_others_compile_no_program_for_their_number_any_more():
-    """Each set is all that may be trained; the fourth is the last for which there are programs that no other set can use."""
+def test_changing_frozen_leaves_stop_compiling_after_a_few_sets():
+    """Each set is all trainable parameters; from the fifth on, chunks of the fixed sizes are reused."""
     runs, start = pair(*PAIRS["AdamW"][:2], **PAIRS["AdamW"][2])
     (ours, params), (_, others) = runs
     run(runs, 1)
@@ -117,14 +117,14 @@ def test_frozen_leaves_that_are_ever_others_compile_no_program_for_their_number_
     assert made == [{18, 14, 9, 1}, {17, 13}, {16, 12}, {15, 11}, set(), set(), set(), set()]
 
 
-def test_few_leaves_are_one_program():
+def test_few_leaves_share_one_executable():
     params = parameters([(5, 7)] * chunking.LOOPS)
     ours = torch_api.MaskedSGD(params, lr=0.1)
     run([(ours, params)], 1)
     assert sizes(ours) == [chunking.LOOPS]
 
 
-def test_some_leaves_are_one_program_and_of_more_those_with_equals_have_programs_of_their_own(monkeypatch):
+def test_more_leaves_are_split_into_chunks_of_equal_leaves(monkeypatch):
     monkeypatch.setattr(chunking, "LOOPS", 40)
     params = parameters([(5, 7)] * 31 + [(23,)] * 9)
     ours = torch_api.MaskedSGD(params, lr=0.1)
@@ -139,7 +139,7 @@ def test_some_leaves_are_one_program_and_of_more_those_with_equals_have_programs
 
 
 @pytest.mark.parametrize("count", [1, 2, 23, 24, 25, 36, 48, 49, 1000])
-def test_equal_leaves_that_are_all_live_are_as_few_programs_as_may_be(count):
+def test_equal_leaves_with_gradients_are_split_into_as_few_chunks_as_possible(count):
     found = list(chunking.evenly(range(count)))
     assert [i for tile in found for i in tile] == list(range(count))
     assert len(found) == math.ceil(count / chunking.EQUAL)
@@ -148,13 +148,13 @@ def test_equal_leaves_that_are_all_live_are_as_few_programs_as_may_be(count):
 
 
 @pytest.mark.parametrize(("equal", "found"), [(24, [24, 4, 1]), (16, [16, 4, 1]), (2, [2, 1]), (1, [1])])
-def test_sizes_of_tiles(monkeypatch, equal, found):
+def test_chunk_sizes_are_decreasing(monkeypatch, equal, found):
     monkeypatch.setattr(chunking, "EQUAL", equal)
     assert chunking.sizes() == found
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_leaf_is_in_one_tile(seed):
+def test_every_leaf_is_in_exactly_one_chunk(seed):
     random = np.random.default_rng(seed)
     kinds = [None if random.random() < 0.1 else int(k) for k in random.integers(0, 5, 60)]
     frequent = [kinds.count(kind) + (kind == 2) if kind in (0, 1, 2) else 0 for kind in kinds]
@@ -171,7 +171,7 @@ def test_every_leaf_is_in_one_tile(seed):
 # ---------------------------------------------------------------------- all gradients together
 
 
-def test_the_norm_is_over_all_programs_and_live_leaves_as_torchs():
+def test_norm_is_taken_over_all_executables_as_in_torch():
     params = parameters()
     start, others = clones(params), clones(params)
     ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, max_grad_norm=0.7)
@@ -189,13 +189,13 @@ def test_the_norm_is_over_all_programs_and_live_leaves_as_torchs():
 
 @pytest.mark.parametrize("where", [0, 20, 35, 41])
 @pytest.mark.parametrize("bound", [None, pytest.param(0.5, marks=pytest.mark.slow)], ids=["plain", "clipped"])
-def test_of_a_scaled_loss_one_bad_gradient_skips_the_programs_of_all(where, bound):
+def test_one_nonfinite_gradient_skips_all_executables(where, bound):
     params = parameters()
     start, others = clones(params), clones(params)
     ours = torch_api.MaskedSGD(params, lr=0.1, momentum=0.9, fused=True, max_grad_norm=bound)
     theirs = torch.optim.SGD(others, lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
-    scaler.scale(torch.zeros(()))  # which makes its tensors
+    scaler.scale(torch.zeros(()))  # the scaler makes its tensors here
     for step in range(4):
         grads = random_grads(params)
         set_grads(params, [g * scaler.get_scale() for g in grads])
@@ -292,8 +292,8 @@ CAUSES = {
 
 
 @pytest.mark.parametrize(("change", "cause"), CAUSES.values(), ids=CAUSES.keys())
-def test_the_warning_names_the_cause(change, cause):
-    shape = 3, 20 + list(CAUSES).index(next(k for k, v in CAUSES.items() if v[0] is change))  # no other test has these programs
+def test_compilation_warning_names_the_cause(change, cause):
+    shape = 3, 20 + list(CAUSES).index(next(k for k, v in CAUSES.items() if v[0] is change))  # a shape that no other test uses
     pairs, params = named(shape=shape)
     ours = torch_api.MaskedAdamW(pairs, mask=["w0", "w2"])
     with warnings.catch_warnings():
@@ -310,7 +310,7 @@ def test_the_warning_names_the_cause(change, cause):
         run([(ours, params)], 2)
 
 
-def test_the_warning_points_to_who_called_step():
+def test_compilation_warning_points_to_the_caller_of_step():
     pairs, params = named(shape=(3, 31))
     ours = torch_api.MaskedAdamW(pairs)
     run([(ours, params)], 1)
@@ -320,7 +320,7 @@ def test_the_warning_points_to_who_called_step():
     assert caught[0].filename == __file__
 
 
-def test_a_warning_that_is_made_an_error_loses_nothing():
+def test_warning_raised_as_an_error_changes_nothing():
     pairs, params = named(shape=(3, 32))
     others = clones(params)
     start = clones(params)
@@ -338,7 +338,7 @@ def test_a_warning_that_is_made_an_error_loses_nothing():
     assert_near(params, others, start)
 
 
-def test_no_number_warns_or_misses():
+def test_changed_hyperparameters_hit_the_cache_without_warning():
     pairs, params = named(shape=(3, 41))
     ours = torch_api.MaskedAdamW(pairs, max_grad_norm=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(ours, 0.1, total_steps=30)
@@ -352,7 +352,7 @@ def test_no_number_warns_or_misses():
     assert ours.cache_info()[:2] == (9, 1)
 
 
-def test_a_pattern_that_was_seen_compiles_nothing_and_warns_nothing():
+def test_known_trainable_pattern_compiles_and_warns_nothing():
     params = parameters()
     ours = torch_api.MaskedSGD([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, momentum=0.9)
     run([(ours, params)], 1)
@@ -370,7 +370,7 @@ def test_a_pattern_that_was_seen_compiles_nothing_and_warns_nothing():
 # ---------------------------------------------------------------------- memory
 
 
-def test_state_bytes_are_torchs():
+def test_state_has_the_bytes_of_torch():
     runs, _ = pair(torch_api.MaskedAdamW, torch.optim.AdamW, lr=0.01)
     run(runs, 2)
     size = lambda o: sum(t.nbytes for s in o.state.values() for t in s.values())  # noqa: E731
@@ -378,7 +378,7 @@ def test_state_bytes_are_torchs():
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 17], ids=["tiles", "packs"])
-def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, monkeypatch):
+def test_deleted_optimizer_leaves_only_the_memory_of_its_parameters(limit, monkeypatch):
     monkeypatch.setitem(buckets.GATHERED, "cpu", limit)
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
@@ -388,7 +388,7 @@ def test_what_is_left_of_an_optimizer_is_the_memory_of_its_parameters(limit, mon
     run([(ours, params)], 2, random_subset)
     held = {leaf.memory for leaf in ours._leaves}
     expected = {memory.array.unsafe_buffer_pointer() for memory in held}
-    assert len(held) == (2 if limit else len(params))  # of two padded widths
+    assert len(held) == (2 if limit else len(params))  # buckets of two padded row lengths
     assert len(jax.live_arrays()) - len(before) > len(held)
     del ours, held
     gc.collect()

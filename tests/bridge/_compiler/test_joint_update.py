@@ -1,4 +1,4 @@
-"""Transformations that must see all leaves: what looks across elements is evaluated once, the rest of each leaf is one loop."""
+"""Joint transformations: values across elements are evaluated once, and the elementwise remainder of each leaf is one loop."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from bridge._compiler.update import stepped
 from bridge._runtime import cache
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("standard_promotion")]
-# Two of one shape, two of one size, convolutions, a number, one element, and fewer elements than count as numbers.
+# Shapes: two equal ones, two with equal size, convolutions, a scalar, one element, and a few elements (fewer than scalars count as).
 SHAPES = [(300, 200), (300, 200), (60, 40, 5, 5), (24, 25, 10, 10), (60,), (), (1,), (4, 2)]
 
 
@@ -27,8 +27,8 @@ FEWEST = {
 }  # fmt: skip
 
 
-def plain(monkeypatch):
-    """As it is evaluated where nothing is cut: on a GPU."""
+def without_splitting(monkeypatch):
+    """Evaluate joint updates without splitting, as on a GPU."""
 
     def whole(function, inputs, old, ones, skip, fused):
         return joint_update.settled(function(jax.tree.map(batch_rows.cut, inputs)), old, skip)
@@ -43,32 +43,32 @@ def operations_of(optimizer):
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_twenty_steps_equal_optax(name):
+def test_twenty_steps_match_optax(name):
     params, tx = random_params(shapes=SHAPES), TRANSFORMATIONS[name]()
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
     optimizer = moved(tx, params, grads)
-    assert program(optimizer).plan.units, "each leaf is by itself: this test would show nothing"
+    assert program(optimizer).plan.units, "the leaves are not joint: this test could not fail"
     expected, bound = pure(tx, start, grads), (10 if name == "prodigy" else 1) * 3 * CLOSE
     assert max(map(movement_error, params, expected, start)) < bound
-    with pytest.raises(AssertionError):  # the broken sibling
+    with pytest.raises(AssertionError):  # the comparison can fail
         assert max(map(movement_error, moved_by(tx, start, grads, lr=1.001), expected, start)) < bound
 
 
 @FUSES
 @pytest.mark.parametrize("shapes", [SHAPES[:4], [SHAPES[0], (3,)]], ids=["large", "large and small"])
 @pytest.mark.parametrize("name", FEWEST)
-def test_what_must_see_all_leaves_moves_the_fewest_bytes_and_stores_nothing(name, shapes, monkeypatch):
+def test_joint_update_moves_the_fewest_bytes_and_stores_no_temporaries(name, shapes, monkeypatch):
     params = random_params(shapes=shapes)
     grads, count = [random_grads(params)], sum(p.numel() for p in params)
     optimizer = moved(TRANSFORMATIONS[name](), params, grads)
     assert optimizer.bytes_accessed() / count == pytest.approx(FEWEST[name], abs=0.2)
     assert program(optimizer).update.memory_analysis().temp_size_in_bytes < 0.1 * count
-    plain(monkeypatch)
-    assert moved(TRANSFORMATIONS[name](), params, grads).bytes_accessed() / count > 1.2 * FEWEST[name]  # the broken sibling
+    without_splitting(monkeypatch)
+    assert moved(TRANSFORMATIONS[name](), params, grads).bytes_accessed() / count > 1.2 * FEWEST[name]  # the comparison can fail
 
 
-def test_what_looks_across_elements_is_evaluated_once(monkeypatch):
-    """However often the rest is: products of matrices, loops, sums."""
+def test_values_across_elements_are_evaluated_once(monkeypatch):
+    """Matrix products, loops and sums occur once, however often the elementwise remainder is evaluated."""
     tx = clipped(optax.contrib.muon(0.05))
     shapes = [(32, 48), (32, 40), (24, 16)]
     dear = ("dot_general", "reduce_sum", "while", "scan", "sort", "cond")
@@ -79,7 +79,7 @@ def test_what_looks_across_elements_is_evaluated_once(monkeypatch):
         return {name: found.count(name) for name in dear}
 
     ours = counted()
-    plain(monkeypatch)
+    without_splitting(monkeypatch)
     theirs = counted()
     assert theirs["dot_general"] > 0
     assert theirs["reduce_sum"] > 0
@@ -87,8 +87,8 @@ def test_what_looks_across_elements_is_evaluated_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["clip, adamw", "clip, adafactor", "rows"])
-def test_results_lie_where_their_arguments_did(name):
-    """Those too that are constants, as what adafactor keeps of a vector in the place of rows and columns."""
+def test_results_have_the_addresses_of_their_arguments(name):
+    """This includes constant results, like the rows and columns that Adafactor keeps for a vector."""
     params = random_params(shapes=SHAPES)
     optimizer = moved(TRANSFORMATIONS[name](), params, [random_grads(params)])
     tensors = [*params, *(x for p in params for x in optimizer.state[p].values() if x.numel() > 1)]
@@ -100,7 +100,7 @@ def test_results_lie_where_their_arguments_did(name):
     assert optimizer.cache_info()[:2] == (3, 1)
 
 
-def test_a_callback_is_called_once_a_step():
+def test_callback_is_called_once_per_step():
     seen = []
 
     def update(updates, state, params=None):
@@ -116,7 +116,7 @@ def test_a_callback_is_called_once_a_step():
 
 
 def clipped_momentum(starts, grads):
-    """The transformation below in float64, by definition."""
+    """Return the result of the transformation in the next test, computed in float64 from its definition."""
     params = [x.to(torch.complex128 if x.is_complex() else torch.float64) for x in starts]
     momenta = [torch.zeros_like(p) for p in params]
     for each in grads:
@@ -129,17 +129,17 @@ def clipped_momentum(starts, grads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
-def test_other_types_are_as_without_the_cut(dtype, monkeypatch):
+def test_other_dtypes_move_as_without_splitting(dtype, monkeypatch):
     starts = [p.detach() for p in random_params(dtype, SHAPES)]
     grads = [[torch.randn_like(p) for p in starts] for _ in range(20)]
     tx = clipped(optax.sgd(20.0, momentum=0.9, nesterov=True))
     ours = moved_by(tx, starts, grads)
-    plain(monkeypatch)
+    without_splitting(monkeypatch)
     theirs = moved_by(tx, starts, grads)
     bound = {torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.complex64: 1e-6}[dtype]
     exact = clipped_momentum(starts, grads)
     assert max(map(movement_error, ours, exact, starts)) < bound
-    # Without the cut jaxlib 0.8 is off by some 1e-6 in complex64, which says nothing of ours.
+    # Without splitting, jaxlib 0.8 has an error of its own in complex64.
     if max(map(movement_error, theirs, exact, starts)) < bound:
         assert max(map(movement_error, ours, theirs, starts)) < bound
     else:
@@ -147,7 +147,7 @@ def test_other_types_are_as_without_the_cut(dtype, monkeypatch):
         assert jax.__version_info__ < (0, 10)
 
 
-def test_a_skipped_update_and_a_masked_element_keep_their_bits():
+def test_skipped_updates_and_masked_elements_keep_their_bits():
     params = random_params(shapes=SHAPES[:5])
     rows = torch.zeros(params[0].shape, dtype=torch.bool)
     rows[:7] = True
@@ -168,15 +168,15 @@ def test_a_skipped_update_and_a_masked_element_keep_their_bits():
 
 @pytest.mark.filterwarnings("ignore:OptaxOptimizer. lr is 0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_rate_of_0_keeps_all_bits(dtype):
-    """Those of numbers too small to be normal, too, which a product with 1 may lose."""
+def test_lr_of_0_keeps_all_bits(dtype):
+    """This includes subnormal numbers, which a product with 1 may flush."""
     params = random_params(dtype, shapes=[(300, 200), (200, 300)])
     bits = {2: torch.int16, 4: torch.int32}[params[0].element_size()]
     with torch.no_grad():
         for row, value in enumerate((torch.finfo(dtype).tiny / 8, -0.0, torch.nan, torch.inf)):
             params[0][row] = value
-        if dtype != torch.bfloat16:  # XLA widens these to choose between them, which makes them quiet
-            params[0].view(bits)[4] = params[0].view(bits)[3] + 1  # signalling NaNs
+        if dtype != torch.bfloat16:  # XLA casts bfloat16 to select, which turns signaling NaN into quiet NaN
+            params[0].view(bits)[4] = params[0].view(bits)[3] + 1  # signaling NaN
     start = [p.detach().clone().view(bits) for p in params]
     moved(TRANSFORMATIONS["clip, adamw"](), params, [random_grads(params) for _ in range(3)], lr=0.0)
     assert same([p.detach().view(bits) for p in params], start)
@@ -184,8 +184,8 @@ def test_a_rate_of_0_keeps_all_bits(dtype):
     assert not torch.equal(params[1].detach().view(bits), start[1])
 
 
-def test_a_leaf_in_another_order_of_dimensions():
-    """It is evaluated in its own shape, with all that is seen with it."""
+def test_leaf_in_another_memory_order_moves_alike():
+    """A channels-last leaf is evaluated in its logical shape, and so are the leaves joint with it."""
     torch.manual_seed(0)
     dense = random_params(shapes=[(12, 8, 3, 3), (40, 10)])
     turned = [
@@ -209,8 +209,8 @@ def test_equal_leaves_are_traced_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "traced"), [({}, 0), ({"max_grad_norm": 1.0}, 1)], ids=str)
-def test_the_first_step_uses_the_trace_of_the_construction(options, traced):
-    """Where nothing else is to be in it: gradients times a scale are."""
+def test_first_step_reuses_the_trace_of_the_construction(options, traced):
+    """The construction's trace is reused unless the step adds equations, like scaling gradients for clipping."""
     seen = []
 
     def update(updates, state, params=None):
@@ -230,8 +230,8 @@ def test_the_first_step_uses_the_trace_of_the_construction(options, traced):
         assert max(map(movement_error, params, pure(tx, start, grads), start)) < 3 * CLOSE
 
 
-def test_a_trace_for_other_types_is_not_used():
-    """State that was given in another type than the transformation's own is updated in that."""
+def test_trace_for_other_dtypes_is_not_reused():
+    """State that was given in another dtype than the transformation's is updated in that dtype."""
     starts = random_params(shapes=[(24, 16)] * 3)
     grads = [random_grads(starts) for _ in range(3)]
     ends = []

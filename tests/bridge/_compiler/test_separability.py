@@ -1,4 +1,4 @@
-"""What a transformation must see, decided from its traced program; and the scalars that behave like Python floats."""
+"""What a transformation must see together, decided from its trace; traced scalars that behave like Python floats."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def of_all(g, p):
 
 
 def counted_by_all():
-    """A shared count that moves on only if the first leaf's gradient is positive."""
+    """A transformation with a shared count that advances only if the first leaf's gradient is positive."""
 
     def update(g, state, params=None):
         return g, state + (jnp.sum(jax.tree.leaves(g)[0]) > 0).astype(jnp.int32)
@@ -73,8 +73,8 @@ def counted_by_all():
     return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update)
 
 
-def begun_from_all():
-    """State that begins as a sum over all parameters."""
+def initialized_from_all():
+    """A transformation whose state starts as a sum over all parameters."""
     start = lambda params: jax.tree.map(lambda p: p * 0 + sum(jnp.sum(x) for x in jax.tree.leaves(params)), params)  # noqa: E731
     return optax.GradientTransformation(start, lambda g, state, params=None: (jax.tree.map(jnp.multiply, g, state), state))
 
@@ -122,24 +122,24 @@ CASES = {
     "a key with the position": (lambda: stateless(with_a_key_folded_in), TOGETHER),
     "the first leaf": (lambda: stateless(of_the_first), TOGETHER),
     "a count that a leaf decides": (counted_by_all, TOGETHER),
-    "a beginning from all": (begun_from_all, TOGETHER),
+    "a beginning from all": (initialized_from_all, TOGETHER),
     "a key in the state": (lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)), TOGETHER),
     "numbers to be changed by hand": (lambda: optax.inject_hyperparams(optax.adam)(1e-3), TOGETHER),
 }
 
 
-def seen(tx):
+def scope_of(tx):
     found = views(Row(lambda: tx, (), (), scaled=True), PATHS, SPECS, NO_EXTRA)
     return TOGETHER if found is None else WHOLE if found[0].whole else FLAT if found[0].flat else SHAPED
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_transformation_sees_as_much_as_it_must(name):
+def test_transformation_sees_only_what_it_needs(name):
     make, expected = CASES[name]
-    assert seen(make()) == expected
+    assert scope_of(make()) == expected
 
 
-def test_the_name_of_a_leaf_may_decide_but_not_leak_into_another():
+def test_leaf_names_may_decide_about_their_own_leaf():
     found = views(Row(lambda: stateless(by_name), (), (), scaled=True), PATHS, SPECS, NO_EXTRA)
     assert [view.path for view in found] == [PATHS[0], PATHS[1], PATHS[2]]
 
@@ -147,7 +147,7 @@ def test_the_name_of_a_leaf_may_decide_but_not_leak_into_another():
 @pytest.mark.filterwarnings("ignore:.*with a learning rate of")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_and_gives_what_it_gives_in_pure_jax(name):
+def test_transformation_matches_pure_jax(name):
     tx = CASES[name][0]()
     generator = torch.Generator().manual_seed(0)
     draw = lambda shape: torch.randn(shape, generator=generator)  # noqa: E731
@@ -172,7 +172,7 @@ def test_and_gives_what_it_gives_in_pure_jax(name):
         np.testing.assert_allclose(params[".".join(path)].detach().numpy(), reference, rtol=2e-6, atol=2e-6)
 
 
-def test_a_scalar_is_double_among_scalars_and_of_the_arrays_type_beside_them():
+def test_traced_scalar_is_float64_and_takes_the_dtype_of_arrays():
     def f(values, x):
         b = Scalar(values[0], np.float32)
         with x64(False):
@@ -187,7 +187,7 @@ def test_a_scalar_is_double_among_scalars_and_of_the_arrays_type_beside_them():
     assert float(negative[0]) == float(-np.float32(0.999))
 
 
-def test_a_number_that_must_be_known_is_made_static_and_the_others_stay_traced():
+def test_hyperparameter_that_decides_a_branch_becomes_static():
     def factory(learning_rate, steepness=2.0, power=0.5):
         if steepness > 1:  # reads the value
             return optax.chain(optax.scale(steepness**power), optax.sgd(learning_rate))
@@ -222,7 +222,7 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_what_is_updated_in_parts_as_in_the_whole(name):
+def test_size_independent_transformations_are_recognized(name):
     tx, expected = IN_PARTS[name]
     for dtype in (torch.float32, torch.complex64) if name in ("ADAM", "SGD") else (torch.float32,):
         optimizer = torch_api.OptaxOptimizer([("w", torch.nn.Parameter(torch.ones(7, dtype=dtype)))], tx)

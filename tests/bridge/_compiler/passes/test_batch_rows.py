@@ -1,4 +1,4 @@
-"""Small leaves of transformations that must see all leaves lie side by side: one loop for all rows of a pack, and one for their sums."""
+"""Joint transformations over small leaves: the rows of a bucket share one loop for their update and one for their sums."""
 
 import gc
 from functools import partial
@@ -20,28 +20,28 @@ from bridge._runtime import cache
 from torch_api._params import buckets
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
-# Matrices, vectors, and matrices of as many elements as the vectors; rows that would be padded; a large leaf; one whose kind is rare.
+# Matrices, vectors, matrices with as many elements as the vectors, rows that would be padded, a large leaf, and a rare shape.
 SHAPES = [(24, 16)] * 5 + [(48,)] * 4 + [(6, 8)] * 4 + [(10,)] * 4 + [(300, 200), (5,)]
 SMALL = 13
-PACKED = {"clip, adafactor": 8, "two leaves": 0, "rows": 0}  # others: all that are small and not padded
+PACKED = {"clip, adafactor": 8, "two leaves": 0, "rows": 0}  # in all other cases: every small leaf without padding
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_twenty_steps_equal_optax(name):
+def test_twenty_steps_match_optax(name):
     params, tx = random_params(shapes=SHAPES), TRANSFORMATIONS[name]()
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
     optimizer = moved(tx, params, grads)
     assert sum(slot is not None for slot in bucket_rows(optimizer)) == PACKED.get(name, SMALL)
     expected, bound = pure(tx, start, grads), (10 if name == "prodigy" else 1) * 3 * CLOSE
     assert max(map(movement_error, params, expected, start)) < bound
-    with pytest.raises(AssertionError):  # the broken sibling
+    with pytest.raises(AssertionError):  # the comparison can fail
         assert max(map(movement_error, moved_by(tx, start, grads, lr=1.001), expected, start)) < bound
 
 
 @pytest.mark.parametrize("name", ["clip, adafactor", "two leaves", "rows", "sums"])
-def test_leaves_that_turn_out_to_be_different_are_updated_by_themselves(name, monkeypatch):
-    """What was found out before of where they may lie, from another trace, decides of speed alone."""
+def test_leaves_with_different_equations_are_updated_separately(name, monkeypatch):
+    """The bucket classes come from another trace; if they are wrong, only speed may suffer."""
     monkeypatch.setattr(separability, "kinds", lambda problem, extra: (0,) * len(problem.specs))
     params = random_params(shapes=SHAPES[4:])
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
@@ -49,7 +49,7 @@ def test_leaves_that_turn_out_to_be_different_are_updated_by_themselves(name, mo
     assert max(map(movement_error, params, pure(TRANSFORMATIONS[name](), start, grads), start)) < 3 * CLOSE
 
 
-def test_a_callback_sees_the_leaves_of_packs(monkeypatch):
+def test_callback_gets_the_leaves_of_buckets(monkeypatch):
     monkeypatch.setattr(separability, "kinds", lambda problem, extra: (0,) * len(problem.specs))
     seen = []
 
@@ -66,12 +66,12 @@ def test_a_callback_sees_the_leaves_of_packs(monkeypatch):
         torch.testing.assert_close(p.detach(), s - 0.1 * g)
 
 
-def _doubled(x):
-    """A loop that knows when to end from what it computes."""
+def _double_in_a_loop(x):
+    """Double x in a loop whose condition depends on x."""
     return jax.lax.while_loop(lambda y: jnp.max(jnp.abs(y)) < 4, lambda y: 2 * y, x)
 
 
-# Calls, programs within programs, operations of several results, and those that look along a dimension.
+# Calls, nested jaxprs, equations with several results, and equations along one dimension.
 WITHIN = {
     "round": lambda x: jnp.round(x, 1),
     "nan_to_num": jnp.nan_to_num,
@@ -79,14 +79,14 @@ WITHIN = {
     "cumsum": lambda x: jnp.cumsum(x, -1),
     "softmax": jax.nn.softmax,
     "checkpoint": jax.checkpoint(jnp.sin),
-    "while": _doubled,
+    "while": _double_in_a_loop,
     "barrier": jax.lax.optimization_barrier,
     "custom derivative": jax.nn.relu,
 }
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_whatever_an_update_computes_beside_a_global_norm(name):
+def test_updates_with_a_global_norm_may_use_any_primitive(name):
     def update(updates, state, params=None):
         norm = norm_of(updates)
         return jax.tree.map(lambda g: -0.4 * g / norm + 0.01 * WITHIN[name](g) + 0.02 * WITHIN[name](g / norm), updates), state
@@ -98,8 +98,8 @@ def test_whatever_an_update_computes_beside_a_global_norm(name):
     assert max(map(movement_error, params, pure(tx, start, grads), start)) < 1e-5
 
 
-def test_numbers_that_wait_for_one_another_are_computed_in_few_rounds(monkeypatch):
-    """One leaf's sum needs that of the leaf before it: with a round for each of 300 leaves the first step took a minute."""
+def test_dependent_scalars_are_computed_in_few_rounds(monkeypatch):
+    """The sum of each leaf needs the sum of the previous leaf; one round per leaf would take too long to trace."""
 
     def update(updates, state, params=None):
         found, total = [], 0.0
@@ -119,8 +119,8 @@ def test_numbers_that_wait_for_one_another_are_computed_in_few_rounds(monkeypatc
     assert max(map(movement_error, params, pure(tx, start, grads), start)) < 1e-5
 
 
-def test_long_programs_are_looked_at_once(monkeypatch):
-    """Each product of an unrolled Newton-Schulz iteration reads the one before it twice: with 17 the construction took half a minute."""
+def test_each_equation_of_a_long_jaxpr_is_visited_once(monkeypatch):
+    """Each product of an unrolled Newton-Schulz iteration reads the previous one twice; visiting both would take exponential time."""
 
     def update(updates, state, params=None):
         def of(x):
@@ -141,7 +141,7 @@ def test_long_programs_are_looked_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sampled(["clip, adamw", "clip, lamb", "schedule-free"]))
-def test_gradients_that_are_missing_at_times(name):
+def test_missing_gradients_move_like_unbucketed_leaves(name):
     params = random_params(shapes=SHAPES)
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, TRANSFORMATIONS[name]())  # noqa: E731
@@ -155,7 +155,7 @@ def test_gradients_that_are_missing_at_times(name):
             torch.testing.assert_close(tensor, theirs.state[q][key], rtol=1e-4, atol=1e-6)
 
 
-def test_numbers_of_their_own_are_those_of_each_row(monkeypatch):
+def test_each_row_uses_its_own_scalars(monkeypatch):
     params = random_params(shapes=SHAPES)
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
     scales = {f"p{i:02}": 1 + i / 10 for i in range(len(params))}
@@ -177,7 +177,7 @@ def test_numbers_of_their_own_are_those_of_each_row(monkeypatch):
     first = lambda flat, rows, numbers, values, count: columns(flat, rows[:1], numbers[:1], values, count)  # noqa: E731
     monkeypatch.setattr(joint_update, "columns_of", first)
     monkeypatch.setattr(cache, "_programs", {})
-    assert max(map(movement_error, ours(), expected, start)) > 3 * CLOSE  # the broken sibling
+    assert max(map(movement_error, ours(), expected, start)) > 3 * CLOSE  # the comparison can fail
 
 
 def loops(optimizer):
@@ -185,7 +185,7 @@ def loops(optimizer):
     return text[text.index("ENTRY") :].count(" fusion(")
 
 
-def test_the_number_of_loops_does_not_grow_with_that_of_small_leaves(monkeypatch):
+def test_number_of_loops_does_not_depend_on_the_number_of_small_leaves(monkeypatch):
     def counted(count):
         params = random_params(shapes=[(24, 16)] * count + [(48,)] * count)
         return loops(moved(clipped(optax.adamw(0.05)), params, [random_grads(params)]))
@@ -193,10 +193,10 @@ def test_the_number_of_loops_does_not_grow_with_that_of_small_leaves(monkeypatch
     few, many = counted(6), counted(24)
     assert many <= few + 4, (few, many)
     monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
-    assert counted(24) > counted(6) + 100  # the broken sibling
+    assert counted(24) > counted(6) + 100  # the comparison can fail
 
 
-def test_addresses_stay_and_a_step_compiles_nothing():
+def test_warm_step_keeps_addresses_and_compiles_nothing():
     params = random_params(shapes=SHAPES)
     optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
     before = [x.data_ptr() for x in (*params, *(s for p in params for s in optimizer.state[p].values()))]
@@ -208,7 +208,7 @@ def test_addresses_stay_and_a_step_compiles_nothing():
     assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in params)
 
 
-def test_frozen_leaves_of_a_pack_keep_their_bits_and_have_no_state():
+def test_frozen_leaves_of_a_bucket_keep_their_bits():
     params = random_params(shapes=SHAPES)
     named = [(f"{'head' if i % 3 else 'body'}.{i}", p) for i, p in enumerate(params)]
     optimizer = torch_api.OptaxOptimizer(named, clipped(optax.adamw(0.05)))
@@ -224,7 +224,7 @@ def test_frozen_leaves_of_a_pack_keep_their_bits_and_have_no_state():
 
 
 @pytest.mark.parametrize("bad", [0, -1])
-def test_an_update_that_is_skipped_keeps_all_bits(bad):
+def test_skipped_update_keeps_all_bits(bad):
     params = random_params(shapes=SHAPES[:9])
     optimizer = bucketed(torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)), fused=True), 9)
     assert which_scaled_steps_move(optimizer, params, bad) == [True, True, False, True]
@@ -236,7 +236,7 @@ def test_an_update_that_is_skipped_keeps_all_bits(bad):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept_beside_the_state(options, dtype):
+def test_auxiliary_state_moves_like_that_of_unbucketed_leaves(options, dtype):
     if dtype is torch.float32 and (options.get("master_weights") or options.get("stochastic_rounding")):
         pytest.skip("for half parameters")
     params = random_params(dtype, shapes=[(24, 16)] * 5 + [(32,)] * 4)
@@ -253,7 +253,7 @@ def test_what_is_kept_beside_the_state(options, dtype):
             assert_near(params, others, start, 1e-2 if rounded else 1e-6)
 
 
-def test_checkpoints_of_packs_and_of_leaves_by_themselves_load_into_each_other():
+def test_checkpoints_with_and_without_buckets_load_into_each_other():
     params = random_params(shapes=SHAPES)
     start = clones(params)
     make = lambda ps: torch_api.OptaxOptimizer(ps, TRANSFORMATIONS["schedule-free"]())  # noqa: E731
@@ -275,15 +275,15 @@ def test_checkpoints_of_packs_and_of_leaves_by_themselves_load_into_each_other()
     assert_near(params, others, start, 3e-6)
 
 
-def test_sums_of_a_pack_are_one_loop_also_of_what_is_computed():
-    """`sums`: a norm of what is computed from gradient and state, row for row."""
+def test_sums_of_computed_values_are_one_loop_per_bucket():
+    """The transformation takes a norm of values computed row by row from gradient and state."""
     params = random_params(shapes=[(24, 16)] * 8)
     optimizer = moved(TRANSFORMATIONS["sums"](), params, [random_grads(params)])
     assert loops(optimizer) < 16
 
 
-def test_nothing_is_kept_of_what_was_looked_at():
-    """The traced program of a thousand leaves, with all that was found out of it, is tens of megabytes."""
+def test_traces_and_analyses_are_freed():
+    """The trace of many leaves and the results of its analysis are large and must be freed."""
     params = random_params(shapes=SHAPES)
     optimizer = torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)))
     assert (len(separability._alive), len(optimizer.arrangement.looked_at), separability._last) == (1, 1, [])

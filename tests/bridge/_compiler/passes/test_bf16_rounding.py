@@ -1,4 +1,4 @@
-"""Results in bfloat16 are rounded by operations on bits where the rounding comes last."""
+"""The last rounding to bfloat16 is written with bit operations."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 HALF = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
 
 
-def test_the_last_rounding_becomes_operations_on_bits():
+def test_last_rounding_becomes_bit_operations():
     closed = jax.make_jaxpr(lambda p: (p.astype(jnp.float32) * 3).astype(jnp.bfloat16))(HALF)
     assert_expected_inline(
         printed(closed),
@@ -45,6 +45,6 @@ def test_the_last_rounding_becomes_operations_on_bits():
     np.testing.assert_array_equal(np.asarray(found).view(np.uint16), np.asarray(expected).view(np.uint16))
 
 
-def test_a_rounding_that_is_read_again_stays():
+def test_rounding_with_another_reader_is_kept():
     closed = jax.make_jaxpr(lambda p: ((half := (p.astype(jnp.float32) * 3).astype(jnp.bfloat16)), half + half))(HALF)
     assert by_bits(closed) is closed

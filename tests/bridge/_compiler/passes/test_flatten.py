@@ -1,4 +1,4 @@
-"""An update is written for flat arrays, with one reshape at each end."""
+"""An update is written on flat arrays, with a reshape at each end."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 MATRIX = jax.ShapeDtypeStruct((2, 3), np.float32)
 
 
-def test_elementwise_operations_and_sums_over_all_are_of_flat_arrays():
+def test_elementwise_operations_and_full_sums_use_flat_arrays():
     def update(grads):
         return {"w": grads["w"] * 2 + grads["w"].sum()}
 
@@ -44,7 +44,7 @@ def test_elementwise_operations_and_sums_over_all_are_of_flat_arrays():
     )
 
 
-def test_what_needs_the_shape_keeps_it():
+def test_operation_that_needs_the_shape_keeps_it():
     flat = Flat.of(lambda x: jnp.cumsum(x, 1) * 2, MATRIX)
     assert_expected_inline(
         printed(flat.closed),
@@ -58,5 +58,5 @@ def test_what_needs_the_shape_keeps_it():
     )
 
 
-def test_what_calls_back_is_left():
+def test_update_with_a_callback_is_not_rewritten():
     assert Flat.of(lambda x: (jax.debug.print("{}", x), x)[1], MATRIX) is None

@@ -1,4 +1,4 @@
-"""Rows of a bucket whose gradients are read where they lie: many equal parameters on a CPU. Buckets mostly without gradients dissolve."""
+"""Buckets whose gradients are read by address: many equal parameters on a CPU. Buckets whose rows rarely have gradients are dissolved."""
 
 import copy
 import os
@@ -41,7 +41,7 @@ from torch_api._params import bucket_state, buckets
 from torch_api._step import bound_executable
 
 SHAPES = [(160, 256)] * 9 + [(128, 128)] * 8 + [(64, 64)] * 4 + [(99, 101)]
-AT_ONCE = 17  # the others are gathered, and by itself
+AT_ONCE = 17  # leaves whose gradients are read by address; the others are gathered or unbucketed
 MAKE = {
     "AdamW": lambda ps: torch_api.MaskedAdamW(ps, lr=0.01, weight_decay=0.1),
     "L2": lambda ps: torch_api.MaskedAdam(ps, lr=0.01, weight_decay=0.1, amsgrad=True),
@@ -61,12 +61,12 @@ adamw = MAKE["AdamW"]
 pytestmark = [
     pytest.mark.long,
     pytest.mark.unoptimized,
-    pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here"),
+    pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def few_are_many(monkeypatch):
+def lowered_thresholds(monkeypatch):
     lower_addressing_thresholds(monkeypatch, 8)
 
 
@@ -74,20 +74,20 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
     return [torch.nn.Parameter((0.1 * torch.randn(shape)).to(dtype)) for shape in shapes]
 
 
-def leaves_at_once(optimizer):
+def addressed_leaves(optimizer):
     return [leaf for program in programs(optimizer) for leaf in program.plan.leaves if leaf.at_once]
 
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_numbers_are_those_of_leaves_by_themselves_and_nothing_is_stored(make):
+def test_addressed_rows_move_like_separate_leaves_and_store_nothing(make):
     ours = parameters()
     optimizer = make(ours)
     other, theirs = separate_twin(make, ours)
     start = [p.detach().clone() for p in ours]
     run([(optimizer, ours), (other, theirs)], 20)
     assert_near(ours, theirs, start, 1e-5)
-    assert sum(leaf.count for leaf in leaves_at_once(optimizer)) == AT_ONCE
+    assert sum(leaf.count for leaf in addressed_leaves(optimizer)) == AT_ONCE
     assert not any(program.stores for program in programs(optimizer))
     for program in programs(optimizer):
         if program.scattered:
@@ -102,7 +102,7 @@ def test_numbers_are_those_of_leaves_by_themselves_and_nothing_is_stored(make):
             torch.testing.assert_close(tensor, other.state[q][name], rtol=1e-4, atol=1e-5)
 
 
-def test_the_bytes_are_those_of_one_update():
+def test_addressed_bucket_moves_the_bytes_of_one_update():
     ours = parameters(shapes=[(128, 128)] * 32)
     optimizer = adamw(ours)
     run([(optimizer, ours)], 1)
@@ -114,8 +114,8 @@ def test_the_bytes_are_those_of_one_update():
     assert not any(each.rows or each.flat.copies for each in optimizer._launches.latest)
 
 
-def test_gathers_that_are_shared_are_stored_and_the_bucket_is_dissolved(monkeypatch):
-    """The broken sibling of places that XLA cannot see to be the same."""
+def test_bucket_is_dissolved_if_xla_stores_a_shared_gather(monkeypatch):
+    """With one gather for several readers, XLA stores the gathered gradients."""
     monkeypatch.setattr(gather_rows, "READS", 2)
     monkeypatch.setattr("torch_api._step.bound_executable.READS", 2)
     ours = parameters(shapes=[(130, 256)] * 9)
@@ -123,13 +123,13 @@ def test_gathers_that_are_shared_are_stored_and_the_bucket_is_dissolved(monkeypa
     optimizer = adamw(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 20)
     assert_near(ours, theirs, start, 1e-5)
-    assert not leaves_at_once(optimizer)
+    assert not addressed_leaves(optimizer)
     assert set(bucket_rows(optimizer)) == {None}
     tried = [program for plan, program in cache._programs.items() if any(leaf.at_once for leaf in plan.leaves)]
     assert any(program.stores for program in tried if program.plan.leaves[0].spec.shape == (130 * 256,))
 
 
-def test_numbers_are_torchs_and_the_papers():
+def test_addressed_rows_match_torch_and_the_paper():
     ours = parameters()
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     reference, broken = (NumpyAdam(lr=0.01, weight_decay=0.1, betas=(0.9, b), decoupled=True) for b in (0.999, 0.99))
@@ -147,23 +147,23 @@ def test_numbers_are_torchs_and_the_papers():
     assert movement_error(ours[0], torch.from_numpy(y), start[0]) > 1e-3
 
 
-def test_two_types_are_two_programs():
+def test_each_dtype_has_its_own_executable():
     ours = [*parameters(shapes=[(128, 128)] * 8), *parameters(torch.float64, [(128, 128)] * 8)]
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = adamw(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 20)
     assert_near(ours[:8], theirs[:8], start[:8], 1e-5)
     assert_near(ours[8:], theirs[8:], start[8:], 1e-12)
-    assert sorted(leaf.spec.dtype for leaf in leaves_at_once(optimizer)) == ["float32", "float64"]
+    assert sorted(leaf.spec.dtype for leaf in addressed_leaves(optimizer)) == ["float32", "float64"]
     assert len(programs(optimizer)) == 2
 
 
-def live_but(params, dead):
+def grads_except(params, dead):
     return [None if i in dead else torch.randn_like(p) for i, p in enumerate(params)]
 
 
 @pytest.mark.parametrize("shape", [(160, 256), (128, 128)])
-def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape):
+def test_row_without_gradient_keeps_its_bits_and_compiles_nothing(shape):
     ours = parameters(shapes=[shape] * 16)
     optimizer = adamw(ours)
     run([(optimizer, ours)], 2)
@@ -171,11 +171,11 @@ def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape
     for nth in range(8):
         dead = {(nth + i) % 16 for i in range(5 if nth % 2 else 2)}
         kept = [[x.clone() for x in (p.detach(), *states(optimizer, [p]))] for p in ours]
-        run([(optimizer, ours)], 1, lambda params, dead=dead: live_but(params, dead))
+        run([(optimizer, ours)], 1, lambda params, dead=dead: grads_except(params, dead))
         for i, (p, old) in enumerate(zip(ours, kept, strict=True)):
             same = [torch.equal(x, y) for x, y in zip((p.detach(), *states(optimizer, [p])), old, strict=True)]
             assert all(same) if i in dead else not any(same)
-        assert len(leaves_at_once(optimizer)) == 1
+        assert len(addressed_leaves(optimizer)) == 1
     assert bridge.compilations() == before
     assert optimizer.cache_info().programs == 1
 
@@ -190,17 +190,17 @@ def test_a_row_without_a_gradient_keeps_its_bits_and_no_set_compiles_again(shape
         (1000, 300, 256 * 256, True),
         (1000, 100, 256 * 256, True),
         (40, 40, 256 * 256, False),
-        (64, 56, 512 * 512, False),  # of large rows a leaf's arrays cost little beside its bytes
+        (64, 56, 512 * 512, False),  # for large rows, separate arguments cost little
         (64, 48, 512 * 512, True),
-        (0, 0, 512 * 512, False),  # no row of it moves
+        (0, 0, 512 * 512, False),  # no row is updated
     ],
 )
-def test_a_bucket_is_dissolved_where_its_other_rows_move_more_bytes_than_arrays_are_worth(rows, active, elements, sparse):
+def test_is_sparse_weighs_inactive_bytes_against_separate_arguments(rows, active, elements, sparse):
     assert buckets.is_sparse(rows, active, 28 * elements) is sparse
 
 
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
-def test_what_the_update_of_a_row_moves_is_what_its_program_moves(name):
+def test_moved_bytes_of_a_row_equal_those_of_its_program(name):
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01, amsgrad=name == "amsgrad")
     run([(optimizer, ours)], 1)
@@ -208,32 +208,32 @@ def test_what_the_update_of_a_row_moves_is_what_its_program_moves(name):
     assert 8 * optimizer._launches.states.moved_bytes(leaf) == pytest.approx(optimizer.bytes_accessed(), rel=0.01)
 
 
-def test_only_the_kind_whose_rows_are_mostly_without_a_gradient_is_dissolved():
+def test_only_buckets_with_few_gradients_are_dissolved():
     ours = parameters(shapes=[(160, 256)] * 8 + [(160, 320)] * 8 + [(128, 128)] * 8)
     theirs, start = clones(ours), clones(ours)
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
     assert None not in bucket_rows(optimizer)
-    run([(optimizer, ours), (other, theirs)], 3, lambda params: live_but(params, {*range(6), *range(16, 22)}))
+    run([(optimizer, ours), (other, theirs)], 3, lambda params: grads_except(params, {*range(6), *range(16, 22)}))
     apart = [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None]
-    assert apart == [(160, 256)] * 8, "of the others most have a gradient, or rows are small"
+    assert apart == [(160, 256)] * 8, "a bucket with many gradients or small rows was dissolved"
     run([(optimizer, ours), (other, theirs)], 3)
-    assert [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None] == apart, "they stay by themselves"
+    assert [tuple(leaf.param.shape) for leaf in optimizer._active if leaf.slot is None] == apart, "the bucket was made again"
     assert_near(ours, theirs, start, 1e-5)
 
 
-def test_a_bucket_is_of_bounded_size(monkeypatch):
+def test_size_of_a_bucket_is_bounded(monkeypatch):
     monkeypatch.setattr(buckets, "LARGEST", 3 * 160 * 256 * 4)
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = adamw(ours)
     theirs, start = clones(ours), clones(ours)
     run_pair(optimizer, ours, torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1), theirs, 3)
     assert_near(ours, theirs, start, 1e-5)
-    assert sorted(leaf.count for leaf in leaves_at_once(optimizer)) == [2, 3, 3]
+    assert sorted(leaf.count for leaf in addressed_leaves(optimizer)) == [2, 3, 3]
     assert len(programs(optimizer)) == 1
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
+def test_gradients_that_are_not_dense_are_read(odd):
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs = clones(ours)
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
@@ -244,13 +244,13 @@ def test_gradients_that_are_not_dense_are_read_all_the_same(odd):
         optimizer.step()
         other.step()
         assert all(each.flat.copies == [] for each in optimizer._launches.latest)
-    assert leaves_at_once(optimizer)
+    assert addressed_leaves(optimizer)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shift", [1, 128 * 128])
-def test_the_oracle_sees_gradients_read_elsewhere(monkeypatch, shift):
+def test_comparison_detects_gradients_of_wrong_rows(monkeypatch, shift):
     monkeypatch.setattr(address_space.Places, "__call__", read_wrong_rows(shift))
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
@@ -269,7 +269,7 @@ GATHERED = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", GATHERED)
-def test_what_cannot_be_read_so_is_gathered(name):
+def test_other_buckets_gather_their_gradients(name):
     make, dtype = GATHERED[name]
     ours = parameters(dtype, [(160, 160)] * 9)
     optimizer = make(ours)
@@ -281,7 +281,7 @@ def test_what_cannot_be_read_so_is_gathered(name):
     assert sorted(bucket_rows(optimizer)) == list(range(9))
 
 
-def test_a_scaled_loss_gathers_and_goes_on_at_once():
+def test_scaled_loss_gathers_and_unscaled_steps_read_by_address():
     ours = parameters(shapes=[(128, 128)] * 8)
     theirs = clones(ours)
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01, weight_decay=0.1, fused=True)
@@ -303,7 +303,7 @@ def test_a_scaled_loss_gathers_and_goes_on_at_once():
     assert addresses == [p.data_ptr() for p in ours]
 
 
-def test_a_norm_given_later_is_over_the_gradients():
+def test_max_grad_norm_set_later_clips():
     ours = parameters()
     optimizer = adamw(ours)
     other, theirs = separate_twin(adamw, ours)
@@ -317,7 +317,7 @@ def test_a_norm_given_later_is_over_the_gradients():
     assert_near(ours, theirs, start, 1e-5)
 
 
-def test_a_checkpoint_goes_both_ways(tmp_path):
+def test_checkpoints_load_with_and_without_addressed_buckets(tmp_path):
     ours = parameters()
     optimizer = adamw(ours)
     run([(optimizer, ours)], 3)
@@ -335,7 +335,7 @@ def test_a_checkpoint_goes_both_ways(tmp_path):
 
 
 @pytest.mark.parametrize("width", [128, 200], ids=["small rows", "large rows, which are dissolved"])
-def test_a_training_step_of_jax_and_ordinary_steps_take_turns(width):
+def test_train_steps_and_eager_steps_alternate(width):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
     twin = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
@@ -362,7 +362,7 @@ def test_a_training_step_of_jax_and_ordinary_steps_take_turns(width):
         assert movement_error(p, q, s) < 1e-3
 
 
-def test_gradients_may_be_written_as_soon_as_the_step_returns():
+def test_gradients_may_be_overwritten_after_the_step():
     ours = parameters(shapes=[(160, 256)] * 12)
     optimizer = torch_api.MaskedSGD(ours, lr=1.0)
     space = [torch.empty_like(p) for p in ours]
@@ -373,14 +373,14 @@ def test_gradients_may_be_written_as_soon_as_the_step_returns():
         optimizer.step()
         for g in space:
             g.fill_(torch.nan)
-    assert leaves_at_once(optimizer)
+    assert addressed_leaves(optimizer)
     for p, s in zip(ours, start, strict=True):
         torch.testing.assert_close(p.detach(), s - 100 * 2.0**-10)
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_norm_is_read_from_where_they_lie_too(broken, monkeypatch):
-    """The broken sibling reads one gradient of each pack."""
+def test_norm_reads_gradients_by_address(broken, monkeypatch):
+    """The broken variant reads only one gradient of each bucket."""
     if broken:
         far = bound_executable.Launch.far.fget
         monkeypatch.setattr(bound_executable.Launch, "far", property(lambda self: far(self)[:1]))
@@ -388,24 +388,24 @@ def test_a_norm_is_read_from_where_they_lie_too(broken, monkeypatch):
     ours = parameters(shapes=shapes)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = torch_api.MaskedAdamW(ours, lr=0.01, weight_decay=0.1, eps=1.0, max_grad_norm=0.5)
-    other = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, eps=1.0)  # which makes the scale of gradients matter
+    other = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1, eps=1.0)  # a large eps makes the scale of gradients matter
     for nth in range(20):
         dead = {(nth + i) % 32 for i in range((0, 2, 8)[nth % 3])}
-        grads = live_but(ours, dead)
+        grads = grads_except(ours, dead)
         set_grads(ours, grads)
         set_grads(theirs, grads)
         torch.nn.utils.clip_grad_norm_(theirs, 0.5)
         optimizer.step()
         other.step()
-        assert sum(leaf.count for leaf in leaves_at_once(optimizer)) == 32
+        assert sum(leaf.count for leaf in addressed_leaves(optimizer)) == 32
     assert (max(movement_error(p, q, s) for p, q, s in zip(ours, theirs, start, strict=True)) <= 1e-5) is not broken
 
 
 @pytest.mark.parametrize(
     ("stages", "stage"), [(30, lambda x: x / (1 + abs(x))), (400, lambda x: x * 0.999)], ids=["twice each", "once each"]
 )
-def test_a_long_rule_is_traced_in_no_time(stages, stage):
-    """Of what would be read 2**30 times there is one gather; of a long chain, no recursion."""
+def test_long_transformation_is_traced_quickly(stages, stage):
+    """A value read 2**30 times is gathered once, and a long chain is not walked recursively."""
 
     def rule(g):
         for _ in range(stages):
@@ -417,27 +417,27 @@ def test_a_long_rule_is_traced_in_no_time(stages, stage):
     optimizer = torch_api.OptaxOptimizer(ours, optax.stateless(lambda updates, _: jax.tree.map(rule, updates)))
     set_grads(ours, grads)
     optimizer.step()
-    assert leaves_at_once(optimizer)
+    assert addressed_leaves(optimizer)
     for p, s, g in zip(ours, start, grads, strict=True):
         assert movement_error(p, s.double() + rule(g.double()), s) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam", "Rprop", "Adadelta"])
-def test_packs_of_several_sizes_share_a_trace(name):
-    sizes = [(130 + 2 * i, 128) for i in range(5)]  # so many kinds that they are one family
+def test_buckets_of_several_sizes_share_a_trace(name):
+    sizes = [(130 + 2 * i, 128) for i in range(5)]  # enough sizes to share the trace of a size class
     ours = parameters(shapes=[shape for shape in sizes for _ in range(8)])
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = getattr(torch_api, f"Masked{name}")(ours, lr=0.01)
     run_pair(optimizer, ours, getattr(torch.optim, name)(theirs, lr=0.01), theirs, 20)
     assert_near(ours, theirs, start, 5e-5)
-    assert len(leaves_at_once(optimizer)) == 5
+    assert len(addressed_leaves(optimizer)) == 5
 
 
-# ---------------------------------------------------------------------- gradients that lie otherwise
+# ---------------------------------------------------------------------- gradients in another memory order
 
 
 @pytest.mark.parametrize("shape", [(32, 20, 8, 8), (16, 16, 8, 8)], ids=["read where they lie", "gathered"])
-def test_a_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypatch):
+def test_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypatch):
     monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1 << 20)
     ours = parameters(shapes=[shape] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
@@ -452,23 +452,23 @@ def test_a_parameter_whose_memory_order_changes_keeps_its_state(shape, monkeypat
         torch.testing.assert_close(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])
 
 
-def test_gradients_in_another_order_than_their_parameters_are_copied_for_the_step_alone():
+def test_gradients_in_another_memory_order_are_copied_for_one_step():
     ours = [torch.nn.Parameter((0.1 * torch.randn(32, 20, 8, 8)).to(memory_format=torch.channels_last)) for _ in range(8)]
     theirs, start = clones(ours), clones(ours)
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
     for order in (torch.channels_last, torch.contiguous_format):
         grads = [torch.randn(p.shape).to(memory_format=order) for p in ours]
         run([(optimizer, ours), (other, theirs)], 2, lambda _, grads=grads: [g.clone() for g in grads])
-        assert leaves_at_once(optimizer)
+        assert addressed_leaves(optimizer)
         assert all(launch.flat.copies == [] for launch in optimizer._launches.latest)
-        # The last is held by nobody. Within an `assert`, pytest would hold its storage.
+        # Nobody holds the last tensor. Within an `assert`, pytest would hold its storage.
         *counts, alone = [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in [*(p.grad for p in ours), torch.zeros(3)]]
         assert max(counts) == alone
     assert not any(p.is_contiguous() for p in ours)
     assert_near(ours, theirs, start, 1e-5)
 
 
-def test_an_error_can_be_shown_with_all_variables(monkeypatch):
+def test_traceback_with_locals_can_be_shown(monkeypatch):
     ours = parameters(shapes=[(160, 256)] * 8)
     optimizer = adamw(ours)
     run([(optimizer, ours)], 1)
@@ -483,7 +483,7 @@ def test_an_error_can_be_shown_with_all_variables(monkeypatch):
     assert copy.deepcopy(everything) is everything
 
 
-def test_a_default_device_changes_nothing():
+def test_default_device_has_no_effect():
     ours = parameters(shapes=[(160, 256)] * 8)
     theirs, start = clones(ours), clones(ours)
     optimizer, other = adamw(ours), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
@@ -493,7 +493,7 @@ def test_a_default_device_changes_nothing():
     with torch.device("meta"):
         optimizer.step()
     other.step()
-    assert leaves_at_once(optimizer)
+    assert addressed_leaves(optimizer)
     assert_near(ours, theirs, start, 1e-5)
 
 
@@ -511,17 +511,17 @@ def shared_vector():
     return optax.GradientTransformation(init, update)
 
 
-def test_a_vector_that_all_share_is_no_part_of_a_row():
+def test_shared_vector_state_is_not_bucketed():
     ours = parameters(shapes=[(160, 256)] * 8)
     theirs, start = clones(ours), [p.detach().clone() for p in ours]
     optimizer = torch_api.OptaxOptimizer(ours, shared_vector())
     run_pair(optimizer, ours, torch.optim.SGD(theirs, lr=0.0075, momentum=0.9), theirs, steps=4)
     assert_near(ours, theirs, start, 1e-5)
-    assert not leaves_at_once(optimizer)
+    assert not addressed_leaves(optimizer)
 
 
 @pytest.mark.parametrize("flags", ["0", "1"])
-def test_where_xla_writes_one_result_from_each_loop_leaves_stay_by_themselves(flags):
+def test_gradients_are_not_addressed_if_xla_writes_one_result_per_loop(flags):
     code = """
 import torch, torch_api
 from bridge._xla import probes
@@ -540,7 +540,7 @@ print(probes.several_results(), float(params[5][0, 0]) < -0.09)
 
 
 @pytest.mark.quick
-def test_each_operation_that_reads_gradients_has_a_gather_with_a_zero_of_its_own():
+def test_each_reader_of_gradients_gets_its_own_gather():
     row = jax.ShapeDtypeStruct((4,), np.float32)
     closed = jax.make_jaxpr(lambda p, g: (p - g, 0.5 * g))(row, row)
     assert_expected_inline(

@@ -1,4 +1,4 @@
-"""Loops that XLA's CPU compiler would write badly: with results of several types, and in bfloat16."""
+"""Loops that XLA's CPU compiler would write inefficiently: loops with results of several dtypes, and bfloat16 results."""
 
 import re
 
@@ -24,16 +24,16 @@ from torch_api._params import buckets
 
 pytestmark = pytest.mark.long
 
-ROWS = (129, 131)  # of an odd length, and large
-SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last is as it is
+ROWS = (129, 131)  # an odd, large number of elements
+SHAPES = [ROWS, (5, 5, 9, 9 * 9), (13 * 17 * 83,), (18000,)]  # the last one has an even number
 HALF = torch.bfloat16
 
-stays = pytest.mark.skipif(not probes.stay(), reason="no barrier stays, or each result has a loop of its own")
+stays = pytest.mark.skipif(not probes.stay(), reason="XLA removes barriers, or writes one result per loop")
 
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
-    """Two cores, whatever the machine has, no longer rows (`test_padded.py`), and programs of this test alone."""
+    """Set the number of cores to two, pad no rows (`test_padded.py` does), and use only programs that this test compiles."""
     monkeypatch.setattr(_process, "CORES", 2)
     monkeypatch.setattr(buckets, "is_padded", lambda leaf: False)
     monkeypatch.setattr(cache, "_programs", {})
@@ -47,20 +47,20 @@ def text_of(optimizer):
     return "\n".join(launch.program.update.as_text() for launch in optimizer._launches.latest)
 
 
-def whole(text, size):
-    """The results of loops over so many elements, each loop's types joined by commas; and how often such an array is copied."""
+def loops_over(text, size):
+    """Return the result dtypes of each loop over `size` elements, joined by commas, and the number of copies of such arrays."""
     arrays = re.findall(r"= \(?([^=]*?)\)? fusion\([^\n]*kind=kLoop", text)
     kinds = [",".join(re.findall(rf"(\w+)\[{size}\]", found)) for found in arrays]
     return sorted(filter(None, kinds)), len(re.findall(rf"\w+\[{size}\]\S* copy\(", text))
 
 
-def as_it_is(monkeypatch):
-    """From here on everything is written as without this file's subject."""
+def without_ordering(monkeypatch):
+    """Compile without ordered loops from now on."""
     monkeypatch.setattr(cache, "_programs", {})
     monkeypatch.setattr(probes, "stay", lambda: False)
 
 
-# ---------------------------------------------------------------------- numbers, of odd lengths too
+# ---------------------------------------------------------------------- numbers, also with odd lengths
 
 
 NUMBERS = {
@@ -71,7 +71,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_the_numbers_are_torchs(name):
+def test_steps_move_as_in_torch(name):
     masked, original, options = NUMBERS[name]
     params = parameters()
     params[1].data = params[1].data.to(memory_format=torch.channels_last)
@@ -89,7 +89,7 @@ def test_the_numbers_are_torchs(name):
         (torch_api.MaskedLamb, torch.float32, {}, 1e-6),
         (torch_api.MaskedAdam, torch.float64, {"amsgrad": True}, 1e-13),
         (torch_api.MaskedAdam, torch.complex64, {}, 1e-6),
-        (torch_api.MaskedAdamW, HALF, {"stochastic_rounding": True}, 0.0),  # whose bits are of an element's position
+        (torch_api.MaskedAdamW, HALF, {"stochastic_rounding": True}, 0.0),  # the random bits depend on an element's position
         (torch_api.MaskedAdamW, torch.float32, {"state_dtype": HALF}, 1e-4),
         (torch_api.MaskedAdamW, HALF, {"master_weights": True}, 1e-3),
         (torch_api.MaskedAdam, torch.float32, {"state_dtype": torch.float64, "weight_decay": 0.1}, 1e-6),
@@ -97,7 +97,7 @@ def test_the_numbers_are_torchs(name):
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_numbers_are_those_of_loops_as_they_are(masked, dtype, options, bound, monkeypatch):
+def test_ordered_loops_give_the_numbers_of_unordered_ones(masked, dtype, options, bound, monkeypatch):
     params = parameters(dtype=dtype)
     start, others = clones(params), clones(params)
     grads = [random_grads(params) for _ in range(20)]
@@ -110,7 +110,7 @@ def test_the_numbers_are_those_of_loops_as_they_are(masked, dtype, options, boun
             set_grads(mine, given)
             optimizer.step()
         made.append(optimizer)
-        as_it_is(monkeypatch)
+        without_ordering(monkeypatch)
     for p, q, s in zip(params, others, start, strict=True):
         assert movement_error(p, q, s) <= bound
         assert made[0].state[p].keys() == made[1].state[q].keys()
@@ -122,8 +122,8 @@ def test_the_numbers_are_those_of_loops_as_they_are(masked, dtype, options, boun
 
 @FUSES
 @stays
-def test_barriers_of_others_go_as_ever():
-    """`jax.checkpoint` writes some: kept, they made a step 1.8 times as long."""
+def test_barriers_of_user_code_are_removed():
+    """`jax.checkpoint` adds barriers that must be removed, because they slow the step down."""
 
     def function(x):
         return jax.grad(lambda y: jnp.sum(jax.checkpoint(jnp.tanh)(y)))(x) * -0.01
@@ -135,7 +135,7 @@ def test_barriers_of_others_go_as_ever():
     assert " opt-barrier(" not in text_of(optimizer)
 
 
-# ---------------------------------------------------------------------- results of several types
+# ---------------------------------------------------------------------- results of several dtypes
 
 TYPES = {
     "state in bfloat16": (torch.float32, {"state_dtype": HALF}, 28, ["bf16,bf16", "f32"]),
@@ -150,7 +150,7 @@ TYPES = {
 @FUSES
 @stays
 @pytest.mark.parametrize("name", TYPES)
-def test_results_of_several_types_are_written_without_a_copy(name, monkeypatch):
+def test_results_of_several_dtypes_are_written_without_a_copy(name, monkeypatch):
     dtype, options, most, kinds = TYPES[name]
     counts = []
     for _ in range(2):
@@ -162,17 +162,17 @@ def test_results_of_several_types_are_written_without_a_copy(name, monkeypatch):
         places = [x.data_ptr() for x in optimizer.state[p].values()]
         optimizer.step()
         assert [p.data_ptr(), *(x.data_ptr() for x in optimizer.state[p].values())] == [address, *places]
-        counts.append((optimizer.bytes_accessed() / p.numel(), *whole(text_of(optimizer), "18432")))
-        as_it_is(monkeypatch)
+        counts.append((optimizer.bytes_accessed() / p.numel(), *loops_over(text_of(optimizer), "18432")))
+        without_ordering(monkeypatch)
     (moved, found, copies), (before, _, copied) = counts
     assert moved == pytest.approx(most, rel=0.01)
     assert (found, copies) == (kinds, 0)
-    assert before > 1.05 * moved or name == "state in float32"  # where nothing was copied before
-    assert copied > 0 or before < 1.15 * moved  # XLA stores a float64 array in the place of a copy
+    assert before > 1.05 * moved or name == "state in float32"  # unordered loops copy nothing in this case
+    assert copied > 0 or before < 1.15 * moved  # XLA stores a float64 array instead of a copy
 
 
-def test_float64_state_is_that_of_the_paper():
-    """By a loop for the parameter and one for the state, against float64 NumPy, a float32 parameter's rounding apart."""
+def test_float64_state_matches_the_paper():
+    """Parameter and state have separate loops; the reference is float64 NumPy, up to the rounding of the float32 parameter."""
     (p,) = params = parameters([(18432,)])
     optimizer = torch_api.MaskedAdamW(params, lr=0.01, weight_decay=0.1, state_dtype=torch.float64)
     reference, start = NumpyAdam(lr=0.01, weight_decay=0.1, decoupled=True), p.detach().clone()
@@ -188,15 +188,15 @@ def test_float64_state_is_that_of_the_paper():
 
 
 def compiled(function, count, *arrays):
-    """one_type_each(function, count) as a program that is given the first arrays away."""
+    """Compile one_type_each(function, count) and donate the first `count` arrays."""
     ordered = jax.jit(loop_order.one_type_each(function, count), donate_argnums=tuple(range(count)), keep_unused=True)
     return fusion.compiled(ordered.lower(*arrays), True, compile_options.of_barriers(Properties()))
 
 
 @FUSES
 @stays
-def test_what_another_loop_has_stored_is_read_not_computed_again():
-    """A half parameter is its float32 master rounded: the loop for halves reads the one that was stored before it."""
+def test_later_loop_reads_a_stored_result():
+    """A half parameter is its float32 master rounded: the loop for halves reads the stored master."""
     half, full = jnp.zeros(18432, jnp.bfloat16), jnp.ones(18432, jnp.float32)
 
     def update(p, master, g):
@@ -205,13 +205,13 @@ def test_what_another_loop_has_stored_is_read_not_computed_again():
 
     text = compiled(update, 2, half, full, full).as_text()
     assert text.count(" sine(") == 1
-    assert whole(text, "18432") == (["bf16", "f32"], 0)
+    assert loops_over(text, "18432") == (["bf16", "f32"], 0)
 
 
 @FUSES
 @stays
-def test_the_loop_comes_last_that_replaces_what_others_read():
-    """p needs the old m, and m needs the old p: what is smaller is copied."""
+def test_smaller_of_two_mutually_read_arrays_is_copied():
+    """p needs the old m and m needs the old p, so the smaller one is copied."""
     half, full = jnp.zeros(18432, jnp.bfloat16), jnp.ones(18432, jnp.float32)
 
     def update(p, m, g):
@@ -227,8 +227,8 @@ def test_the_loop_comes_last_that_replaces_what_others_read():
     np.testing.assert_allclose(m.astype("f4"), n.astype("f4"), rtol=1e-2)
 
 
-def test_without_barriers_that_stay_nothing_is_written_otherwise(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=nothing")  # the user's own, which a program's would replace
+def test_loops_are_not_ordered_if_barriers_are_removed(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=nothing")  # the option of a program would replace this flag of the user
     probes.stay.cache_clear()
     try:
         assert not probes.stay()
@@ -238,7 +238,7 @@ def test_without_barriers_that_stay_nothing_is_written_otherwise(monkeypatch):
 
 
 @stays
-def test_what_barriers_hold_is_told_from_what_moves():
+def test_bytes_held_by_barriers_are_counted():
     def function(x, y):
         x, y = jax.lax.optimization_barrier([x, y])
         return jnp.sin(x), y
@@ -252,7 +252,7 @@ def test_what_barriers_hold_is_told_from_what_moves():
 @FUSES
 @stays
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
+def test_bytes_held_by_barriers_match_the_compilers_count(count):
     given = [jnp.ones(1 << 12) for _ in range(count)]
 
     def moved(keep):
@@ -260,7 +260,7 @@ def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
         program = jax.jit(function).lower(given).compile(compiler_options=compile_options.of_barriers(Properties()))
         return fusion.bytes_accessed(program) - probes.held(program)
 
-    stored = moved(list) + 2 * count * (4 << 12)  # written and read
+    stored = moved(list) + 2 * count * (4 << 12)  # each stored array is written and read
     assert moved(jax.lax.optimization_barrier) == pytest.approx(stored, rel=1e-3)
 
 
@@ -268,7 +268,7 @@ def test_what_barriers_hold_is_what_the_compiler_counts_for_them(count):
 
 
 def rounded(x, computed=False):
-    """x, float32, given or times 1, by operations on bits, as jax compiles them."""
+    """Round float32 x, or x times 1, to bfloat16 by bit operations, as jax compiles them."""
     one = np.float32(1)
     closed = bf16_rounding.by_bits(jax.make_jaxpr(lambda x, one: (x * one if computed else x).astype(jnp.bfloat16))(x, one))
     assert not any(eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.bfloat16 for eqn in closed.jaxpr.eqns)
@@ -276,36 +276,36 @@ def rounded(x, computed=False):
 
 
 def every_kind_of_number():
-    """Of each sign and exponent, zero, subnormals, infinity and NaN among them: around each bfloat16 and half-way to the next."""
+    """Return float32 numbers near every bfloat16 and halfway to the next, including zeros, subnormals, infinity and NaN."""
     upper = np.arange(2**16, dtype=np.uint32) << 16
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     return (upper[:, None] | low).reshape(-1).view(np.float32)
 
 
 @pytest.mark.parametrize("computed", [False, True])
-def test_rounding_by_bits_is_rounding_to_the_nearest(computed):
+def test_rounding_by_bits_rounds_to_nearest(computed):
     x = every_kind_of_number()
-    if computed:  # the processor takes subnormals as zeros there
+    if computed:  # the processor treats subnormals as zeros in arithmetic
         x = x[(np.abs(x) >= np.finfo(np.float32).smallest_normal) | (x == 0) | np.isnan(x)]
     ours, theirs = rounded(x, computed), torch.from_numpy(x).to(HALF)
-    quiet = ~(np.isnan(x) & ((x.view(np.uint32) & 0x400000) == 0))  # no arithmetic gives another NaN
+    quiet = ~(np.isnan(x) & ((x.view(np.uint32) & 0x400000) == 0))  # arithmetic gives only quiet NaN
     same_bits = ours.view(np.uint16) == theirs.view(torch.uint16).numpy()
     assert same_bits[~np.isnan(x)].all()
     assert torch.isnan(torch.from_numpy(ours.view(np.uint16).copy()).view(HALF))[torch.from_numpy(np.isnan(x))].all()
     assert np.isnan(x).sum() > 1000
-    # The broken sibling: without a bound on NaNs those whose bits are all set, as GPUs write them, become zeros.
+    # The check can fail: without the bound, NaN with all bits set (as GPUs write it) becomes zero.
     loosened = x.view(np.uint32) + np.uint32(0x7FFF) + ((x.view(np.uint32) >> 16) & 1) >> 16
     assert not np.isnan((loosened.astype(np.uint32) << 16).view(np.float32)[np.isnan(x) & quiet]).all()
 
 
-def test_what_has_no_result_in_bfloat16_is_left_as_it_is():
+def test_jaxpr_without_bfloat16_results_is_unchanged():
     closed = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * 2)(jnp.ones(3))
     assert bf16_rounding.by_bits(closed) is closed
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_result_that_others_are_computed_from_is_left_to_xla():
-    """Its rounding may be left out then."""
+def test_rounding_of_a_result_with_other_readers_is_unchanged():
+    """XLA may drop the rounding of such a result."""
     closed = jax.make_jaxpr(lambda x: (y := x.astype(jnp.bfloat16), y.astype(jnp.float32) * 2))(jnp.ones(3))
     assert bf16_rounding.by_bits(closed) is closed
 
@@ -336,11 +336,11 @@ def test_rounding_by_bits_moves_no_more_bytes(make, least):
         (torch_api.MaskedAdamW, {}, True),
         (torch_api.MaskedSGD, {"momentum": 0.9}, True),
         (torch_api.MaskedLion, {}, True),
-        (torch_api.MaskedAdamW, {"ema_decay": 0.9}, False),  # the average is of the rounded parameter
+        (torch_api.MaskedAdamW, {"ema_decay": 0.9}, False),  # the average is taken of the rounded parameter
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_bfloat16_updates_are_those_of_xlas_own_rounding(masked, options, last, monkeypatch):
+def test_bfloat16_updates_equal_those_with_xlas_rounding(masked, options, last, monkeypatch):
     params = parameters([(18000,), (40,), (40,), (40,), (40,)], HALF)
     others, grads = clones(params), [random_grads(params) for _ in range(20)]
     for mine in (params, others):
@@ -355,7 +355,7 @@ def test_bfloat16_updates_are_those_of_xlas_own_rounding(masked, options, last, 
     assert same(params, others)
 
 
-def test_a_nan_that_is_stored_as_it_was_given_stays_one():
+def test_nan_gradient_stored_as_state_stays_nan():
     (p,) = params = parameters([(18000,)])
     optimizer = torch_api.MaskedRprop(params, lr=0.01, state_dtype=HALF)
     set_grads(params, random_grads(params))
@@ -364,7 +364,7 @@ def test_a_nan_that_is_stored_as_it_was_given_stays_one():
     assert torch.isnan(optimizer.state[p]["prev"]).nonzero().tolist() == [[5]]
 
 
-def test_a_nan_of_a_gpu_stays_one():
+def test_nan_with_all_bits_set_stays_nan():
     (p,) = params = parameters([(18000,)], HALF)
     optimizer = torch_api.MaskedAdamW(params, lr=0.01, master_weights=True)
     set_grads(params, random_grads(params))
@@ -376,7 +376,7 @@ def test_a_nan_of_a_gpu_stays_one():
 
 
 @pytest.mark.quick
-def test_loops_of_two_types_follow_each_other_behind_a_barrier():
+def test_loops_of_two_dtypes_are_separated_by_a_barrier():
     def update(p, m, g):
         return p - 0.5 * m.astype(jnp.float32), (0.5 * m.astype(jnp.float32) + g).astype(jnp.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Updates of many operands, written with few; branches beside each other."""
+"""Updates with many operands are rewritten with few; branches become selects."""
 
 import re
 
@@ -33,7 +33,7 @@ def stepped(tx, params):
     return optimizer
 
 
-# What XLA wrote from several loops, where two parameters had the same constants, branches were taken, or the gradient was kept; bytes.
+# (make, bytes per element) of updates that XLA would split into several loops: equal constants, branches, or a stored gradient.
 MANY = {
     "optimistic_adam_v2": (lambda: optax.optimistic_adam_v2(1e-3), 36),
     "ademamix": (lambda: optax.contrib.ademamix(1e-3), 36),
@@ -49,14 +49,14 @@ MANY = {name: case for name, case in MANY.items() if hasattr(optax, name) or has
 @FUSES
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("make", "least"), MANY.values(), ids=MANY)
-def test_two_parameters_move_as_few_bytes_as_there_are(make, least):
+def test_two_parameters_read_and_write_each_array_once(make, least):
     optimizer = stepped(make(), params := parameters())
     assert optimizer.bytes_accessed() / (SIZE * len(params)) == pytest.approx(least, rel=0.02)
 
 
 @FUSES
 @pytest.mark.usefixtures("standard_promotion")
-def test_without_fewer_operands_they_move_more(monkeypatch):
+def test_comparison_detects_too_many_operands(monkeypatch):
     monkeypatch.setattr(per_kind, "fewer", lambda closed, size: closed)
     monkeypatch.setattr(per_kind, "_families", {})
     monkeypatch.setattr("bridge._runtime.cache._programs", {})
@@ -66,7 +66,7 @@ def test_without_fewer_operands_they_move_more(monkeypatch):
 
 @FUSES
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_loop_reads_arrays_and_a_row_and_few_constants():
+def test_loop_has_few_operands():
     optimizer = stepped(MANY["ademamix"][0](), parameters())
     text = optimizer._launches.latest[0].program.update.as_text()
     loops = [line for line in text.splitlines() if re.search(rf"= \(f32\[{SIZE}\].* fusion\(", line)]
@@ -76,12 +76,12 @@ def test_a_loop_reads_arrays_and_a_row_and_few_constants():
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", MANY)
-def test_the_numbers_are_optaxs(name):
+def test_steps_match_optax(name):
     params, tx = parameters(), MANY[name][0]()
     start = clones(params)
     optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], tx)
     theirs = {f"w{i}": jnp.array(p.detach().numpy()) for i, p in enumerate(params)}
-    others = dict(theirs)  # moved a ten-thousandth further: the broken sibling
+    others = dict(theirs)  # these move by a factor 1.0001 more, so the comparison can fail
     state, update = tx.init(theirs), jax.jit(tx.update)
     for _ in range(20):
         grads = random_grads(params)
@@ -106,13 +106,13 @@ def traced(function, *shapes):
 
 
 def many(x, s):
-    """Thirteen constants beside 0 and 1, a number that is read twice and divides."""
+    """Use thirteen constants besides 0 and 1, and a scalar that is read twice and divides."""
     for k in range(13):
         x = x * np.float32(1.0 + k / 64) + np.float32(k % 2)
     return jnp.where(x > 0, x / s, x - s) + np.float32(0.0)
 
 
-def test_each_operation_has_numbers_of_its_own():
+def test_each_equation_gets_its_own_scalars():
     closed = traced(many, (64,), ())
     written = operand_limit.fewer(closed, 64)
     spread = [eqn.invars[0] for eqn in written.jaxpr.eqns if eqn.primitive.name == "broadcast_in_dim" and not hasattr(eqn.invars[0], "val")]
@@ -123,8 +123,8 @@ def test_each_operation_has_numbers_of_its_own():
     np.testing.assert_allclose(ours, many(x.astype(np.float64), 3.0), rtol=1e-6)
 
 
-def together(function):
-    """A transformation that must see all leaves: a gradient over one and the sum of `function` of them all."""
+def scaled_by_sum_of(function):
+    """A joint transformation: the gradient is scaled by the sum of `function` over all leaves."""
 
     def update(grads, state, params=None):
         total = sum(jnp.sum(function(g)) for g in jax.tree.leaves(grads))
@@ -134,14 +134,14 @@ def together(function):
 
 
 def clamped(g):
-    """Two numbers in each operation."""
+    """Use two scalars in each equation."""
     for _ in range(9):
         g = jax.lax.clamp(np.float32(-0.7), g, np.float32(0.7))
     return g
 
 
 def halves(g):
-    """A number of 32 bits becomes two of 16."""
+    """Bitcast each 32-bit number to two 16-bit numbers."""
     for k in range(14):
         g = g * np.float32(1 + k / 64)
     return jax.lax.bitcast_convert_type(g, jnp.uint16).astype(jnp.float32) * np.float32(2.0**-16)
@@ -150,24 +150,24 @@ def halves(g):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("shapes", [[(40,), (40,)], [(9, 4)] * 6, [(1,), (1, 1), (7,)]], ids=str)
 @pytest.mark.parametrize("function", [clamped, halves])
-def test_sums_of_operations_of_several_numbers(function, shapes):
+def test_sums_over_equations_with_several_scalars(function, shapes):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     grads, start = random_grads(params), clones(params)
-    optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], together(function))
+    optimizer = torch_api.OptaxOptimizer([(f"w{i}", p) for i, p in enumerate(params)], scaled_by_sum_of(function))
     set_grads(params, grads)
     optimizer.step()
-    updates, _ = together(function).update([jnp.asarray(g.numpy()) for g in grads], ())
+    updates, _ = scaled_by_sum_of(function).update([jnp.asarray(g.numpy()) for g in grads], ())
     for p, first, update in zip(params, start, updates, strict=True):
         torch.testing.assert_close(p.detach() - first.detach(), torch.from_numpy(np.array(update)), rtol=1e-3, atol=1e-6)
 
 
-def test_what_has_few_operands_is_left_as_it_is():
+def test_jaxpr_with_few_operands_is_unchanged():
     closed = traced(lambda x, s: x * np.float32(0.9) + s, (64,), ())
     assert operand_limit.fewer(closed, 64) is closed
 
 
-def test_what_would_read_very_many_numbers_is_left_as_it_is():
+def test_jaxpr_with_too_many_scalars_is_unchanged():
     def long(x):
         for k in range(operand_limit._NUMBERS // 2 + 1):
             x = x * np.float32(1 + k / 64) + np.float32(k / 64 + 0.1)
@@ -178,7 +178,7 @@ def test_what_would_read_very_many_numbers_is_left_as_it_is():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_constant_whose_reciprocal_is_infinite_is_no_warning():
+def test_constant_with_infinite_reciprocal_does_not_warn():
     closed = traced(lambda x, s: many(x, s) / np.float32(1e-40), (64,), ())
     assert operand_limit.fewer(closed, 64) is not closed
 
@@ -191,7 +191,7 @@ def branched(index, x):
 
 
 @pytest.mark.parametrize("index", [-3, 0, 1, 2, 9])
-def test_branches_beside_each_other_give_what_one_gives(index):
+def test_select_of_branches_equals_the_chosen_branch(index):
     closed = jax.make_jaxpr(branched)(jnp.int32(0), jnp.ones(4))
     opened = jaxpr.inlined(closed.jaxpr, closed.consts)
     assert "cond" in str(closed)
@@ -201,12 +201,12 @@ def test_branches_beside_each_other_give_what_one_gives(index):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_branch_that_looks_across_elements_stays_a_branch():
+def test_branch_with_a_reduction_stays_a_cond():
     closed = jax.make_jaxpr(lambda go, x: jax.lax.cond(go, lambda x: x / jnp.sum(x), lambda x: x, x))(True, jnp.ones(4))
     assert "cond" in str(jaxpr.inlined(closed.jaxpr, closed.consts))
 
 
-def test_a_branch_that_calls_python_is_called_alone():
+def test_branch_with_a_callback_stays_a_cond():
     seen = []
 
     def told(x):
@@ -220,7 +220,7 @@ def test_a_branch_that_calls_python_is_called_alone():
     assert not seen
 
 
-def test_of_a_constant_index_one_branch_is_left_whatever_it_does():
+def test_cond_with_constant_index_becomes_its_branch():
     closed = jax.make_jaxpr(lambda x: jax.lax.cond(np.bool_(True), lambda x: x / jnp.sum(x), lambda x: jnp.cumsum(x), x))(jnp.ones(4))
     if not hasattr(closed.jaxpr.eqns[-1].invars[0], "val"):
         pytest.skip("this jax computes the index")
@@ -231,7 +231,7 @@ def test_of_a_constant_index_one_branch_is_left_whatever_it_does():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_an_update_that_is_not_finite_is_left_out():
+def test_apply_if_finite_skips_nonfinite_updates():
     params = parameters()
     optimizer = stepped(optax.apply_if_finite(optax.adam(1e-2), 3), params)
     before = clones(params)
@@ -245,7 +245,7 @@ def test_an_update_that_is_not_finite_is_left_out():
     assert not any(torch.equal(a, b) for a, b in zip(params, before, strict=True))
 
 
-def test_each_operation_has_numbers_of_its_own_and_multiplies_by_reciprocals(monkeypatch):
+def test_each_equation_gets_its_own_scalars_and_multiplies_by_reciprocals(monkeypatch):
     monkeypatch.setattr(operand_limit, "_OPERANDS", 3)
     array, number = jax.ShapeDtypeStruct((4,), np.float32), jax.ShapeDtypeStruct((), np.float32)
     closed = jax.make_jaxpr(lambda p, n, m: p / n + p * m)(array, number, number)

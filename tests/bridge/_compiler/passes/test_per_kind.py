@@ -1,4 +1,4 @@
-"""Functions of many leaves, their arithmetic of scalars done once."""
+"""Kernels shared by many leaves; their scalar arithmetic is computed once."""
 
 import functools
 
@@ -44,11 +44,11 @@ def looped(arrays, scalars, common):
     decay, _ = common
     total = jax.lax.fori_loop(0, 3, lambda i, x: x * decay + i, lr)
     branch = jax.lax.cond(t > 2, lambda x: x * 2, lambda x: x - 1, total)
-    return p * branch, [m + jnp.sum(g)], t * 0 + t  # one of the results depends on no array
+    return p * branch, [m + jnp.sum(g)], t * 0 + t  # one of the results does not depend on an array
 
 
-def handed_on(arrays, scalars, common):
-    """A result that is a scalar as it came, one that is an array as it came, and one that is a constant."""
+def passes_inputs_through(arrays, scalars, common):
+    """Return a scalar input, an array input and a constant unchanged."""
     p, m, _ = arrays
     t, _ = scalars
     return p, [jnp.full_like(m, 3.0) * common[1]], t
@@ -59,7 +59,7 @@ def of_scalars_only(arrays, scalars, common):
     return jnp.broadcast_to(lr * common[0], (4, 25)), [jnp.zeros((4, 25), jnp.float32) + t.astype(jnp.float32)], t - 1
 
 
-FUNCTIONS = [adamlike, branching, looped, handed_on, of_scalars_only]
+FUNCTIONS = [adamlike, branching, looped, passes_inputs_through, of_scalars_only]
 
 
 def inputs(count, shape=(4, 25)):
@@ -76,7 +76,7 @@ def alone(function, arrays, scalars, common):
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(4, 25), (5,), ()], ids=str)
-def test_for_each_is_a_plain_loop(function, count, shape):
+def test_for_each_equals_a_plain_loop(function, count, shape):
     if function is of_scalars_only and shape != (4, 25):
         shape = 4, 25
     with x64():
@@ -89,8 +89,8 @@ def test_for_each_is_a_plain_loop(function, count, shape):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
-def test_for_each_tells_siblings_apart():
-    """The comparison above would notice a sibling's numbers: of equal arrays, each result has those of its own scalars."""
+def test_for_each_uses_the_scalars_of_each_leaf():
+    """The comparison detects swapped scalars: with equal arrays, each result must use its own scalars."""
     arrays, scalars, common = inputs(4)
     found = alone(adamlike, [arrays[0]] * 4, scalars, common)
     assert len({float(p.sum()) for p, _, _ in found}) == 4
@@ -98,15 +98,15 @@ def test_for_each_tells_siblings_apart():
         np.testing.assert_allclose(found[1][0], adamlike(arrays[0], scalars[2], common)[0], rtol=1e-6)
 
 
-def test_arithmetic_of_scalars_is_traced_once_for_all_leaves():
+def test_scalar_arithmetic_is_traced_once_for_all_leaves():
     arrays, scalars, common = inputs(12)
     powers = lambda function: str(jax.make_jaxpr(function)(arrays, scalars, common)).count(" pow ")  # noqa: E731
     assert powers(lambda *given: alone(adamlike, *given)) == 1
     assert powers(lambda a, s, c: [adamlike(x, y, c) for x, y in zip(a, s, strict=True)]) == 12
 
 
-def test_other_shapes_and_rows_share_the_arithmetic_of_scalars():
-    """Leaves of three shapes and a pack of three rows, beside others whose arithmetic is not the same."""
+def test_other_shapes_and_rows_share_scalar_arithmetic():
+    """Leaves of three shapes and a bucket of three rows share scalar arithmetic, next to leaves with other arithmetic."""
     arrays, scalars, common = inputs(9)
     flat = jax.tree.map(lambda x: x.reshape(-1), arrays)
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
@@ -115,31 +115,31 @@ def test_other_shapes_and_rows_share_the_arithmetic_of_scalars():
         kernel_class.Alike(branching, arrays[2:4], scalars[2:4]),
         kernel_class.Alike(adamlike, flat[4:5], scalars[4:5]),
         kernel_class.Alike(adamlike, [stack(flat[5:8])], [stack(scalars[5:8])], rows=3),
-        kernel_class.Alike(handed_on, arrays[8:], scalars[8:]),
+        kernel_class.Alike(passes_inputs_through, arrays[8:], scalars[8:]),
     ]
     both = lambda common: per_kind.for_each(kinds, common)  # noqa: E731
     found = jax.jit(both)(common)
     found[3] = [jax.tree.map(lambda x, i=i: x[i], found[3][0]) for i in range(3)]
     given = [*arrays[:4], *flat[4:8], arrays[8]]
-    functions = [adamlike] * 2 + [branching] * 2 + [adamlike] * 4 + [handed_on]
+    functions = [adamlike] * 2 + [branching] * 2 + [adamlike] * 4 + [passes_inputs_through]
     expected = [jax.jit(function)(a, s, common) for function, a, s in zip(functions, given, scalars, strict=True)]
     for x, y in zip([x for kind in found for x in kind], expected, strict=True):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), x, y)
     alone = [jax.jit(function)(a, scalars[0], common) for function, a in zip(functions, given, strict=True)]
-    with pytest.raises(AssertionError):  # the comparison tells whose scalars were used
+    with pytest.raises(AssertionError):  # the comparison detects which scalars were used
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), [x for kind in found for x in kind][7], alone[7])
     assert str(jax.make_jaxpr(both)(common)).count(" pow ") == 1
 
 
 def in_pairs(arrays, scalars, common):
-    """Not flat inside: as complex arrays are computed."""
+    """A kernel that is not flat inside, as complex arrays are computed."""
     p, m, g = (jnp.stack([x, x], axis=-1) for x in arrays)
     t, lr = scalars
     return (p - lr * g).sum(-1), [(m * common[0]).sum(-1)], t
 
 
-@pytest.mark.parametrize(("function", "traces"), [(adamlike, 1), (branching, 1), (handed_on, 1), (in_pairs, 4)])
-def test_a_family_is_traced_once_for_all_sizes(function, traces):
+@pytest.mark.parametrize(("function", "traces"), [(adamlike, 1), (branching, 1), (passes_inputs_through, 1), (in_pairs, 4)])
+def test_size_class_is_traced_once(function, traces):
     calls = []
 
     def counted(*given):
@@ -161,7 +161,7 @@ def test_a_family_is_traced_once_for_all_sizes(function, traces):
             assert jax.tree.map(lambda x: (x.shape, x.dtype), kind) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
 
-def test_arithmetic_that_evaluations_repeat_is_done_once():
+def test_repeated_scalar_arithmetic_is_computed_once():
     def twice(arrays, scalars, common):
         (first, _, t), (_, m, _) = (adamlike([x * one for x in arrays], scalars, common[:2]) for one in (1, common[2]))
         return first, m, t
@@ -171,7 +171,7 @@ def test_arithmetic_that_evaluations_repeat_is_done_once():
     assert program.count(" pow ") == 1
 
 
-def test_the_update_of_equal_leaves_is_in_the_program_once_and_called():
+def test_update_of_equal_leaves_is_a_function_called_for_each():
     def lines(count, function):
         arrays, scalars, common = inputs(count)
         return str(jax.jit(function).lower(arrays, scalars, common).as_text()).count("stablehlo.subtract")
@@ -182,7 +182,7 @@ def test_the_update_of_equal_leaves_is_in_the_program_once_and_called():
 
 
 def by_size(at):
-    """A transformation that does another thing with a leaf of more elements than that."""
+    """A transformation that treats leaves with more than `at` elements differently."""
 
     def update(updates, state, params):
         return jax.tree.map(lambda g, x: -0.1 * (g + 0.5 * x if x.size > at else g), updates, params), state
@@ -194,8 +194,8 @@ def by_size(at):
 @pytest.mark.parametrize(
     ("at", "sizes"), [(1000, (40, 100, 500, 2000, 5000, 7000)), (12, (10,) * 8), (7000, (40, 100, 500, 2000, 5000, 7001))]
 )
-def test_a_branch_on_the_size_of_a_leaf_is_that_of_the_leaf(at, sizes):
-    """Kinds that differ in size share a trace, and small leaves lie in rows longer than they are."""
+def test_branch_on_leaf_size_uses_the_size_of_the_leaf(at, sizes):
+    """Sizes of one class share a trace, and small leaves lie in rows that are longer than they are."""
     params = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
     twins = [jnp.asarray(p.detach().numpy().copy()) for p in params]
     start = [p.detach().clone() for p in params]

@@ -1,4 +1,4 @@
-"""What sums over a whole leaf: its sums are taken once, of what is stored or not, and the numbers are those of optax."""
+"""Updates with sums over a whole leaf: each sum is taken once, of stored values or not, and the numbers match optax."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def staged(function, inputs, factor=None):
 
 
 def trust(inputs):
-    """LAMB's last part: the ratio of norms that are asked whether they are 0."""
+    """The last part of LAMB: a ratio of norms, each tested for zero."""
     g, p, m = inputs
     m = 0.9 * m + 0.1 * g
     update = m / (jnp.abs(m) + 0.1) + 0.01 * p
@@ -46,20 +46,20 @@ def by_the_largest(inputs):
     return p - g / jnp.max(jnp.abs(kept)) - jnp.prod(jnp.where(jnp.min(g) < 0, g, jnp.full_like(g, 2.0))), jnp.sum(kept)
 
 
-def in_turn(inputs):
-    """A sum of what another sum has made, and a choice within a choice."""
+def nested_sums(inputs):
+    """Sum a value made by another sum, with nested selects."""
     g, p, m = inputs
     g = g / jnp.maximum(1.0, jnp.sqrt(jnp.sum(g * g)))
     chosen = jnp.where(jnp.sum(p) > 100, jnp.zeros_like(p), jnp.where(jnp.sum(m) > 0, p, jnp.ones_like(p)))
     return p - g * jnp.sum(jnp.abs(g - m)) / jnp.sum(chosen * chosen + 1), jnp.any(chosen > 3), m
 
 
-FUNCTIONS = {"trust ratio": trust, "the largest": by_the_largest, "sums of sums": in_turn}
+FUNCTIONS = {"trust ratio": trust, "the largest": by_the_largest, "sums of sums": nested_sums}
 
 
 @pytest.mark.parametrize("factor", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_stages_give_what_the_function_gives(name, factor):
+def test_staged_function_equals_the_function(name, factor):
     run, (_, one) = staged(FUNCTIONS[name], leaves(3), factor)
     run, function = jax.jit(run), jax.jit(FUNCTIONS[name])
     for zero in (None, 0, 1, 2):
@@ -73,8 +73,8 @@ def test_stages_give_what_the_function_gives(name, factor):
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
-def test_a_norm_that_is_asked_whether_it_is_0_is_taken_once():
-    """optax takes each norm again, of ones where it was 0: here one number chooses between two numbers."""
+def test_norm_tested_for_zero_is_taken_once():
+    """optax takes each norm twice, the second time with ones where it was 0; here one scalar selects between two scalars."""
     inputs = leaves(3)
     run, arguments = staged(trust, inputs)
     sums = lambda f, *given: jax.jit(f).lower(*given).compile().as_text().count(" reduce(")  # noqa: E731
@@ -85,14 +85,14 @@ def test_a_norm_that_is_asked_whether_it_is_0_is_taken_once():
     assert set(chosen) == {()}
 
 
-def test_what_is_summed_is_stored_beside_the_state_that_is_known_by_then():
+def test_summed_values_are_stored_with_finished_state():
     run, arguments = staged(trust, leaves(3))
     with x64():
         names = operations(run, *arguments)
         barrier = next(eqn for eqn in jax.make_jaxpr(run)(*arguments).eqns if eqn.primitive.name == "optimization_barrier")
-    assert [v.aval.shape for v in barrier.outvars] == [(SIZE,), (SIZE,)]  # the new average, and the update
+    assert [v.aval.shape for v in barrier.outvars] == [(SIZE,), (SIZE,)]  # the new moment and the update
     assert names.index("optimization_barrier") < names.index("reduce_sum")
-    run, arguments = staged(by_the_largest, leaves(3))  # of inputs alone
+    run, arguments = staged(by_the_largest, leaves(3))  # sums of inputs only
     with x64():
         assert "optimization_barrier" not in operations(run, *arguments)
 
@@ -102,8 +102,8 @@ FEWEST = {"lamb": 48, "lars": 44, "fromage": 20}
 
 @FUSES
 @pytest.mark.parametrize("name", FEWEST)
-def test_bytes_of_what_sums_over_whole_parameters(name):
-    """LAMB: gradient, parameter and moments once; the update stored, and read for its norm and at last; the parameter again twice."""
+def test_bytes_of_updates_that_sum_over_parameters(name):
+    """LAMB reads gradient, parameter and moments once, stores the update, and reads it for its norm and again for the result."""
     p = torch.nn.Parameter(torch.randn(64, 64, 3, 3))
     optimizer = torch_api.OptaxOptimizer([p], getattr(optax, name), lr=1e-3)
     p.grad = torch.randn_like(p)
@@ -124,7 +124,7 @@ def gradient(step):
 
 
 def in_optax(name, start, mask, seen):
-    """The leaf after 20 steps of pure optax, which sees the elements of `seen` and moves those of `mask`."""
+    """Return the leaf after 20 steps of pure optax, which sees the elements of `seen` and moves those of `mask`."""
     tx, value = getattr(optax, name)(0.01), start
     state = tx.init(value * seen)
     for step in range(20):
@@ -135,8 +135,8 @@ def in_optax(name, start, mask, seen):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["lamb", "lars", "fromage"])
-def test_numbers_are_optaxs_in_every_layout_and_with_masks_of_elements(name, layout):
-    """Elements that are frozen take no part in a norm."""
+def test_steps_match_optax_in_every_layout_and_with_element_masks(name, layout):
+    """Frozen elements are not part of a norm."""
     start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     some = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) < 0.7
     for mask in (torch.ones_like(some), some):
@@ -155,8 +155,8 @@ def test_numbers_are_optaxs_in_every_layout_and_with_masks_of_elements(name, lay
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int32])
-def test_sums_of_narrow_integers_wrap_around_as_in_jax(dtype):
-    """All elements are one number, so no array is summed; SIZE times it may not fit its type."""
+def test_sums_of_narrow_integers_wrap_as_in_jax(dtype):
+    """All elements are one scalar, so no array is summed; SIZE times the scalar may overflow its dtype."""
 
     def function(inputs):
         g, _, _ = inputs
