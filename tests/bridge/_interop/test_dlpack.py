@@ -1,4 +1,4 @@
-"""Tensors to arrays and back: same bytes, or an error that says why."""
+"""Tensors to arrays and back share memory, or an error names the cause."""
 
 import threading
 
@@ -32,7 +32,7 @@ LAYOUTS = {
 
 @pytest.fixture(params=["fast", "public"])
 def route(request, monkeypatch):
-    """Both ways in and out: the calls beneath jax's public ones, and the public ones."""
+    """Run the test with jax's internal DLPack calls and with its public ones."""
     caches = (dlpack._route, dlpack._importer, dlpack._exporter)
     for cache in caches:
         cache.cache_clear()
@@ -54,7 +54,7 @@ def supported(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS + FLOAT8, ids=str)
-def test_every_dtype_travels_both_ways_without_a_copy(dtype, route):
+def test_every_dtype_crosses_both_ways_without_a_copy(dtype, route):
     if dtype in FLOAT8 and not supported(dtype):
         pytest.skip("float8 is not on both sides in these versions")
     tensor = (torch.arange(64) % 3).to(dtype)
@@ -67,7 +67,7 @@ def test_every_dtype_travels_both_ways_without_a_copy(dtype, route):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_dense_layouts_travel_without_a_copy(layout, route):
+def test_dense_layouts_cross_without_a_copy(layout, route):
     tensor = layout()
     array = bridge.to_jax(tensor)
     assert array.shape == tuple(tensor.shape)
@@ -76,16 +76,16 @@ def test_dense_layouts_travel_without_a_copy(layout, route):
     assert torch.equal(bridge.to_torch(array), tensor)
 
 
-def test_a_write_through_torch_shows_in_a_fresh_import():
+def test_write_by_torch_shows_in_a_new_import():
     tensor = torch.zeros(64)
     bridge.to_jax(tensor)
     tensor += 1
     assert float(bridge.to_jax(tensor).sum()) == 64.0
 
 
-def test_an_array_keeps_the_memory_of_its_tensor_alive():
+def test_array_keeps_the_memory_of_its_tensor_alive():
     array = bridge.to_jax(torch.full((1 << 16,), 7.0))
-    torch.zeros(1 << 16)  # would reuse the memory
+    torch.zeros(1 << 16)  # would reuse the memory if it were freed
     assert bool((array == 7).all())
 
 
@@ -110,7 +110,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize(("make", "text"), BAD.values(), ids=BAD.keys())
-def test_memory_that_jax_cannot_see_is_an_error_or_a_copy_on_request(make, text, route):
+def test_memory_that_jax_cannot_alias_raises_or_is_copied_on_request(make, text, route):
     tensor = make()
     with pytest.raises(ValueError, match=text):
         bridge.to_jax(tensor)
@@ -122,7 +122,7 @@ def test_memory_that_jax_cannot_see_is_an_error_or_a_copy_on_request(make, text,
 
 @pytest.mark.parametrize(("make", "text"), NEVER.values(), ids=NEVER.keys())
 @pytest.mark.parametrize("copy", [False, None, True])
-def test_what_has_no_plain_memory_is_an_error_whatever_copy_says(make, text, copy):
+def test_tensor_without_plain_memory_raises_for_every_copy(make, text, copy):
     with pytest.raises(ValueError, match=text):
         bridge.to_jax(make(), copy=copy)
     with pytest.raises(ValueError, match="tensor 'w'"):
@@ -130,7 +130,7 @@ def test_what_has_no_plain_memory_is_an_error_whatever_copy_says(make, text, cop
 
 
 @pytest.mark.parametrize("copy", [True, None])
-def test_copy_true_copies_and_copy_none_does_not_where_it_need_not(copy):
+def test_copy_true_copies_and_copy_none_aliases_if_possible(copy):
     tensor = torch.randn(64)
     shared = bridge.to_jax(tensor, copy=copy).unsafe_buffer_pointer() == tensor.data_ptr()
     assert shared is (copy is None)
@@ -138,26 +138,26 @@ def test_copy_true_copies_and_copy_none_does_not_where_it_need_not(copy):
     assert (bridge.to_torch(array, copy=copy).data_ptr() == array.unsafe_buffer_pointer()) is (copy is None)
 
 
-def test_a_donated_array_is_called_donated():
+def test_donated_array_raises_and_is_called_donated():
     array = jnp.ones(64)
     jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     with pytest.raises(ValueError, match="donated or deleted"):
         bridge.to_torch(array)
 
 
-def test_a_tracer_is_refused_by_name():
+def test_tracer_raises_and_is_named():
     with pytest.raises(ValueError, match=r"array 'x' is a tracer.*outside jit"):
         jax.jit(lambda x: bridge.to_torch({"x": x}))(jnp.ones(3))
 
 
-def test_a_device_that_jax_does_not_see_is_an_error_with_the_remedy():
+def test_missing_device_raises_with_advice():
     if "cuda" in {d.platform for d in jax.devices()}:
         pytest.skip("jax sees a GPU here")
     with pytest.raises(RuntimeError, match=r"jax has no gpu backend.*maskbridge\[cuda\]"):
         dlpack._jax_device("cuda", 0)
 
 
-def test_trees_keep_their_containers_and_other_leaves():
+def test_trees_keep_containers_and_other_leaves():
     tree = {"a": [torch.zeros(64), 3], "b": (None, "text")}
     out = bridge.to_jax(tree)
     assert isinstance(out["a"][0], jax.Array)
@@ -165,7 +165,7 @@ def test_trees_keep_their_containers_and_other_leaves():
     assert torch.equal(bridge.to_torch(out)["a"][0], tree["a"][0])
 
 
-def test_operands_are_the_tensors_own_bytes():
+def test_call_arguments_alias_their_tensors():
     tensors = [torch.randn(8, 16), torch.randn(64).bfloat16(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
     orders = [dlpack.dense_order(t) for t in tensors]
     views = call_arguments.operands(tensors, orders)
@@ -175,7 +175,7 @@ def test_operands_are_the_tensors_own_bytes():
         np.testing.assert_array_equal(view.astype(np.float32), tensor.permute(order).float().numpy().reshape(-1))
 
 
-def test_the_x64_scope_is_local_to_the_thread():
+def test_x64_scope_is_local_to_the_thread():
     seen = []
     with _process.x64():
         thread = threading.Thread(target=lambda: seen.append(jnp.zeros(1).dtype))
@@ -186,7 +186,7 @@ def test_the_x64_scope_is_local_to_the_thread():
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_operands_of_known_kinds_are_those_that_are_found_by_looking(odd):
+def test_cached_call_arguments_equal_uncached_ones(odd):
     plain, other = torch.randn(7, 5), odd(torch.randn(6, 6))
     for tensors in ([plain], [plain, other], [plain.bfloat16()]):
         found = call_arguments.Operands([t.shape for t in tensors], [t.dtype for t in tensors], [None] * len(tensors))(tensors)
@@ -196,9 +196,9 @@ def test_operands_of_known_kinds_are_those_that_are_found_by_looking(odd):
     assert flat.ctypes.data == plain.data_ptr()
 
 
-def test_operands_that_do_not_ask_whether_a_tensor_is_negated_are_seen(monkeypatch):
+def test_call_arguments_resolve_lazy_negation(monkeypatch):
     negated = torch._neg_view(torch.ones(3))
     take = call_arguments.Operands([(3,)], [torch.float32], [None])
     assert take([negated])[0].tolist() == [-1, -1, -1]
     monkeypatch.setattr(torch.Tensor, "is_neg", lambda _: False)
-    assert take([negated])[0].tolist() == [1, 1, 1]  # the broken sibling
+    assert take([negated])[0].tolist() == [1, 1, 1]  # the check can fail

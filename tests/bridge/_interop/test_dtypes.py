@@ -1,4 +1,4 @@
-"""Code in jax in a train step has jax's own flag for 64 bits, though torch's code in it keeps them."""
+"""JAX code in a train step runs under the 64-bit flag that the user has set, while torch code keeps 64-bit types."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 
 def carried(x):
-    """Runs only where the default type is that of x."""
+    """Scan x with a carry of the default dtype, which fails unless that is the dtype of x."""
     return lax.scan(lambda c, row: (jnp.tanh(row), c), jnp.zeros(x.shape[-1]), x)[0].sum()
 
 
@@ -36,18 +36,18 @@ WRITTEN = {
 
 @pytest.mark.parametrize("function", [carried, noisy])
 @pytest.mark.parametrize("written", ["as a jax_function", "as it stands"])
-def test_it_computes_as_outside_of_the_step(function, written, monkeypatch):
+def test_jax_code_gives_the_numbers_of_a_jax_function(function, written, monkeypatch):
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
     expected = bridge.jax_function(function)(model(x)).item()
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
     np.testing.assert_allclose(torch_api.JaxTrainStep(model, WRITTEN[written](function), optimizer)(x).item(), expected, rtol=1e-5)
     monkeypatch.setattr(module_function, "scope", lambda on: x64())
-    with pytest.raises((TypeError, ValueError), match="float64"):  # the code meets its own float64 numbers
+    with pytest.raises((TypeError, ValueError), match="float64"):  # the code itself makes float64 values
         torch_api.JaxTrainStep(model, WRITTEN["as it stands"](function), optimizer)(x)
 
 
-def kinds_seen(model, *batch):
-    """The dtypes that code in jax and in torch has in a loss, and the loss of the first step."""
+def loss_and_dtypes(model, *batch):
+    """Return the loss of the first step, and the dtypes that JAX code and torch code have in the loss."""
     seen = {}
 
     def loss(m, x, y):
@@ -63,27 +63,27 @@ def kinds_seen(model, *batch):
     return value, {name: str(kind) for name, kind in seen.items()}
 
 
-def test_a_loss_in_jax_has_32_bits_and_torch_within_it_64():
+def test_loss_in_jax_has_32_bit_types_and_torch_code_64_bit_types():
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 4), torch.randn(4, 3), torch.tensor([0, 3, 1, 2])
     logits = model(x)
     expected = 2 * F.cross_entropy(logits, y) + (logits * torch.linspace(0, 1, 4)).sum()
-    value, seen = kinds_seen(model, x, y)
+    value, seen = loss_and_dtypes(model, x, y)
     narrow = dict.fromkeys(("made", "out"), "float32") | dict.fromkeys(("labels", "leaf", "view"), "int32")
     assert seen == narrow | {"torch": "torch.int64", "far": "torch.int64"}
     np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
 
 
-def test_a_loss_in_jax_of_a_float64_model_keeps_64_bits():
+def test_loss_in_jax_of_a_float64_model_has_64_bit_types():
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 3, 1, 2])
-    _, seen = kinds_seen(model, x, y)
+    _, seen = loss_and_dtypes(model, x, y)
     wide = dict.fromkeys(("made", "out"), "float64") | dict.fromkeys(("labels", "leaf", "view"), "int64")
     assert seen == wide | {"torch": "torch.int64", "far": "torch.int64"}
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [(None, torch.float64), (True, torch.float32)])
-def test_64_bits_are_kept_where_they_are_given_or_asked_for(asked, dtype):
+def test_x64_is_on_for_64_bit_inputs_or_on_request(asked, dtype):
     model, seen = nn.Linear(3, 2, dtype=dtype), []
     function = bridge.jax_function(lambda x: seen.append(jnp.zeros(2).dtype) or x.sum(), x64=asked)
     optimizer = torch_api.MaskedSGD(model.named_parameters(), lr=0.1)
@@ -91,7 +91,7 @@ def test_64_bits_are_kept_where_they_are_given_or_asked_for(asked, dtype):
     assert set(seen) == {np.dtype(np.float64)}
 
 
-def test_what_is_wide_and_what_it_becomes():
+def test_64_bit_dtypes_are_recognized_and_narrowed():
     with x64():
         arrays = [jnp.zeros(2, kind) for kind in (np.float64, np.int64, np.uint64, np.complex128)]
         assert all(map(is_wide, arrays))

@@ -1,4 +1,4 @@
-"""Whole trees, modules and states between torch and jax, and the way back into a module."""
+"""Trees, modules and states cross between torch and jax, and trees are written back into a module."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ def network():
 
 
 def over(array, tensor):
-    """The array lies over the tensor's memory, and has its shape and dtype."""
+    """Return whether the array aliases the tensor's memory with equal shape and dtype."""
     assert isinstance(array, jax.Array)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
     assert (array.shape, str(array.dtype)) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -33,15 +33,15 @@ def over(array, tensor):
 # ------------------------------------------------------------------ modules
 
 
-def test_a_module_is_the_nested_dict_of_its_parameters():
+def test_module_converts_to_a_nested_dict_of_parameters():
     net = network()
     tree = bridge.to_jax(net)
     assert jax.tree.structure(tree) == jax.tree.structure(bridge.module_tree(net))
     assert all(over(array, net.get_parameter(name)) for name, array in unnest(tree).items())
-    assert set(unnest(tree)) == {name for name, _ in net.named_parameters()}, "buffers are left out"
+    assert set(unnest(tree)) == {name for name, _ in net.named_parameters()}, "the tree contains buffers"
 
 
-def test_buffers_come_by_their_own_dict():
+def test_buffers_convert_from_their_own_dict():
     net = network()
     buffers = bridge.to_jax(dict(net.named_buffers()))
     assert all(over(buffers[name], x) for name, x in net.named_buffers())
@@ -50,7 +50,7 @@ def test_buffers_come_by_their_own_dict():
     assert int(buffers["1.num_batches_tracked"]) == 1
 
 
-def test_modules_in_a_tree_beside_tensors_and_none():
+def test_tree_may_hold_modules_tensors_and_none():
     net, x = network(), torch.ones(16)
     tree = bridge.to_jax({"model": net, "batch": [x, None], "name": "run 1"})
     assert tree["batch"][1] is None
@@ -59,13 +59,13 @@ def test_modules_in_a_tree_beside_tensors_and_none():
     assert over(tree["model"]["0"]["weight"], net[0].weight)
 
 
-def test_a_module_copied_is_another_memory():
+def test_copied_module_does_not_share_memory():
     net = network()
     for name, array in unnest(bridge.to_jax(net, copy=True)).items():
         assert array.unsafe_buffer_pointer() != net.get_parameter(name).data_ptr()
 
 
-def test_a_parameter_of_a_module_that_jax_cannot_view_is_named_by_its_place():
+def test_error_names_a_module_parameter_that_jax_cannot_alias():
     net = network()
     net[0].weight = torch.nn.Parameter(torch.zeros(8, 6)[::2])
     with pytest.raises(ValueError, match=r"'model.0.weight' \(4, 6\) has strides"):
@@ -73,7 +73,7 @@ def test_a_parameter_of_a_module_that_jax_cannot_view_is_named_by_its_place():
     assert bridge.to_jax({"model": net}, copy=None)["model"]["0"]["weight"].shape == (4, 6)
 
 
-def test_a_parameter_by_itself_still_has_to_be_detached():
+def test_parameter_outside_a_module_must_be_detached():
     with pytest.raises(ValueError, match="requires grad"):
         bridge.to_jax({"w": network()[0].weight})
 
@@ -110,7 +110,7 @@ class Unknown:
     ],
     ids=["list and tuple", "named tuple", "ordered dict", "dataclass", "optimizer's state_dict"],
 )
-def test_a_tree_goes_there_and_back_over_one_memory(make):
+def test_tree_crosses_both_ways_without_a_copy(make):
     x = torch.arange(8.0)
     tree = make(x)
     there = bridge.to_jax(tree)
@@ -122,7 +122,7 @@ def test_a_tree_goes_there_and_back_over_one_memory(make):
         assert mine.data_ptr() == theirs.data_ptr() if isinstance(theirs, torch.Tensor) else mine == theirs
 
 
-def test_a_state_dict_of_a_module():
+def test_state_dict_of_a_module_crosses():
     net = network()
     arrays = bridge.to_jax(net.state_dict())
     assert list(arrays) == list(net.state_dict())
@@ -132,7 +132,7 @@ def test_a_state_dict_of_a_module():
     assert torch.equal(other[0].weight, net[0].weight + 1)
 
 
-def test_params_as_flax_has_them():
+def test_flax_params_cross():
     params = {"params": {"Dense_0": {"kernel": jnp.ones((6, 4)), "bias": jnp.zeros(4)}, "empty": None}}
     tensors = bridge.to_torch(params)
     kernel = params["params"]["Dense_0"]["kernel"]
@@ -141,7 +141,7 @@ def test_params_as_flax_has_them():
     assert bridge.to_jax(tensors)["params"]["Dense_0"]["kernel"].unsafe_buffer_pointer() == kernel.unsafe_buffer_pointer()
 
 
-def test_an_equinox_model_holds_tensors_and_arrays_again():
+def test_equinox_model_crosses_both_ways():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0))
     tensors = bridge.to_torch(model)
@@ -154,7 +154,7 @@ def test_an_equinox_model_holds_tensors_and_arrays_again():
     np.testing.assert_array_equal(back(x), model(x))
 
 
-def test_the_state_of_optax(standard_promotion):
+def test_state_of_optax_crosses(standard_promotion):
     params = {"w": jnp.ones(8)}
     state = optax.adamw(1e-3).init(params)
     tensors = bridge.to_torch(state)
@@ -163,7 +163,7 @@ def test_the_state_of_optax(standard_promotion):
 
 
 @pytest.mark.parametrize("container", [Unknown, lambda x: collections.UserDict(weight=x)], ids=["dataclass", "mapping"])
-def test_what_jax_does_not_open_is_no_silent_passenger(container):
+def test_container_unknown_to_jax_raises(container):
     with pytest.raises(TypeError, match=r"to_jax: leaf 'config' is a \w+, which holds arrays but is no pytree"):
         bridge.to_jax({"config": container(torch.ones(3))})
     with pytest.raises(TypeError, match="to_torch: the tree is a"):
@@ -176,7 +176,7 @@ def test_what_jax_does_not_open_is_no_silent_passenger(container):
 # ------------------------------------------------------------------ back into a module
 
 
-def test_a_tree_is_written_into_the_parameters_that_are_there():
+def test_tree_is_written_into_existing_parameters():
     net = network()
     before = {name: (p, p.data_ptr()) for name, p in net.named_parameters()}
     tree = jax.tree.map(lambda x: x + 1, bridge.to_jax(net, copy=True))
@@ -188,7 +188,7 @@ def test_a_tree_is_written_into_the_parameters_that_are_there():
         np.testing.assert_array_equal(net.get_parameter(name).detach().numpy(), x)
 
 
-def test_numpy_and_narrower_arrays_are_taken():
+def test_numpy_and_narrower_arrays_are_written():
     net = torch.nn.Linear(2, 2).double()
     bridge.load_module_tree(net, {"weight": np.eye(2), "bias": jnp.ones(2, jnp.float32)})
     assert torch.equal(net.weight, torch.eye(2).double())
@@ -198,7 +198,7 @@ def test_numpy_and_narrower_arrays_are_taken():
     assert torch.equal(half.weight, torch.full((2, 2), 0.1).bfloat16())
 
 
-def test_none_of_it_is_written_if_any_does_not_fit():
+def test_nothing_is_written_if_one_leaf_does_not_fit():
     net = network()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     good = bridge.to_jax(net, copy=True)
@@ -219,7 +219,7 @@ def test_none_of_it_is_written_if_any_does_not_fit():
         assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
 
 
-def test_a_tied_parameter_is_given_once():
+def test_tied_parameter_is_written_once():
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
     net["b"].weight = net["a"].weight
     bridge.load_module_tree(net, {"a": {"weight": jnp.ones((2, 2))}})
@@ -228,7 +228,7 @@ def test_a_tied_parameter_is_given_once():
         bridge.load_module_tree(net, {"a": {"weight": jnp.ones((2, 2))}, "b": {"weight": jnp.ones((2, 2))}})
 
 
-def test_tracers_and_donated_arrays_are_named():
+def test_error_names_tracers_and_donated_arrays():
     net = torch.nn.Linear(2, 2, bias=False)
     with pytest.raises(ValueError, match="array 'weight' is a tracer"):
         jax.jit(lambda w: bridge.load_module_tree(net, {"weight": w}))(jnp.ones((2, 2)))

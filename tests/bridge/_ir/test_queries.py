@@ -1,4 +1,4 @@
-"""Properties of a jaxpr are seen wherever in it they lie, in one walk, and a loop with a barrier in it is compiled as XLA can."""
+"""Properties of a jaxpr are found at any depth in one walk, and loops with barriers compile."""
 
 import gc
 import os
@@ -53,7 +53,7 @@ OUTSIDE = {
 }
 
 
-def test_what_may_be_stored_between_loops_is_what_other_than_elementwise_operations_read_and_give():
+def test_materialized_elements_counts_arrays_between_loops():
     def count(f):
         return properties_of(jax.make_jaxpr(f)(jnp.ones(10))).materialized_elements
 
@@ -62,24 +62,24 @@ def test_what_may_be_stored_between_loops_is_what_other_than_elementwise_operati
     assert count(lambda x: jnp.stack([x]) * 2) == 0
     assert count(lambda x: jnp.concatenate([x, x])) == 30
     assert count(lambda x: x * x.sum()) == 11
-    assert count(lambda x: x.sum() + lax.square(x).sum() + x.max()) == 23  # what two of them read, once
+    assert count(lambda x: x.sum() + lax.square(x).sum() + x.max()) == 23  # a value read by two of them counts once
     assert count(lambda x: scaled(x) + scaled(x + 1)) == 22
     assert count(lambda x: lax.fori_loop(0, 3, lambda _, x: x + 1, x)) == np.inf
     assert count(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)) == np.inf
 
 
 @pytest.mark.parametrize("name", IN_LOOPS)
-def test_a_barrier_in_a_loop_is_seen(name):
+def test_barrier_in_a_loop_is_found(name):
     assert properties_of(jax.make_jaxpr(IN_LOOPS[name])(jnp.ones(4))).has_barrier_in_loop
 
 
 @pytest.mark.parametrize("name", IN_REDUCTIONS)
-def test_a_barrier_in_what_a_reduction_does_is_seen(name):
+def test_barrier_in_a_reduction_is_found(name):
     assert properties_of(jax.make_jaxpr(IN_REDUCTIONS[name])(jnp.ones(4))).has_barrier_in_reduction
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_barrier_elsewhere_is_none(name):
+def test_barrier_elsewhere_does_not_count(name):
     properties = properties_of(jax.make_jaxpr(OUTSIDE[name])(jnp.ones(4)))
     assert not properties.has_barrier_in_loop
     assert not properties.has_barrier_in_reduction
@@ -97,8 +97,8 @@ MAKE = {
 def test_each_jaxpr_is_walked_once(name, leaves, monkeypatch):
     walked, walk = [], queries._walk
     monkeypatch.setattr(queries, "_known", WeakKeyDictionary())
-    monkeypatch.setattr(queries, "_walk", lambda jaxpr: walked.append(jaxpr) or walk(jaxpr))  # held, so that an id is of one alone
-    monkeypatch.setattr(pieces.Piece, "compile", lambda _: 1 / 0)  # all is prepared by then, and compiling takes longer
+    monkeypatch.setattr(queries, "_walk", lambda jaxpr: walked.append(jaxpr) or walk(jaxpr))  # kept alive, so that ids stay unique
+    monkeypatch.setattr(pieces.Piece, "compile", lambda _: 1 / 0)  # all preparation is done by then, and compilation would take long
     params = [torch.nn.Parameter(torch.ones(2 + i % 3, 3)) for i in range(leaves)]
     optimizer = MAKE[name](params)
     for p in params:
@@ -109,12 +109,12 @@ def test_each_jaxpr_is_walked_once(name, leaves, monkeypatch):
     assert len(set(map(id, walked))) == len(walked)
 
 
-def test_properties_are_seen_in_a_jaxpr_within_another():
+def test_properties_are_found_in_nested_jaxprs():
     def of(function, *arguments):
         return properties_of(jax.make_jaxpr(lambda *x: lax.cond(x[0] > 0, jax.jit(function), lambda *x: function(*x) + 1, *x))(*arguments))
 
     plain = of(lambda x: lax.sin(x).reshape(1, 1) * 2, 1.0)
-    assert plain.has_late_call  # both branches may be evaluated
+    assert plain.has_late_call  # either branch may have the call
     assert plain.is_elementwise
     assert not any([plain.has_callback, plain.draws_by_batch, plain.has_large_product, plain.has_grouped_convolution])
     summed = of(lambda x: jnp.ones(3).sum() * x, 1.0)
@@ -127,7 +127,7 @@ def test_properties_are_seen_in_a_jaxpr_within_another():
         assert drawing.draws_by_batch == draws
 
 
-def test_inputs_are_used_where_a_result_depends_on_them():
+def test_used_inputs_are_those_that_results_depend_on():
     first = jax.jit(lambda x, y: x)
 
     def function(through_two, by_nothing, by_what_nobody_reads, called, not_read_within):
@@ -138,7 +138,7 @@ def test_inputs_are_used_where_a_result_depends_on_them():
     assert properties_of(jax.make_jaxpr(function)(*[1.0] * 5)).used_inputs == (True, False, False, True, False)
 
 
-def test_properties_go_with_the_jaxpr():
+def test_properties_are_freed_with_the_jaxpr():
     closed = jax.make_jaxpr(lambda x: x * 2)(1.0)
     before = len(queries._known)
     properties_of(closed)
@@ -148,7 +148,7 @@ def test_properties_go_with_the_jaxpr():
     assert len(queries._known) <= before
 
 
-def test_operations_of_a_function_that_is_called_twice_are_counted_once():
+def test_equations_of_a_shared_function_are_counted_once():
     twice = jax.jit(jnp.sin)
     names = [eqn.primitive.name for eqn in operations(jax.make_jaxpr(lambda x: twice(twice(x)))(1.0).jaxpr)]
     assert names.count("sin") == 1
@@ -156,8 +156,8 @@ def test_operations_of_a_function_that_is_called_twice_are_counted_once():
 
 
 @pytest.mark.parametrize("name", [*IN_LOOPS, *IN_REDUCTIONS])
-def test_a_loop_with_a_barrier_in_it_compiles_and_gives_what_jax_gives(name):
-    """Several of these end the process of jaxlib 0.10.2 without the option: see the subprocess below."""
+def test_loop_with_a_barrier_compiles_and_matches_jax(name):
+    """Several of these crash the process of jaxlib 0.10.2 without the option; see the subprocess test below."""
     x, f = jnp.asarray([0.5, 0.4, 0.3, 0.2]), (IN_LOOPS | IN_REDUCTIONS)[name]
     options = compile_options.of_training(jax.devices("cpu")[0], properties_of(jax.make_jaxpr(f)(x)))
     ours = jax.jit(f).lower(x).compile(compiler_options=options)(x)
@@ -166,7 +166,7 @@ def test_a_loop_with_a_barrier_in_it_compiles_and_gives_what_jax_gives(name):
 
 
 def integrated(force, count=20):
-    """The end of a path whose steps are computed again for the gradient."""
+    """Return the end of a path whose steps are rematerialized for the gradient."""
     step = jax.checkpoint(lambda x, t: (x + 0.05 * jnp.sin(force * x + t), x))
     end, path = lax.scan(step, jnp.ones(4, np.float32), jnp.arange(count, dtype=np.float32))
     return jnp.sum(jnp.square(end)) + jnp.sum(path)
@@ -204,13 +204,13 @@ def by_torch(steps=6):
     return found
 
 
-def test_a_train_step_through_a_loop_that_is_computed_again_trains_as_torch_does():
+def test_train_step_through_a_checkpointed_loop_matches_torch():
     np.testing.assert_allclose(losses(), by_torch(), rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="another jaxlib may know barriers in such loops")
-def test_without_the_option_that_train_step_fails():
+@pytest.mark.skipif(jaxlib.__version__ != "0.10.2", reason="other jaxlibs may compile barriers in such loops")
+def test_checkpointed_loop_fails_to_compile_without_the_option():
     script = """
         from bridge._ir import queries
         found = queries.properties_of

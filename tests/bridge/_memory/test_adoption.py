@@ -1,4 +1,4 @@
-"""Whose memory a parameter lives in, for how long, and what happens when it may not move."""
+"""Which memory a parameter lies in, how long that memory lives, and parameters that cannot be adopted."""
 
 import copy
 import gc
@@ -34,13 +34,13 @@ LAYOUTS = {
 
 
 def own(tensor):
-    """A parameter that is the only holder of its storage, strides kept."""
+    """Return a parameter that is the only holder of its storage, with the strides of the tensor."""
     return torch.nn.Parameter(tensor.clone(memory_format=torch.preserve_format))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_placed_parameter_keeps_values_strides_and_identity_and_lies_in_jax_memory(layout, dtype):
+def test_adopted_parameter_keeps_values_strides_and_identity(layout, dtype):
     param = own(layout().to(dtype))
     before, strides = param.detach().clone(), param.stride()
     placement = adoption.place(param)
@@ -53,7 +53,7 @@ def test_a_placed_parameter_keeps_values_strides_and_identity_and_lies_in_jax_me
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_donated_call_writes_where_the_parameter_looks(dtype):
+def test_donated_call_writes_into_the_parameters_memory(dtype):
     param = own(torch.ones(4, 6).to(dtype).t())
     memory = adoption.place(param).memory
     with jax.enable_x64(True):
@@ -65,20 +65,20 @@ def test_a_donated_call_writes_where_the_parameter_looks(dtype):
     assert torch.equal(param.detach(), torch.full((6, 4), 2.0, dtype=dtype))
 
 
-def test_placing_twice_moves_once():
+def test_parameter_is_adopted_once():
     param = own(torch.randn(8))
     first = adoption.place(param).memory
     assert adoption.place(param).memory is first
     assert adoption.place(param, "copy").memory is None
 
 
-def test_results_are_followed_when_something_outside_held_a_buffer():
+def test_parameter_follows_results_if_its_buffer_has_another_holder():
     param = own(torch.zeros(64))
     optimizer = torch_api.MaskedSGD([param], lr=1.0, momentum=1.0)
     param.grad = torch.ones(64)
     optimizer.step()
     moment = optimizer.state[param]["momentum_buffer"]
-    held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers: XLA must copy instead of reusing them
+    held = [np.asarray(array) for array in jax.live_arrays()]  # pins the buffers, so XLA must write results elsewhere
     optimizer.step()
     del held
     gc.collect()
@@ -93,7 +93,7 @@ def test_results_are_followed_when_something_outside_held_a_buffer():
     assert bool((moment == 3).all())
 
 
-def test_a_parameter_outlives_optimizer_and_memory_object():
+def test_parameter_outlives_its_optimizer():
     param = own(torch.full((1 << 14,), 3.0))
     optimizer = torch_api.MaskedAdamW([param], lr=0.0, weight_decay=0.0)
     param.grad = torch.ones_like(param)
@@ -141,7 +141,7 @@ def flat_buffer_views():
     return torch.nn.Parameter(flat[:64]), flat
 
 
-def held_elsewhere():
+def with_another_holder():
     tensor = torch.randn(64)
     return torch.nn.Parameter(tensor), tensor
 
@@ -160,14 +160,14 @@ def from_numpy():
 NOT_ALONE = {
     "memory of another library": (from_numpy, "in memory of another library"),
     "a view into a flat buffer": (flat_buffer_views, "a view into a larger storage"),
-    "another tensor over it": (held_elsewhere, "another tensor shares its storage"),
+    "another tensor over it": (with_another_holder, "another tensor shares its storage"),
     "shared memory": (shared, "in shared memory"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*each step copies")
 @pytest.mark.parametrize(("make", "why"), NOT_ALONE.values(), ids=NOT_ALONE.keys())
-def test_a_parameter_that_shares_its_storage_is_updated_where_it_is(make, why):
+def test_parameter_with_shared_storage_is_updated_in_place(make, why):
     param, other = make()
     address, start = param.data_ptr(), param.detach().clone()
     optimizer = torch_api.MaskedSGD([param], lr=0.5)
@@ -179,7 +179,7 @@ def test_a_parameter_that_shares_its_storage_is_updated_where_it_is(make, why):
     assert optimizer.report().rows[0]["write-back"] == f"copy: {why}"
 
 
-def test_a_strided_parameter_is_updated_where_it_is():
+def test_strided_parameter_is_updated_in_place():
     base = torch.zeros(8, 8)
     param = torch.nn.Parameter(base[:, ::2])
     optimizer = torch_api.MaskedSGD([param], lr=1.0)
@@ -189,7 +189,7 @@ def test_a_strided_parameter_is_updated_where_it_is():
     assert bool((base[:, 1::2] == 0).all())
 
 
-def test_an_empty_parameter_takes_steps():
+def test_empty_parameter_takes_steps():
     param = torch.nn.Parameter(torch.zeros(0, 3))
     optimizer = torch_api.MaskedAdam([param])
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_an_empty_parameter_takes_steps():
 
 
 @pytest.mark.parametrize("writeback", ["inplace", "copy"])
-def test_both_ways_of_writing_back_give_the_same_numbers(writeback):
+def test_both_kinds_of_writeback_give_the_same_numbers(writeback):
     shapes = [(9, 5), (5,), (), (2, 3, 3, 3)]
     start = [torch.randn(shape) for shape in shapes]
     results = []
@@ -226,12 +226,12 @@ def test_replaced_data_is_adopted_again():
     param.data = torch.full((64,), 10.0)
     optimizer.step()
     address = param.data_ptr()
-    assert bool((param == 8.5).all())  # the momentum of before went on: 10 - (0.5 * 1 + 1)
+    assert bool((param == 8.5).all())  # the momentum is kept: 10 - (0.5 * 1 + 1)
     optimizer.step()
     assert param.data_ptr() == address
 
 
-def test_data_replaced_by_another_dtype_goes_on_with_its_moments():
+def test_data_replaced_by_another_dtype_keeps_its_moments():
     param = own(torch.zeros(64))
     optimizer = torch_api.MaskedSGD([param], lr=1.0, momentum=0.5)
     param.grad = torch.ones(64)
@@ -243,7 +243,7 @@ def test_data_replaced_by_another_dtype_goes_on_with_its_moments():
     assert bool((param == 8.5).all())
 
 
-def test_two_optimizers_share_one_memory_of_a_parameter():
+def test_two_optimizers_share_the_memory_of_a_parameter():
     param = own(torch.zeros(64))
     optimizers = [torch_api.MaskedSGD([param], lr=1.0), torch_api.MaskedSGD([param], lr=10.0)]
     address = param.data_ptr()
@@ -254,7 +254,7 @@ def test_two_optimizers_share_one_memory_of_a_parameter():
     assert bool((param == -22).all())
 
 
-def test_module_saves_copies_and_loads_as_before():
+def test_module_can_be_saved_copied_and_loaded():
     model = torch.nn.Linear(5, 3)
     optimizer = torch_api.MaskedAdamW(model.parameters(), lr=0.1)
     addresses = [p.data_ptr() for p in model.parameters()]
@@ -273,7 +273,7 @@ def test_module_saves_copies_and_loads_as_before():
     assert addresses == [p.data_ptr() for p in model.parameters()]
 
 
-def test_a_graph_built_before_the_optimizer_still_runs_backward():
+def test_graph_built_before_construction_runs_backward():
     model = torch.nn.Linear(4, 4)
     loss = model(torch.ones(2, 4)).square().sum()
     torch_api.MaskedAdamW(model.parameters())
@@ -282,7 +282,7 @@ def test_a_graph_built_before_the_optimizer_still_runs_backward():
     assert torch.allclose(model.weight.grad, expected)
 
 
-def test_a_step_between_forward_and_backward_raises_torchs_usual_error():
+def test_step_between_forward_and_backward_raises_torchs_error():
     model = torch.nn.Linear(4, 4)
     optimizer = torch_api.MaskedSGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
@@ -293,7 +293,7 @@ def test_a_step_between_forward_and_backward_raises_torchs_usual_error():
         loss.backward()
 
 
-def test_a_view_of_other_strides_at_the_same_address_is_noticed():
+def test_data_with_other_strides_at_the_same_address_is_noticed():
     param = own(torch.zeros(3, 3))
     grad = torch.arange(9.0).view(3, 3)
     optimizer = torch_api.MaskedSGD([param], lr=1.0, momentum=1.0)
@@ -311,7 +311,7 @@ def test_a_view_of_other_strides_at_the_same_address_is_noticed():
     assert torch.equal(param.detach(), before - 1)
 
 
-def test_two_parameters_over_one_memory_are_an_error_that_names_both():
+def test_two_parameters_over_one_memory_raise_and_are_named():
     params = [own(torch.zeros(3)), own(torch.zeros(3))]
     optimizer = torch_api.MaskedSGD([("a", params[0]), ("b", params[1])], lr=1.0)
     params[1].data = params[0].data
@@ -333,10 +333,10 @@ def test_construction_and_steps_under_inference_mode_leave_parameters_trainable(
     assert (param * param).sum().requires_grad
 
 
-# A real signal in the middle of a large step: before, the results were dropped and torch looked at freed memory.
+# A real signal in the middle of a large step must not drop the results, whose memory torch would still read.
 INTERRUPTED = """
 import os, signal, threading, time, torch, torch_api
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
 p = torch.nn.Parameter(torch.zeros(3000, 3000))
 o = torch_api.MaskedAdam([p], lr=1.0)
 p.grad = torch.ones_like(p)
@@ -357,7 +357,7 @@ print(hits)
 """
 
 
-def test_an_interrupt_during_a_step_loses_nothing():
+def test_interrupt_during_a_step_loses_nothing():
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 1
@@ -367,7 +367,7 @@ SETTINGS = {"jax_debug_nans": True, "jax_debug_infs": True, "jax_disable_jit": T
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_jax_settings_for_debugging_do_not_reach_into_the_step(name):
+def test_debug_settings_of_jax_do_not_affect_the_step(name):
     param = own(torch.zeros(8))
     optimizer = torch_api.MaskedAdam([param], lr=1.0)
     before = getattr(jax.config, name)
@@ -383,7 +383,7 @@ def test_jax_settings_for_debugging_do_not_reach_into_the_step(name):
     assert bool((param[1:] + 3).abs().max() < 1e-4)
 
 
-def test_a_call_that_fails_after_donation_leaves_valid_memory_and_says_so(monkeypatch):
+def test_failed_call_after_donation_leaves_nan_and_names_the_lost_parameters(monkeypatch):
     param = own(torch.zeros(64))
     optimizer = torch_api.MaskedAdam([("w", param)], lr=1.0)
     param.grad = torch.ones(64)
@@ -409,13 +409,13 @@ def test_a_call_that_fails_after_donation_leaves_valid_memory_and_says_so(monkey
     assert bool((param + 1).abs().max() < 1e-4)
 
 
-def test_a_forked_child_is_told_so_instead_of_hanging():
+def test_step_in_a_forked_child_raises():
     param = own(torch.zeros(8))
     optimizer = torch_api.MaskedAdam([param])
     param.grad = torch.ones(8)
     optimizer.step()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # jax and Python warn of the fork itself
+        warnings.simplefilter("ignore")  # jax and Python warn about the fork
         child = os.fork()
     if not child:
         try:
@@ -428,7 +428,7 @@ def test_a_forked_child_is_told_so_instead_of_hanging():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "complex64"])
 @pytest.mark.parametrize(("shape", "value"), [((), 0), ((7,), 1), ((300, 1000), 0), ((300, 1000), 1), ((0, 3), 0)])
-def test_a_buffer_of_one_value_is_jaxs_own_and_is_donated_in_place(dtype, shape, value):
+def test_constant_buffer_is_owned_by_jax_and_donated_in_place(dtype, shape, value):
     device = jax.devices("cpu")[0]
     array = allocation.full(shape, jnp.dtype(dtype), value, device)
     assert (array.shape, array.dtype) == (shape, jnp.dtype(dtype))
@@ -437,10 +437,10 @@ def test_a_buffer_of_one_value_is_jaxs_own_and_is_donated_in_place(dtype, shape,
     (after,) = jax.jit(lambda x: (~x if dtype == "bool" else x + 1,), donate_argnums=0)(array)
     assert array.is_deleted()
     assert after.unsafe_buffer_pointer() == before or not after.size
-    assert not np.any(np.asarray(allocation._zero_pages))  # what the zeros were copied from is as it was
+    assert not np.any(np.asarray(allocation._zero_pages))  # the source of the zeros is unchanged
 
 
-def test_zeros_of_any_shape_need_no_program():
+def test_zeros_compile_no_program():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     for n in (300_001, 300_002):
@@ -450,7 +450,7 @@ def test_zeros_of_any_shape_need_no_program():
     assert any("backend_compile" in event for event in compiled)
 
 
-def test_buffers_asked_for_together_are_apart():
+def test_buffers_allocated_together_do_not_overlap():
     kinds = [(1000, 0.0), (500_000, 0.0), (2_000_000, 0.0), (500_000, 0.0), (500_000, -0.0), (10, 2.0), (10, 2.0), (500_001, 2.0)]
     arrays = allocation.filled([((n,), jnp.float32, value) for n, value in kinds], jax.devices("cpu")[0])
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(kinds)
@@ -461,7 +461,7 @@ def test_buffers_asked_for_together_are_apart():
 
 
 def counted_copies(monkeypatch, most=None):
-    """The bytes of copies that were there whenever one was begun, the parameters of which one was, and those of which it was taken."""
+    """Record the bytes of live copies at each new copy, the copied parameters, and the parameters whose copy was used."""
     there, seen, copied, taken = {}, [], [], []
     copy, take, made = adoption._copy, adoption.Ahead.take, adoption.Ahead.__init__
 
@@ -474,7 +474,7 @@ def counted_copies(monkeypatch, most=None):
 
     def taking(self, tensor):
         array = take(self, tensor)
-        there.pop(id(tensor), None)  # what is taken is there while others are begun
+        there.pop(id(tensor), None)  # a used copy no longer counts
         if array is not None:
             taken.append(tensor)
         return array
@@ -487,7 +487,7 @@ def counted_copies(monkeypatch, most=None):
 
 
 @pytest.mark.parametrize("most", [None, 10**9])
-def test_parameters_are_copied_ahead_of_each_other_within_twice_the_largest(most, monkeypatch):
+def test_prefetched_copies_are_bounded_by_twice_the_largest_parameter(most, monkeypatch):
     seen, copied, taken = counted_copies(monkeypatch, most)
     shapes = [(700, 300), (100, 700), (5,), (300, 400), (200, 300), (300, 700), (7, 3)]
     params = [own(torch.randn(shape)) for shape in shapes]
@@ -498,11 +498,11 @@ def test_parameters_are_copied_ahead_of_each_other_within_twice_the_largest(most
     assert len(copied) == len({id(p) for p in copied}) == len(params)
     assert len(taken) == len(params)
     within = max(seen) <= 2 * 4 * 700 * 300
-    assert within is (most is None)  # copied all at once they are more, which is seen
+    assert within is (most is None)  # the check can fail: without a limit more copies are alive
     assert max(seen) > 4 * 700 * 300
 
 
-def test_where_one_parameter_is_refused_none_has_moved(monkeypatch):
+def test_no_parameter_moves_if_one_is_refused(monkeypatch):
     _, copied, taken = counted_copies(monkeypatch)
     params = [own(torch.randn(400, 300)), own(torch.randn(300, 300)), own(torch.randn(20))]
     addresses = [p.data_ptr() for p in params]
@@ -515,15 +515,15 @@ def test_where_one_parameter_is_refused_none_has_moved(monkeypatch):
     )
     with pytest.raises(ValueError, match="no such leaf"):
         torch_api.MaskedSGD(params, lr=1.0)
-    assert copied  # copies were under way
+    assert copied  # copies had been started
     assert not taken
     assert [p.data_ptr() for p in params] == addresses
 
 
-def test_what_shares_its_storage_or_has_its_place_is_not_copied_ahead(monkeypatch):
+def test_shared_and_adopted_parameters_are_not_prefetched(monkeypatch):
     whole = torch.randn(400, 300)
     params = [own(torch.randn(300, 300)), torch.nn.Parameter(whole[:200]), own(torch.randn(300, 200))]
-    torch_api.MaskedSGD(params[:1], lr=1.0)  # in jax's memory from then on
+    torch_api.MaskedSGD(params[:1], lr=1.0)  # adopted from here on
     address, (_, copied, taken) = params[0].data_ptr(), counted_copies(monkeypatch)
     torch_api.MaskedSGD(params, lr=1.0)
     assert [p is params[2] for p in copied] == [p is params[2] for p in taken] == [True]
@@ -531,7 +531,7 @@ def test_what_shares_its_storage_or_has_its_place_is_not_copied_ahead(monkeypatc
     assert params[1].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_a_parameter_that_goes_back_to_its_row_is_not_copied_ahead(monkeypatch):
+def test_parameter_returning_to_its_bucket_row_is_not_prefetched(monkeypatch):
     params = [own(torch.randn(20)) for _ in range(40)]
     optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=0.5)
     memory, row = jax_buffers.located(params[3])

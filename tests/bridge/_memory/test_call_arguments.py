@@ -1,4 +1,4 @@
-"""Arguments that are imported once for each address; on the CPU here, where only the order of streams has no meaning."""
+"""Arguments that are imported once per address, tested on a CPU, where stream order does not matter."""
 
 import gc
 
@@ -28,7 +28,7 @@ def imports(monkeypatch):
     return seen
 
 
-def test_an_address_is_imported_once_and_the_array_shows_what_lies_there(imports):
+def test_address_is_imported_once_and_shows_current_values(imports):
     arguments = Borrowed([None, None])
     a, b = torch.randn(64), torch.randn(4, 16)
     first = arguments([a, b])
@@ -45,14 +45,14 @@ def test_an_address_is_imported_once_and_the_array_shows_what_lies_there(imports
     assert len(imports) == 3
 
 
-def test_it_keeps_nothing_alive():
+def test_imports_keep_no_tensor_alive():
     arguments, tensor = Borrowed([None]), torch.randn(1024)
     arguments([tensor])
     gc.collect()
     assert storage_holders(tensor) == 1
 
 
-def test_only_some_addresses_are_remembered(imports):
+def test_number_of_remembered_addresses_is_bounded(imports):
     arguments, tensors = Borrowed([None]), [torch.zeros(16) for _ in range(call_arguments._PLACES + 3)]
     for tensor in tensors:
         arguments([tensor])
@@ -72,7 +72,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_way_the_elements_lie_they_come_in_order(way):
+def test_arguments_have_logical_element_order(way):
     for shape in ((4, 6), (6, 4)):
         tensor = WAYS[way](ELEMENTS.view(shape))
         arguments = Borrowed([None])
@@ -80,7 +80,7 @@ def test_whatever_way_the_elements_lie_they_come_in_order(way):
             np.testing.assert_array_equal(np.asarray(arguments([tensor])[0]), tensor.reshape(-1).numpy(force=True))
 
 
-def test_one_address_with_other_strides_or_a_lazy_sign_is_another_argument():
+def test_other_strides_or_lazy_negation_at_one_address_are_noticed():
     base = torch.randn(4, 4)
     arguments = Borrowed([None])
     as_it_is, turned = np.asarray(arguments([base])[0]).copy(), np.asarray(arguments([base.t()])[0]).copy()
@@ -91,14 +91,14 @@ def test_one_address_with_other_strides_or_a_lazy_sign_is_another_argument():
     np.testing.assert_array_equal(np.asarray(arguments([negated])[0]), -base.reshape(-1).numpy())
 
 
-def test_a_lazy_conjugate_at_a_known_address():
+def test_lazy_conjugate_at_a_known_address_is_noticed():
     base = torch.randn(8, dtype=torch.complex64)
     arguments = Borrowed([None], are_complex=True)
     arguments([base])
     np.testing.assert_array_equal(np.asarray(arguments([base.conj()])[0]), base.conj().resolve_conj().numpy())
 
 
-def test_dimensions_come_in_the_order_given(imports):
+def test_arguments_have_the_given_dim_order(imports):
     weight = torch.randn(2, 4, 2, 2).to(memory_format=torch.channels_last)
     arguments = Borrowed([(0, 2, 3, 1)])
     for tensor in (weight, weight.contiguous(), weight):
@@ -107,7 +107,7 @@ def test_dimensions_come_in_the_order_given(imports):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool, torch.int32], ids=str)
-def test_a_window_is_a_storage_of_its_own_bytes(dtype):
+def test_array_interface_becomes_a_storage_of_its_own_bytes(dtype):
     whole_ = torch.arange(64).to(dtype)
     window = Window(whole_, whole_.data_ptr() + 16 * dtype.itemsize, (3,), dtypes.numpy_dtype(dtype), whole_.device)
     view = window.tensor()
@@ -117,37 +117,37 @@ def test_a_window_is_a_storage_of_its_own_bytes(dtype):
     address = whole_.data_ptr()
     del whole_, window
     gc.collect()
-    assert view.data_ptr() == address + 16 * dtype.itemsize  # what holds the bytes is still there
+    assert view.data_ptr() == address + 16 * dtype.itemsize  # the owner of the bytes is still alive
     view.clone()
 
 
 # ---------------------------------------------------------------------- calls that jax 0.11 leaves in a trace
 
 
-def corrected(updates, count):
+def bias_corrected(updates, count):
     return jax.tree.map(lambda g: g / (1 - 0.9**count), updates)
 
 
-def calling(wrap):
-    """A transformation that calls one function of all leaves, as optax does for the correction of its moments."""
+def with_jitted_call(wrap):
+    """A transformation that calls one jitted function of all leaves, as optax's bias correction does."""
 
     def update(updates, state, params=None):
-        jax.jit(lambda x: ())(state)  # a call of which nothing is left
-        return jax.tree.map(lambda g: -0.1 * g, wrap(corrected)(updates, (state + 1).astype(jnp.float32))), state + 1
+        jax.jit(lambda x: ())(state)  # this call has no results
+        return jax.tree.map(lambda g: -0.1 * g, wrap(bias_corrected)(updates, (state + 1).astype(jnp.float32))), state + 1
 
     return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
 
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("late", [True, False])
-def test_a_call_of_all_leaves_that_is_meant_to_be_inlined_does_not_bind_them_together(late, monkeypatch):
+def test_inlinable_call_with_all_leaves_does_not_join_them(late, monkeypatch):
     if late:
         for module in (queries, jaxpr):
             monkeypatch.setattr(module, "is_late", lambda eqn: eqn.primitive.name in ("jit", "pjit"))
     params = [torch.nn.Parameter(torch.randn(n)) for n in (5, 7, 7)]
     start = [p.detach().clone() for p in params]
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    optimizer, other = (torch_api.OptaxOptimizer(ps, calling(wrap)) for ps, wrap in ((params, jax.jit), (twins, lambda f: f)))
+    optimizer, other = (torch_api.OptaxOptimizer(ps, with_jitted_call(wrap)) for ps, wrap in ((params, jax.jit), (twins, lambda f: f)))
     run_pair(optimizer, params, other, twins, 20)
     assert max(map(movement_error, params, twins, start)) < 1e-6
     assert (optimizer.arrangement.static[0].unit is None) is late

@@ -1,4 +1,4 @@
-"""Scalars of state: torch's own tensors outside, one vector by dtype inside the program."""
+"""Scalar state: torch tensors for the user, one vector per dtype inside the program."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ from bridge._process import x64
 
 pytestmark = [pytest.mark.quick, pytest.mark.unoptimized]
 
-SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for a pack
+SHAPES = (200, 200), (200, 210), (300, 200), (40_000,)  # too large for buckets
 
 
 def params(seed=0):
@@ -39,7 +39,7 @@ def stepped(optimizer, ps, steps=3):
     return optimizer
 
 
-def test_a_scalar_of_state_is_no_array_of_jax():
+def test_scalar_state_is_not_a_jax_array():
     ps = params()
     gc.collect()
     small = lambda: sum(x.size <= len(SHAPES) for x in jax.live_arrays())  # noqa: E731
@@ -54,7 +54,7 @@ def test_a_scalar_of_state_is_no_array_of_jax():
         assert state["step"] == 3
 
 
-def test_one_vector_goes_in_and_one_comes_out():
+def test_program_takes_and_returns_one_vector_of_scalars():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     (launch,) = optimizer._launches.latest
@@ -63,10 +63,10 @@ def test_one_vector_goes_in_and_one_comes_out():
     assert [aval.shape for aval in arguments[0]] == [(len(SHAPES),)]
     with x64():
         results = jax.tree.leaves(jax.eval_shape(partial(update.update, launch.program.plan), *plan.abstract(launch.program.plan)))
-    assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # and the result to wait for
+    assert [x.shape for x in results if x.size < 100] == [(len(SHAPES),), ()]  # the second is the result to wait for
 
 
-def test_they_lie_side_by_side_and_are_read_where_they_are():
+def test_scalars_are_adjacent_and_read_without_a_copy():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     (launch,) = optimizer._launches.latest
@@ -76,12 +76,12 @@ def test_they_lie_side_by_side_and_are_read_where_they_are():
     ps[1].requires_grad_(False)
     stepped(optimizer, ps, 1)
     (cells,) = optimizer._launches.latest[0].scalars
-    assert cells.length == 0  # one that lies between them takes no part
+    assert cells.length == 0  # an inactive scalar lies between them
     assert cells.read().tolist() == [4.0] * (len(ps) - 1)
     assert int(optimizer.state[ps[1]]["step"]) == 3
 
 
-def test_its_address_stays_and_whoever_holds_it_sees_each_step():
+def test_held_scalar_keeps_its_address_and_shows_each_step():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps, 1)
     held = [optimizer.state[p]["step"] for p in ps]
@@ -89,7 +89,7 @@ def test_its_address_stays_and_whoever_holds_it_sees_each_step():
     stepped(optimizer, ps, 2)
     assert [x.data_ptr() for x in held] == addresses
     assert [int(x) for x in held] == [3] * len(ps)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(8))]})  # everything is arranged anew
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(8))]})  # all parameters are arranged again
     optimizer.param_groups[1]["params"][0].grad = torch.ones(8)
     with pytest.warns(torch_api.CompilationWarning):
         stepped(optimizer, ps, 1)
@@ -98,7 +98,7 @@ def test_its_address_stays_and_whoever_holds_it_sees_each_step():
 
 
 @pytest.mark.parametrize("way", ["in place", "another tensor", "another type", "a number", "data"])
-def test_a_count_changed_by_hand_is_the_one_that_the_next_step_goes_on_from(way):
+def test_step_continues_from_a_count_changed_by_hand(way):
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     mine = torch.tensor(9.0)
@@ -113,11 +113,11 @@ def test_a_count_changed_by_hand_is_the_one_that_the_next_step_goes_on_from(way)
     stepped(optimizer, ps, 1)
     assert [int(optimizer.state[p]["step"]) for p in ps] == [4, 10, 4, 4]
     assert optimizer.state[ps[1]]["step"].dtype is torch.float32
-    assert mine == (10 if way in ("another tensor", "data") else 9)  # as in torch: a tensor that the user has given is updated in place
+    assert mine == (10 if way in ("another tensor", "data") else 9)  # as in torch, a tensor of the user is updated in place
     assert int(old) == {"in place": 10, "data": 10}.get(way, 3)
 
 
-def test_one_tensor_in_two_states_counts_for_each():
+def test_one_tensor_in_two_states_counts_separately():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     optimizer.state[ps[0]]["step"] = optimizer.state[ps[1]]["step"]
@@ -137,7 +137,7 @@ def test_subsets_advance_only_their_own_counts():
     assert [int(optimizer.state[p]["step"]) for p in ps] == [len(ps)] * len(ps)
 
 
-def test_a_checkpoint_of_one_state_has_its_bytes_alone_and_is_not_written_to():
+def test_saved_scalar_has_only_its_own_bytes_and_is_a_copy():
     ps = params()
     optimizer = stepped(torch_api.MaskedAdamW(ps, lr=1e-3), ps)
     file = io.BytesIO()
@@ -152,8 +152,8 @@ def test_a_checkpoint_of_one_state_has_its_bytes_alone_and_is_not_written_to():
     assert [int(resumed.state[p]["step"]) for p in others] == [5] * len(ps)
 
 
-def test_what_no_state_dict_shows_is_kept_as_well():
-    """SGD with dampening remembers whether it has seen a gradient, which torch tells by the buffer's being there."""
+def test_hidden_scalar_state_is_kept():
+    """SGD with dampening keeps a flag for its first gradient; torch derives it from the presence of the buffer."""
     ours, theirs = params(), params()
     a = torch_api.MaskedSGD(ours, lr=0.1, momentum=0.9, dampening=0.5)
     b = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, dampening=0.5)
@@ -168,7 +168,7 @@ def test_what_no_state_dict_shows_is_kept_as_well():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_counts_of_several_types_are_vectors_of_their_own():
+def test_scalars_of_each_dtype_have_their_own_vector():
     named = {f"p{i}": p for i, p in enumerate(params())}
     transforms = {"norms": (optax.novograd, {"lr": 1e-3}), "adam": (optax.adam, {"lr": 1e-3})}
     labels = {"p0": "norms", "p1": "norms", "p2": "adam", "p3": "adam"}
@@ -183,8 +183,8 @@ def test_counts_of_several_types_are_vectors_of_their_own():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_those_of_a_type_that_numpy_has_not_are_stacked():
-    """Beside float32 parameters: beside half ones such a number is float32."""
+def test_scalars_of_a_dtype_unknown_to_numpy_are_stacked():
+    """The parameters are float32; with half parameters such a scalar would be float32."""
     count = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros((), jnp.bfloat16), params),
         lambda updates, state, params=None: (updates, jax.tree.map(lambda count: count + jnp.ones((), count.dtype), state)),

@@ -1,4 +1,4 @@
-"""What a step costs: traces, compilations, bytes, addresses, frames. Nothing here asserts a time."""
+"""Cost of a step: traces, compilations, bytes, addresses, frames. No test asserts a time."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.long]
 
 ROOT = Path(__file__).parents[3]
 CPU_INFO = Path("/proc/cpuinfo")
-fused_loops = pytest.mark.skipif(not multi_output_fusion.requested(), reason="the environment asks for other CPU code")
+fused_loops = pytest.mark.skipif(not multi_output_fusion.requested(), reason="the environment turns multi-output fusion off")
 
 
 def stepped(optimizer, params, count=1):
@@ -40,7 +40,7 @@ def new_since(before):
     return tuple(now - then for now, then in zip(counts(), before, strict=True))
 
 
-def test_a_hundred_steps_under_a_cosine_schedule_are_one_trace():
+def test_steps_under_a_cosine_schedule_trace_once():
     params = random_params(shapes=[(11, 3), (11,)])
     optimizer = torch_api.MaskedAdamW(params)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
@@ -52,7 +52,7 @@ def test_a_hundred_steps_under_a_cosine_schedule_are_one_trace():
     assert addresses == [p.data_ptr() for p in params]
 
 
-def test_no_number_recompiles():
+def test_changed_hyperparameters_do_not_recompile():
     params = random_params(shapes=[(11, 4), (11,)])
     optimizer = torch_api.MaskedAdamW(params, max_grad_norm=1.0)
     stepped(optimizer, params)
@@ -61,13 +61,13 @@ def test_no_number_recompiles():
     for key, value in {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.7, "lr_scale": 0.1, "wd_scale": 3.0}.items():
         group[key] = value
         stepped(optimizer, params)
-    group["lr"] = 1  # an int, as schedulers write it
+    group["lr"] = 1  # schedulers also write integers
     optimizer.max_grad_norm = 7
     stepped(optimizer, params)
     assert new_since(before) == (0, 0)
 
 
-def test_a_structural_option_recompiles_once_and_is_remembered():
+def test_static_hyperparameter_recompiles_once_per_value():
     params = random_params(shapes=[(11, 5)])
     optimizer = torch_api.MaskedAdamW(params)
     stepped(optimizer, params)
@@ -78,7 +78,7 @@ def test_a_structural_option_recompiles_once_and_is_remembered():
     assert new_since(before) == (1, 1)
 
 
-def test_a_seen_set_of_live_leaves_compiles_nothing_and_equal_shapes_share():
+def test_known_set_of_gradients_compiles_nothing():
     params = random_params(shapes=[(11, 6)] * 3)
     optimizer = torch_api.MaskedSGD(params, lr=0.1)
     stepped(optimizer, params)
@@ -89,7 +89,7 @@ def test_a_seen_set_of_live_leaves_compiles_nothing_and_equal_shapes_share():
     assert new_since(before) == (1, 1)
 
 
-def test_set_trainable_back_to_a_seen_pattern_compiles_nothing():
+def test_set_trainable_back_to_a_known_pattern_compiles_nothing():
     params = random_params(shapes=[(11, 7), (11,)])
     optimizer = torch_api.MaskedAdamW([("a", params[0]), ("b", params[1])])
     stepped(optimizer, params)
@@ -110,7 +110,7 @@ def test_optimizers_of_equal_shapes_share_one_program():
     assert new_since(before) == (1, 1)
 
 
-def test_addresses_of_parameters_and_state_stay_over_many_steps():
+def test_addresses_of_parameters_and_state_stay_constant():
     params = random_params()
     optimizer = torch_api.MaskedAdamW(params, amsgrad=True)
     stepped(optimizer, params)
@@ -118,7 +118,7 @@ def test_addresses_of_parameters_and_state_stay_over_many_steps():
     addresses = [t.data_ptr() for t in tensors]
     stepped(optimizer, params, 20)
     assert addresses == [t.data_ptr() for t in tensors]
-    assert float(optimizer.state[params[0]]["step"]) == 21.0  # the same tensor objects show the new values
+    assert float(optimizer.state[params[0]]["step"]) == 21.0  # the tensor objects show the new values
 
 
 @fused_loops
@@ -135,7 +135,7 @@ def test_addresses_of_parameters_and_state_stay_over_many_steps():
     ],
     ids=["Adam", "AdamW", "amsgrad", "SGD", "momentum", "nesterov", "clip and AdamW"],
 )
-def test_bytes_moved_per_parameter_are_the_least_there_can_be(build, most):
+def test_step_reads_and_writes_each_array_once(build, most):
     (p,) = random_params(shapes=[(1 << 10, 1 << 10)])
     optimizer = build([p])
     stepped(optimizer, [p])
@@ -146,7 +146,7 @@ def addresses():
     return {array.unsafe_buffer_pointer() for array in jax.live_arrays()}
 
 
-def test_frozen_leaves_move_no_bytes_and_have_no_state():
+def test_frozen_leaves_cost_no_bytes_and_have_no_state():
     trained, frozen = random_params(shapes=[(64, 64), (512, 512)])
     alone = torch_api.MaskedAdamW(clones([trained]))
     stepped(alone, alone.param_groups[0]["params"])
@@ -154,11 +154,11 @@ def test_frozen_leaves_move_no_bytes_and_have_no_state():
     live = addresses()
     stepped(optimizer, [trained, frozen])
     assert optimizer.bytes_accessed() == alone.bytes_accessed()
-    assert len(addresses() - live) == 2  # exp_avg, exp_avg_sq of the trained one; its step is a tensor of torch
+    assert len(addresses() - live) == 2  # exp_avg and exp_avg_sq of the trained leaf; its step is torch's own tensor
     assert sum(row["state bytes"] for row in optimizer.report().rows) == 2 * 4 * trained.numel() + 4
 
 
-def test_state_bytes_equal_torchs():
+def test_state_has_the_bytes_of_torch():
     params = random_params()
     theirs = clones(params)
     ours, original = torch_api.MaskedAdamW(params, amsgrad=True), torch.optim.AdamW(theirs, amsgrad=True)
@@ -169,8 +169,8 @@ def test_state_bytes_equal_torchs():
 
 
 @pytest.mark.parametrize("kind", ["in place", "copy", "views", "transposed views"])
-def test_a_warm_step_enters_at_most_20_frames_in_10_files(kind):
-    """Also one whose results are copied: by request, or into parameters that are views of one tensor."""
+def test_warm_step_enters_at_most_20_frames_in_10_files(kind):
+    """Also for steps that copy results, on request or into parameters that are views of one tensor."""
     params = random_params(shapes=[(8, 4)] * 30)
     if "views" in kind:
         rows = torch.randn(30, 8, 4)
@@ -184,7 +184,7 @@ def test_a_warm_step_enters_at_most_20_frames_in_10_files(kind):
     assert len({file for file, _ in frames}) <= 10, frames
 
 
-def test_a_step_that_copies_enters_as_many_frames_for_many_parameters_as_for_few():
+def test_frames_of_a_copying_step_do_not_depend_on_the_number_of_parameters():
     counts = set()
     for number in (3, 40):
         params = random_params(shapes=[(8, 8)] * number)
@@ -195,8 +195,8 @@ def test_a_step_that_copies_enters_as_many_frames_for_many_parameters_as_for_few
     assert len(counts) == 1, counts
 
 
-def test_gradients_may_be_changed_the_moment_step_returns():
-    """jax dispatches asynchronously: without the wait in `apply`, large gradients zeroed right away gave wrong results."""
+def test_gradients_may_be_overwritten_after_the_step():
+    """jax dispatches asynchronously; unless the step waits, it reads large gradients after they were overwritten."""
     (p,) = random_params(shapes=[(2048, 1024)])
     (q,) = clones([p])
     ours, theirs = torch_api.MaskedSGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
@@ -218,7 +218,7 @@ OURS = "--xla_backend_extra_options=xla_cpu_use_multi_output_fusion"
 OTHER = "--xla_backend_extra_options=other"
 WHOLE = {"MASKBRIDGE_XLA_FLAGS": "1"}
 UNNAMED = "import jax._src.lib as lib; lib.xla_client.CompileOptions = object"
-# What comes before the import, the environment, XLA_FLAGS afterwards, and whether programs of ours ask for it.
+# name -> (code before the import, environment, XLA_FLAGS afterwards, whether our programs request multi-output fusion).
 REQUESTS = {
     "each program": ("", {}, "", True),
     "each program, beside the user's own": ("", {"XLA_FLAGS": OTHER}, OTHER, True),
@@ -236,7 +236,7 @@ REQUESTS = {
 
 
 def forked(codes):
-    """What each code prints, in a process of its own, forked where torch and jax are idle. codes: name to (environment, code)."""
+    """Run each code in its own process, forked while torch and jax are idle; codes maps names to (environment, code)."""
     server = f"""
 import io, json, os, contextlib, jax, optax, torch
 for name, (environment, code) in {codes!r}.items():
@@ -254,7 +254,7 @@ for name, (environment, code) in {codes!r}.items():
 
 @pytest.fixture(scope="module")
 def requests():
-    """XLA_FLAGS and the answer after the import in a process of each of `REQUESTS`."""
+    """Return XLA_FLAGS and the answer after the import for each of `REQUESTS`, each in its own process."""
     asked = "import bridge, json, os; print(json.dumps([os.environ.get('XLA_FLAGS', ''), bridge._xla.multi_output_fusion.requested()]))"
     codes = {name: (environment, f"{before}\n{asked}") for name, (before, environment, *_) in REQUESTS.items()}
     return {name: json.loads(printed) for name, printed in forked(codes).items()}
@@ -262,14 +262,14 @@ def requests():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_process_asks_for_fused_loops_only_where_programs_cannot_and_it_is_heard_and_wanted(requests, name):
+def test_process_flag_is_set_only_if_needed_effective_and_wanted(requests, name):
     assert requests[name] == list(REQUESTS[name][2:])
 
 
 @pytest.mark.nightly
 @fused_loops
 @pytest.mark.slow
-def test_without_the_flag_the_numbers_are_the_same():
+def test_flag_does_not_change_the_numbers():
     code = """
 import torch, torch_api
 torch.manual_seed(0)
@@ -288,8 +288,8 @@ print(p.double().sum().item(), o.bytes_accessed() / p.numel() > 35)
 
 
 @fused_loops
-def test_leaves_of_many_shapes_are_one_loop_each_and_few_for_all_their_scalars():
-    """What is computed of step counts and hyperparameters alone is computed once for all leaves, not in loops of its own for each."""
+def test_each_leaf_is_one_loop_and_scalars_share_a_few():
+    """Values that depend only on step counts and hyperparameters are computed once for all leaves, not in one loop per leaf."""
     loops = {}
     for count in (4, 16):
         params = random_params(shapes=[(8000 + 16 * i,) for i in range(count)])
@@ -303,8 +303,8 @@ def test_leaves_of_many_shapes_are_one_loop_each_and_few_for_all_their_scalars()
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
-    """LAMB stores an update of the leaf's size between its loops: in XLA's own order those of all leaves are there at once."""
+def test_temporaries_exist_for_one_leaf_at_a_time(monkeypatch):
+    """LAMB stores an update of the leaf's size between its loops; in XLA's own order the updates of all leaves exist at once."""
     shapes = [(300, 300 + i) for i in range(8)]
     needed = {}
     for name, options in (("ours", compile_options.of_update), ("XLA's", lambda device: {})):
@@ -317,16 +317,16 @@ def test_what_lies_between_is_there_for_one_leaf_at_a_time(monkeypatch):
         needed[name] = launch.program.update.memory_analysis().temp_size_in_bytes
     largest = 4 * 300 * 307
     assert needed["ours"] < 4 * largest
-    assert needed["XLA's"] > 7 * largest  # the broken sibling
+    assert needed["XLA's"] > 7 * largest  # the check can fail
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("standard_promotion")
-def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypatch):
+def test_many_loops_with_small_temporaries_keep_xlas_schedule(monkeypatch):
     order, piece, count, one = dict(compile_options._first_known(compile_options._ORDERS)), programs_compile.Piece, 18, 4 * 60_000
 
     def compiled(optimizer_class, count, **arguments):
-        """Whether all is asked for in the order of least memory, and the bytes that XLA stores in between."""
+        """Return whether the schedule of least memory is requested for all programs, and the bytes of XLA's temporaries."""
         asked = []
         monkeypatch.setattr(executable, "Piece", lambda lowered, options: asked.append(options) or piece(lowered, options))
         monkeypatch.setattr(cache, "Piece", lambda lowered, options: asked.append(options) or piece(lowered, options))
@@ -340,7 +340,7 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
 
     assert order
     for found in (compiled(torch_api.MaskedAdamW, count), compiled(torch_api.MaskedRAdam, count, max_grad_norm=1.0)):
-        assert found[0] is not probes.several_results()  # where XLA stores an array of each loop, the order of least memory stays
+        assert found[0] is not probes.several_results()  # if XLA stores an array per loop, the schedule of least memory is kept
         assert found[1] < 4 * one
     assert compiled(torch_api.MaskedAdamW, count - 2)[0]
     in_order, needed = compiled(torch_api.MaskedLamb, count)
@@ -353,12 +353,12 @@ def test_many_loops_with_next_to_nothing_between_are_left_to_xlas_order(monkeypa
         assert compiled(torch_api.MaskedAdamW, count)[0]
     monkeypatch.setattr(executable, "_LITTLE", float("inf"))
     monkeypatch.setattr(executable, "several_results", lambda: True)
-    in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the broken sibling
+    in_xlas, more = compiled(torch_api.MaskedLamb, count)  # the check can fail
     assert not in_xlas
     assert more > 2 * needed
 
 
-def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_not_set(monkeypatch):
+def test_update_options_are_known_to_jaxlib_and_not_set_by_the_user(monkeypatch):
     cpu, gpu = (types.SimpleNamespace(platform=platform) for platform in ("cpu", "cuda"))
     (newer, least), (older, off), (width, bits) = *compile_options._ORDERS, compile_options._WIDTH
     assert compile_options.of_update(gpu) == {}
@@ -383,7 +383,7 @@ def test_options_of_an_update_are_those_that_this_jaxlib_has_and_the_user_has_no
 @pytest.mark.skipif(not CPU_INFO.exists() or "avx512f" not in CPU_INFO.read_text(), reason="needs a CPU with vectors of 512 bits")
 @pytest.mark.parametrize(("before", "widest"), [("", 16), ("executable.of_update = lambda device: {}", 8)], ids=["ours", "XLA's"])
 def test_updates_use_the_widest_vectors(tmp_path, before, widest):
-    """Asked of LLVM's code for the loop; XLA's own choice is the broken sibling."""
+    """Read LLVM's code for the loop; XLA's own choice shows that the check can fail."""
     code = f"""if True:
         import torch, torch_api
         from bridge._runtime import executable

@@ -1,4 +1,4 @@
-"""What a step leaves behind when something goes wrong in it, and who else may look into its memory."""
+"""The state after errors and signals during a step, and access to its memory by other optimizers and threads."""
 
 import gc
 import os
@@ -31,12 +31,12 @@ def stepped(optimizer, params, count=1):
 
 
 def churn():
-    """Use the memory that was freed."""
+    """Reuse freed memory."""
     gc.collect()
     return [np.full(200, 9.0, np.float32) for _ in range(2000)]
 
 
-def test_groups_of_frozen_parameters_alone_are_taken():
+def test_groups_may_have_frozen_parameters_only():
     model = torch.nn.Linear(3, 3).requires_grad_(False)
     torch_api.MaskedAdam(model.parameters(), lr=0.1).step()
     params = random_params(shapes=[(3,), (4,)])
@@ -55,7 +55,7 @@ class PreemptedError(Exception):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_in_the_middle_of_a_step_is_handled_when_all_is_in_place(monkeypatch, number):
+def test_signal_during_a_step_is_handled_after_the_results_are_in_place(monkeypatch, number):
     def raises(*_):
         raise PreemptedError
 
@@ -78,7 +78,7 @@ def test_a_signal_in_the_middle_of_a_step_is_handled_when_all_is_in_place(monkey
         signal.signal(number, before)
 
 
-def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch):
+def test_error_while_waiting_keeps_results_and_handlers(monkeypatch):
     params = random_params(shapes=[(30,)] * 5)
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
@@ -99,7 +99,7 @@ def test_an_error_while_waiting_leaves_memory_and_handlers_in_place(monkeypatch)
 
 
 @pytest.mark.parametrize("where", ["reader", "order"])
-def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where, monkeypatch):
+def test_error_at_the_end_of_a_step_releases_signals_and_buckets(where, monkeypatch):
     params = random_params(shapes=[(1 << 20,), (1 << 19,)] + [(30,)] * 5)
     optimizer = torch_api.MaskedAdam(params, lr=1.0, max_grad_norm=1.0)
     stepped(optimizer, params)
@@ -133,11 +133,11 @@ def test_an_error_at_the_end_of_a_step_leaves_signals_and_packs_to_others(where,
     other.join(60)
     assert not other.is_alive()
     memories = [memory for launch in launches for memory in launch.state]
-    assert all(memory.array.is_ready() for memory in memories)  # what was begun has ended
+    assert all(memory.array.is_ready() for memory in memories)  # every started program has ended
     assert not any(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
 
 
-def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_their_parameters(monkeypatch):
+def test_error_while_waiting_for_one_program_keeps_all_results(monkeypatch):
     monkeypatch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
     params = random_params(shapes=[(n,) for n in (20, 30)] * 20)
@@ -162,7 +162,7 @@ def test_an_error_while_waiting_for_one_program_leaves_the_numbers_of_all_as_the
     assert {int(optimizer.state[p]["step"]) for p in params} == {2}
 
 
-def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
+def test_error_of_a_partial_step_names_the_updated_parameters(monkeypatch):
     monkeypatch.setitem(torch_api._params.buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
     params = random_params(shapes=[(20,)] * (chunking.EQUAL + 1))
@@ -184,7 +184,7 @@ def test_a_step_of_several_programs_that_breaks_off_says_so(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("makes", [lambda: optax.sgd(0.1, momentum=0.9), lambda: optax.adam(0.1)], ids=["sgd", "adam"])
-def test_a_callback_that_fails_takes_no_row_of_a_pack_with_it(makes):
+def test_failing_callback_loses_no_bucket_row(makes):
     failing = []
 
     def update(grads, state, params=None):
@@ -195,7 +195,7 @@ def test_a_callback_that_fails_takes_no_row_of_a_pack_with_it(makes):
         calling = optax.GradientTransformation(lambda _: (), update)
         names = [*(f"a.{i}" for i in range(6)), "b.w"]
         params = dict(zip(names, (torch.nn.Parameter(torch.ones(20)) for _ in names), strict=True))
-        torch_api.MaskedSGD([params[f"a.{i}"] for i in range(6)], lr=0.1)  # a.5 is in the pack, and in no other optimizer
+        torch_api.MaskedSGD([params[f"a.{i}"] for i in range(6)], lr=0.1)  # a.5 is in the bucket, but in no other optimizer
         own = [(name, p) for name, p in params.items() if name != "a.5"]
         optimizer = torch_api.PartitionedOptimizer(own, {"a": makes(), "b": calling}, labels={"a": "a", "b": "b"})
         stepped(optimizer, params.values(), 2)
@@ -213,9 +213,9 @@ def test_a_callback_that_fails_takes_no_row_of_a_pack_with_it(makes):
         del held
 
 
-def test_optimizers_of_separate_rows_of_a_pack_may_step_in_threads():
+def test_optimizers_of_separate_bucket_rows_may_step_in_threads():
     params = random_params(shapes=[(16,)] * 8)
-    torch_api.MaskedSGD(params, lr=1.0)  # packs all of them
+    torch_api.MaskedSGD(params, lr=1.0)  # puts all into one bucket
     start, errors = [p.detach().clone() for p in params], []
 
     def run(own):
@@ -234,7 +234,7 @@ def test_optimizers_of_separate_rows_of_a_pack_may_step_in_threads():
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Adam", "SGD"])
-def test_a_packed_parameter_is_its_master_rounded(name):
+def test_bucketed_parameter_is_its_rounded_master(name):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(5000, generator=generator).bfloat16()) for _ in range(6)]
     optimizer = getattr(torch_api, f"Masked{name}")(params, lr=1e-3, master_weights=True)
@@ -245,7 +245,7 @@ def test_a_packed_parameter_is_its_master_rounded(name):
         assert all(torch.equal(optimizer.state[p]["master_param"].bfloat16(), p.detach()) for p in params)
 
 
-def test_data_of_two_parameters_may_be_exchanged():
+def test_two_parameters_may_swap_data():
     params = random_params(shapes=[(5,)] * 6)
     optimizer = torch_api.MaskedSGD(params, lr=1.0)
     stepped(optimizer, params)
@@ -256,7 +256,7 @@ def test_data_of_two_parameters_may_be_exchanged():
     assert torch.equal(params[1].detach(), a - 1)
 
 
-def test_state_whose_data_was_replaced_counts_at_a_new_live_set():
+def test_replaced_state_data_is_used_by_a_new_set_of_gradients():
     params = random_params(shapes=[(5,)] * 6)
     optimizer = torch_api.MaskedSGD(params, lr=1.0, momentum=0.5)
     stepped(optimizer, params)
@@ -267,7 +267,7 @@ def test_state_whose_data_was_replaced_counts_at_a_new_live_set():
     assert torch.allclose(params[0].detach(), before - 51)
 
 
-# Two parameters have 480,000 bytes of Adam's state each, two 160,000: what is held back is that of the small ones, then of one more.
+# Two parameters have 480,000 bytes of Adam's state each, two have 160,000. The state of small ones is held back first.
 @pytest.mark.parametrize(
     ("cached", "held_back", "begun"),
     [
@@ -278,7 +278,7 @@ def test_state_whose_data_was_replaced_counts_at_a_new_live_set():
         (False, 0, [[300, 300, 100, 100], []]),
     ],
 )
-def test_state_is_begun_while_programs_are_made_as_far_as_that_leaves_room_for_compiling(cached, held_back, begun, monkeypatch, tmp_path):
+def test_state_is_initialized_during_compilation_within_a_memory_limit(cached, held_back, begun, monkeypatch, tmp_path):
     order = []
 
     def noted(name, function):

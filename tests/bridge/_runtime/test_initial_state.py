@@ -1,4 +1,4 @@
-"""What state begins with: as `init` gives it, of zeros without a program, in buffers that nothing else has."""
+"""Initial state equals the result of `init`, zeros need no program, and every buffer is separate."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("standard_promotion")]
 SHAPES = [(30, 20), (30, 20), (7,), ()]
 
 
-def begins():
-    """State of each kind: numbers, one number for all elements, what is computed from the parameter, one array twice, a table."""
+def with_every_kind_of_state():
+    """A transformation with every kind of state: scalars, constants, values computed from parameters, a repeated array, a table."""
 
     def init(params):
         leaves = jax.tree.leaves(params)
@@ -41,12 +41,12 @@ def begins():
     return optax.GradientTransformation(init, update)
 
 
-def test_state_begins_as_init_gives_it_in_memory_of_its_own():
+def test_initial_state_equals_init_in_separate_memory():
     params = [(f"p{i}", p) for i, p in enumerate(random_params(shapes=SHAPES))]
-    expected = begins().init({name: jnp.array(p.detach().numpy(), copy=True) for name, p in params})
-    opt = torch_api.OptaxOptimizer(params, begins())
+    expected = with_every_kind_of_state().init({name: jnp.array(p.detach().numpy(), copy=True) for name, p in params})
+    opt = torch_api.OptaxOptimizer(params, with_every_kind_of_state())
     for _, p in params:
-        p.grad = torch.zeros_like(p)  # moves nothing
+        p.grad = torch.zeros_like(p)  # updates nothing
     opt.step()
     addresses = []
     for name, p in params:
@@ -64,18 +64,18 @@ def test_state_begins_as_init_gives_it_in_memory_of_its_own():
     assert len({*addresses, *(p.data_ptr() for _, p in params)}) == len(addresses) + len(params)
 
 
-def test_zeros_of_leaves_that_are_seen_together_compile_nothing():
-    """Each shape and each field was a program of its own: 96 of them for a ResNet-50."""
+def test_zero_state_of_joint_leaves_compiles_nothing():
+    """Otherwise each shape and each field would need a program."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    params = random_params(shapes=[(1000 + i, 3) for i in range(12)])  # of shapes that no other test has
+    params = random_params(shapes=[(1000 + i, 3) for i in range(12)])  # shapes that no other test uses
     opt = torch_api.OptaxOptimizer(params, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
     set_grads(params, random_grads(params))
     opt.step()
-    assert sum("backend_compile" in event for event in compiled) <= 2  # the update is one of them
+    assert sum("backend_compile" in event for event in compiled) <= 2  # one of them is the update
 
 
-def test_state_of_numbers_of_leaves_together_needs_no_other_trace_of_init(monkeypatch):
+def test_constant_state_of_joint_leaves_needs_no_further_trace_of_init(monkeypatch):
     def init(params):
         like = {
             "half": jax.tree.map(lambda p: jnp.full_like(p, 0.5, dtype=jnp.bfloat16), params),
@@ -87,7 +87,7 @@ def test_state_of_numbers_of_leaves_together_needs_no_other_trace_of_init(monkey
     traces = []
     traced = initial_state._traced
     monkeypatch.setattr(initial_state, "_traced", lambda *of: traces.append(of) or traced(*of))
-    tx = optax.GradientTransformation(init, begins().update)
+    tx = optax.GradientTransformation(init, with_every_kind_of_state().update)
     params = [(f"p{i}", p) for i, p in enumerate(random_params(shapes=SHAPES))]
     mask = {f"p{i}": i != 1 for i in range(4)}
     opt = torch_api.OptaxOptimizer(params, tx, mask=mask)
@@ -116,7 +116,7 @@ def test_state_of_numbers_of_leaves_together_needs_no_other_trace_of_init(monkey
     step(trained)
     assert traces == []
     check(trained)
-    opt.set_trainable("p1", True)  # the state of one alone is not what was seen of all
+    opt.set_trainable("p1", True)  # `init` must be traced again for one leaf
     with pytest.warns(torch_api.CompilationWarning):
         step(params)
     assert len(traces) == 1

@@ -1,4 +1,4 @@
-"""torch's OpenMP threads are ended before a large update, and torch starts them again."""
+"""torch's OpenMP threads end before a large update, and torch starts them again."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 THREADS = 2
 pause_now: Any = openmp.pause
-has_pause = pytest.mark.skipif(openmp.pause is None, reason="this torch's OpenMP runtime cannot be asked")
+has_pause = pytest.mark.skipif(openmp.pause is None, reason="this torch's OpenMP runtime cannot pause its threads")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def native_threads():
 
 
 def end(threads):
-    """Whether they end: one that sleeps must wake up for it, after it was told."""
+    """Return whether the threads end; a sleeping thread first has to wake up."""
     deadline = time.monotonic() + 10
     while threads & native_threads() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -44,7 +44,7 @@ def parallel():
 
 
 @has_pause
-def test_the_threads_end_and_start_again():
+def test_threads_end_and_start_again():
     pause_now(openmp.SOFT)
     before = native_threads()
     parallel()
@@ -57,7 +57,7 @@ def test_the_threads_end_and_start_again():
 
 
 @has_pause
-def test_other_threads_of_python_keep_theirs():
+def test_other_python_threads_keep_their_openmp_threads():
     pause_now(openmp.SOFT)
     before, ready, done = native_threads(), threading.Event(), threading.Event()
 
@@ -80,7 +80,7 @@ def test_other_threads_of_python_keep_theirs():
     thread.join()
 
 
-def test_without_it_where_it_is_not_wanted_or_not_there(monkeypatch):
+def test_pause_is_off_if_unwanted_or_unavailable(monkeypatch):
     class Old:
         def __init__(self, path):
             pass
@@ -96,7 +96,7 @@ def test_without_it_where_it_is_not_wanted_or_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize("shapes", [[(64, 64)] * 6, [(512, 512)] * 2, [(3,), (700, 512)]])
-def test_only_large_steps_end_them_once_and_the_numbers_are_the_same(shapes, monkeypatch):
+def test_only_large_steps_end_threads_and_numbers_do_not_change(shapes, monkeypatch):
     pauses, results = [], []
     for pause in (openmp.pause or (lambda kind: 0), None):
         monkeypatch.setattr(openmp, "pause", pause and (lambda kind, pause=pause: (pauses.append(kind), pause(kind))[1]))
@@ -113,7 +113,7 @@ def test_only_large_steps_end_them_once_and_the_numbers_are_the_same(shapes, mon
 
 
 @pytest.mark.parametrize("width", [8, 700])
-def test_so_does_a_large_train_step(width, monkeypatch):
+def test_large_train_step_ends_threads(width, monkeypatch):
     pauses = []
     monkeypatch.setattr(openmp, "pause", lambda kind: pauses.append(kind) or 0)
     model = torch.nn.Linear(width, width)

@@ -1,4 +1,4 @@
-"""Programs of many leaves that one transformation must see together: what is alike is compiled once, and called for some at a time."""
+"""Joint programs with many leaves: equal parts are outlined, compiled once, and called for some leaves at a time."""
 
 import gc
 import math
@@ -22,7 +22,7 @@ from torch_api._params import buckets
 
 pytestmark = [pytest.mark.long, pytest.mark.unoptimized, pytest.mark.usefixtures("standard_promotion")]
 SHAPES = [(24, 16)] * 9 + [(48,)] * 6 + [(30, 20), (5,)]
-TILES = 3 + 3  # of nine: 4, 4, 1; of six: 4, 1, 1
+TILES = 3 + 3  # chunks: nine leaves are 4, 4 and 1; six are 4, 1 and 1
 CUT = [
     "previous parameters",
     "previous gradients",
@@ -38,14 +38,14 @@ CUT = [
 
 @pytest.fixture(autouse=True)
 def _many(monkeypatch):
-    """Few small leaves stand for many large ones."""
+    """Let few small leaves act like many large ones."""
     monkeypatch.setitem(buckets.GATHERED, "cpu", 0)
     monkeypatch.setattr(chunking, "LOOPS", 16)
 
 
 @pytest.fixture
-def whole(monkeypatch):
-    """Called, programs are not cut from then on."""
+def no_outlining(monkeypatch):
+    """Return a function that turns outlining off."""
 
     def never():
         for module in (joint_update, batch_rows):
@@ -54,8 +54,8 @@ def whole(monkeypatch):
     return never
 
 
-def through_others():
-    """Each leaf is drawn to what the leaf before it was, by a share that depends on a norm over all."""
+def towards_previous_mean():
+    """Move each leaf towards the mean of the previous leaf, by a share that depends on a norm over all leaves."""
 
     def update(updates, state, params=None):
         share = 0.1 / (1 + norm_of(updates))
@@ -65,8 +65,8 @@ def through_others():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def from_old_values():
-    """As `through_others`, with the elements of the leaf before, where it is as large: it must be read before it is replaced."""
+def towards_previous_values():
+    """Like `through_others`, but elementwise where sizes match: the previous leaf must be read before it is replaced."""
 
     def update(updates, state, params=None):
         share = 0.1 / (1 + norm_of(updates))
@@ -77,8 +77,8 @@ def from_old_values():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def after_a_norm(keeps, before=jnp.zeros_like):
-    """State that nothing but a norm reads, and what is kept in it: (gradients, state, parameters) to the new state."""
+def with_state_read_by_a_norm(keeps, before=jnp.zeros_like):
+    """A transformation whose state is read only by a norm; `keeps` maps (gradients, state, parameters) to the new state."""
 
     def update(updates, state, params=None):
         size = norm_of(jax.tree.map(jnp.subtract, params, state))
@@ -88,13 +88,13 @@ def after_a_norm(keeps, before=jnp.zeros_like):
 
 
 def turned(updates, state, params):
-    """Of each leaf the parameters of another of its shape, where there is one."""
+    """Return for each leaf the parameters of another leaf with its shape, if there is one."""
     leaves, tree = jax.tree.flatten(params)
     return jax.tree.unflatten(tree, [a if a.shape == b.shape else b for a, b in zip(leaves[-1:] + leaves[:-1], leaves, strict=True)])
 
 
 def with_constants():
-    """Arrays that no argument has, in a norm and in the update."""
+    """A transformation with constant arrays in a norm and in the update."""
 
     arrays = {shape: jnp.linspace(0.5, 1.5, math.prod(shape)).reshape(shape) for shape in SHAPES}
 
@@ -107,13 +107,13 @@ def with_constants():
 
 
 KEEP = {
-    "previous parameters": after_a_norm(lambda updates, state, params: params),
-    "previous parameters of another": after_a_norm(turned),
-    "previous gradients": after_a_norm(lambda updates, state, params: updates),
-    "as it was": after_a_norm(lambda updates, state, params: state, lambda p: 0.5 * p),
+    "previous parameters": with_state_read_by_a_norm(lambda updates, state, params: params),
+    "previous parameters of another": with_state_read_by_a_norm(turned),
+    "previous gradients": with_state_read_by_a_norm(lambda updates, state, params: updates),
+    "as it was": with_state_read_by_a_norm(lambda updates, state, params: state, lambda p: 0.5 * p),
     "constants": with_constants,
 }
-ALL = KEEP | TRANSFORMATIONS | {"means of others": through_others, "others": from_old_values}
+ALL = KEEP | TRANSFORMATIONS | {"means of others": towards_previous_mean, "others": towards_previous_values}
 
 
 def calls(optimizer):
@@ -122,7 +122,7 @@ def calls(optimizer):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ALL)
-def test_twenty_steps_equal_optax(name):
+def test_twenty_steps_match_optax(name):
     params, tx = random_params(shapes=SHAPES), ALL[name]()
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(20)]
     optimizer = moved(tx, params, grads)
@@ -132,39 +132,39 @@ def test_twenty_steps_equal_optax(name):
         assert len(late) == TILES
     expected, bound = pure(tx, start, grads), (10 if name == "prodigy" else 1) * 3 * CLOSE
     assert max(map(movement_error, params, expected, start)) < bound
-    with pytest.raises(AssertionError):  # the broken sibling
+    with pytest.raises(AssertionError):  # the comparison can fail
         assert max(map(movement_error, moved_by(tx, start, grads, lr=1.001), expected, start)) < bound
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_pieces_give_what_one_program_gives_and_move_as_many_bytes(name, whole):
+def test_outlined_program_matches_one_program_and_its_bytes(name, no_outlining):
     params, others = random_params(shapes=SHAPES), random_params(shapes=SHAPES)
     with torch.no_grad():
         for p, q in zip(params, others, strict=True):
             q.copy_(p)
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(5)]
     cut = moved(ALL[name](), params, grads)
-    whole()
+    no_outlining()
     one = moved(ALL[name](), others, grads)
     assert isinstance(program(cut).update, Pieces)
     assert not isinstance(program(one).update, Pieces)
     assert max(map(movement_error, params, others, start)) < CLOSE
-    assert program(cut).bytes_accessed < 1.2 * program(one).bytes_accessed  # numbers, which weigh more where leaves are small
+    assert program(cut).bytes_accessed < 1.2 * program(one).bytes_accessed  # the difference is scalars, which matter for small leaves
 
 
-def test_what_is_alike_is_compiled_once_however_much_of_it_there_is():
+def test_equal_parts_are_compiled_once_for_any_number_of_leaves():
     found = []
     for count in (29, 58):
         params = random_params(shapes=[(7, 19)] * count)
         found.append(program(moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])).update)
     few, many = ({*each.pieces} for each in found)
-    assert (len(few), len(many)) == (7, 7)  # sums over 24, 4 and 1, their loops, and all that is no part
+    assert (len(few), len(many)) == (7, 7)  # sums over 24, 4 and 1 leaves, their loops, and the main program
     assert len(few & many) == 6
     assert [len(each._calls) for each in found] == [7, 13]
 
 
-def test_a_trace_of_few_elements_takes_no_others_place(monkeypatch):
-    """Of three elements none is made for another size: kept, it had each size traced by itself, with numbers of its own."""
+def test_trace_of_a_tiny_leaf_is_not_reused_for_its_size_class(monkeypatch):
+    """A leaf with three elements must not fix the trace of a size class, or every size would be traced separately."""
     moved_bytes = []
     for first in ([], [(3,), (7,)]):
         monkeypatch.setattr(per_kind, "_families", {})
@@ -177,7 +177,7 @@ def test_a_trace_of_few_elements_takes_no_others_place(monkeypatch):
     assert moved_bytes[0] == moved_bytes[1]
 
 
-def test_programs_of_other_sets_of_leaves_share_their_pieces():
+def test_programs_of_other_sets_share_outlined_parts():
     params = random_params(shapes=[(24, 16)] * 21)
     optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
     first = set(program(optimizer).update.pieces)
@@ -185,10 +185,10 @@ def test_programs_of_other_sets_of_leaves_share_their_pieces():
     optimizer.step()
     assert optimizer.cache_info().compilations == 2
     new = [piece for piece in program(optimizer).update.pieces if piece not in first]
-    assert len(new) == 1, "all but what is no part"
+    assert len(new) == 1, "more than the main program was compiled again"
 
 
-def test_addresses_stay_and_a_step_compiles_and_traces_nothing():
+def test_warm_step_keeps_addresses_and_compiles_nothing():
     params = random_params(shapes=SHAPES)
     optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
     look = lambda: [x.data_ptr() for x in (*params, *(s for p in params for s in optimizer.state[p].values()))]  # noqa: E731
@@ -200,8 +200,8 @@ def test_addresses_stay_and_a_step_compiles_and_traces_nothing():
     assert optimizer.cache_info().compilations == 1
 
 
-def test_large_leaves_are_read_before_they_are_replaced(whole):
-    """Sums over parameters and state, by pieces that run while others are called."""
+def test_sums_read_leaves_before_they_are_replaced(no_outlining):
+    """Sums over parameters and state are outlined and run while other parts are called."""
 
     def update(updates, trace, params=None):
         size = norm_of(params) + norm_of(trace)
@@ -213,13 +213,13 @@ def test_large_leaves_are_read_before_they_are_replaced(whole):
     others = [torch.nn.Parameter(p.detach().clone()) for p in params]
     start, grads = [p.detach().clone() for p in params], [random_grads(params)] * 20
     assert isinstance(program(moved(make(), params, grads)).update, Pieces)
-    whole()
+    no_outlining()
     moved(make(), others, grads)
     assert max(map(movement_error, params, others, start)) < 3 * CLOSE
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.3}, {"ema_decay": 0.9}], ids=str)
-def test_missing_gradients_frozen_leaves_and_masks(options):
+def test_missing_gradients_frozen_leaves_and_masks_are_respected(options):
     params = random_params(shapes=SHAPES * 2)
     keep = torch.zeros(24, 16, dtype=torch.bool)
     keep[3] = True
@@ -239,7 +239,7 @@ def test_missing_gradients_frozen_leaves_and_masks(options):
     assert isinstance(program(optimizer).update, Pieces)
 
 
-def test_an_update_that_is_skipped_keeps_all_bits():
+def test_skipped_update_keeps_all_bits():
     params = random_params(shapes=SHAPES)
     optimizer = torch_api.OptaxOptimizer(params, clipped(optax.adamw(0.05)), fused=True)
     assert which_scaled_steps_move(optimizer, params, bad=3) == [True, True, False, True]
@@ -247,17 +247,17 @@ def test_an_update_that_is_skipped_keeps_all_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64], ids=str)
-def test_other_types(dtype, whole):
+def test_other_dtypes_match_one_program(dtype, no_outlining):
     params = random_params(dtype, shapes=SHAPES)
     others = [torch.nn.Parameter(p.detach().clone()) for p in params]
     start, grads = [p.detach().clone() for p in params], [random_grads(params) for _ in range(3)]
     assert isinstance(program(moved(clipped(optax.adamw(0.05)), params, grads)).update, Pieces)
-    whole()
+    no_outlining()
     moved(clipped(optax.adamw(0.05)), others, grads)
     assert max(map(movement_error, params, others, start)) < (1e-2 if dtype is torch.bfloat16 else CLOSE)
 
 
-def test_nothing_is_kept_of_a_program_that_nobody_uses():
+def test_unused_outlined_parts_are_freed():
     params = random_params(shapes=[(24, 17)] * 29)
     optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
     mine = [weakref.ref(piece) for piece in program(optimizer).update.pieces]
@@ -268,7 +268,7 @@ def test_nothing_is_kept_of_a_program_that_nobody_uses():
     assert [ref() for ref in mine] == [None] * 7
 
 
-def test_a_piece_that_fails_names_what_is_lost(monkeypatch):
+def test_error_of_an_outlined_part_names_the_lost_parameters(monkeypatch):
     params = random_params(shapes=SHAPES)
     optimizer = moved(clipped(optax.adamw(0.05)), params, [random_grads(params)])
     *_, last = calls(optimizer)
@@ -276,7 +276,7 @@ def test_a_piece_that_fails_names_what_is_lost(monkeypatch):
     with pytest.raises(ZeroDivisionError) as raised:
         optimizer.step()
     lost = [name for name, p in ((f"p{i:02}", p) for i, p in enumerate(params)) if p.isnan().any()]
-    assert 0 < len(lost) < len(params), "what no piece has taken is as it was"
+    assert 0 < len(lost) < len(params), "parameters not yet donated were lost"
     (note,) = raised.value.__notes__
     assert "are lost and hold NaN. Load a checkpoint." in note
     assert all(f"'{name}'" in note for name in lost)

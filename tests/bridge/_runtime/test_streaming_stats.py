@@ -1,4 +1,4 @@
-"""Large gradients measured where they lie: norm and finite check before an update."""
+"""Norm and finite check of large gradients, which are read by address before the update."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from bridge._runtime import streaming_stats
 from bridge._xla import compile as reading_compile
 from bridge._xla import streams
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="for Linux on x86-64")]
+pytestmark = [pytest.mark.unoptimized, pytest.mark.skipif(not address_space.SUPPORTED, reason="only for Linux on x86-64")]
 SIZES = [plan.PART, plan.PART + 1, 100_000, 2_000_003, 3 * plan.PART, 1 << 20]
 CPU = jax.local_devices(backend="cpu")[0]
 WAYS = {"norm": (True, False), "finite": (False, True), "both": (True, True)}
@@ -44,16 +44,16 @@ def squares(grads):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None], ids=["float32", "float64", "both"])
-def test_each_element_counts_once(way, dtype):
+def test_each_element_is_counted_once(way, dtype):
     grads = some(dtype) if dtype else some(torch.float32)[::2] + some(torch.float64)[1::2]
     clip, scaled = WAYS[way]
     expected = squares(grads) / (16 if scaled else 1) if clip else 0.0
     np.testing.assert_allclose(found(grads, clip, scaled), [expected, 0.0], rtol=1e-12 if dtype == torch.float64 else 2e-7)
 
 
-def test_elements_that_count_twice_are_noticed(monkeypatch):
+def test_comparison_detects_elements_counted_twice(monkeypatch):
     grads, concatenate = some(), np.concatenate
-    # The rests begin one element before: each counts an element of the part before it in the place of its last.
+    # The last part of each gradient starts one element early, so it counts one element twice and misses the last.
     monkeypatch.setattr(
         streaming_stats.np, "concatenate", lambda xs: concatenate([*xs[:-1], xs[-1] - 1]) if xs[-1].size == 3 else concatenate(xs)
     )
@@ -63,20 +63,20 @@ def test_elements_that_count_twice_are_noticed(monkeypatch):
 
 @pytest.mark.parametrize("at", [(0, 0), (1, plan.PART), (3, 1_999_999), (3, 2_000_002), (5, -1)], ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_one_that_is_not_finite_is_found_wherever_it_lies(at, value):
+def test_nonfinite_element_is_found_anywhere(at, value):
     grads = some()
     grads[at[0]][at[1]] = value
     assert np.isnan(found(grads, False, True)[1])
     assert np.isnan(found(grads, True, True)[1])
 
 
-def test_a_sum_that_overflows_is_none_that_is_not_finite():
+def test_overflowing_sum_does_not_count_as_nonfinite():
     grads = [torch.full((1 << 20,), 3e37), torch.full((plan.PART,), 2e38)]
     np.testing.assert_allclose(found(grads, True, True, scale=1e30), [(1 << 20) * 9e14 + plan.PART * 4e16, 0.0], rtol=1e-5)
     assert found(grads, False, True)[1] == 0
 
 
-def test_gradients_in_any_order_are_read_where_they_lie_and_others_copied():
+def test_dense_gradients_in_any_order_are_not_copied():
     base = some(sizes=[16 * 32 * 50 * 50])[0]
     turned = base.view(16, 32, 50, 50).to(memory_format=torch.channels_last)
     sparse = torch.zeros(base.numel(), 2)[:, 0].copy_(base)
@@ -88,7 +88,7 @@ def test_gradients_in_any_order_are_read_where_they_lie_and_others_copied():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_memory_is_copied(way):
+def test_program_allocates_no_large_temporaries(way):
     program = streaming_stats.piece("float32", *WAYS[way], CPU)
     program.compile()
     assert program.compiled.memory_analysis().temp_size_in_bytes < 1 << 20
@@ -123,7 +123,7 @@ def launches(optimizer):
     return optimizer._launches.latest
 
 
-def test_clipped_as_by_torch():
+def test_clipped_steps_move_as_in_torch():
     params = parameters()
     start, other = clones(params), clones(params)
     theirs = torch.optim.AdamW(other, lr=1e-2)
@@ -140,8 +140,8 @@ def test_clipped_as_by_torch():
         assert movement_error(p, q, s) < 1e-5
 
 
-def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
-    """SGD, because Adam's movement hardly knows of a factor."""
+def test_streaming_norm_equals_the_norm_in_the_program(monkeypatch):
+    """The rule is SGD, because Adam's movement hardly depends on a factor."""
     sgd = lambda params: torch_api.MaskedSGD(params, lr=1e-2, momentum=0.9, max_grad_norm=1.0)  # noqa: E731
     params, plain, half = parameters(), parameters(), parameters()
     start, optimizer = clones(params), sgd(params)
@@ -163,7 +163,7 @@ def test_as_without_and_half_of_the_gradients_would_be_noticed(monkeypatch):
         assert max(map(movement_error, half, plain, start)) > 1e-2
 
 
-def test_each_set_of_gradients_is_read_by_the_same_programs(monkeypatch):
+def test_every_set_of_gradients_uses_the_same_programs(monkeypatch):
     params = parameters()
     optimizer = ours(params)
     train(params, 2, optimizer.step)
@@ -180,7 +180,7 @@ def test_each_set_of_gradients_is_read_by_the_same_programs(monkeypatch):
 
 
 @FUSES
-def test_a_norm_costs_one_reading_of_the_gradients():
+def test_norm_reads_the_gradients_once():
     counts = []
     for bound in (None, 1.0):
         p = torch.nn.Parameter(torch.ones(1 << 21))
@@ -192,11 +192,11 @@ def test_a_norm_costs_one_reading_of_the_gradients():
     turn = 4 * plan._PLACES * plan.PART
     program = streaming_stats.piece("float32", True, False, CPU)
     program.compile()
-    # The compiler counts one turn of each loop: four parts, one rest, and the sums that stay in a cache.
+    # The compiler counts one iteration of each loop: four parts, a remainder, and the sums.
     assert bridge._xla.compile.bytes_accessed(program.compiled) < 3.5 * turn
 
 
-def test_what_is_read_stays_until_it_is_read_even_if_the_step_fails(monkeypatch):
+def test_gradients_stay_alive_until_they_are_read_even_if_the_step_fails(monkeypatch):
     params = parameters()
     optimizer = ours(params)
     train(params, 2, optimizer.step)
@@ -204,7 +204,7 @@ def test_what_is_read_stays_until_it_is_read_even_if_the_step_fails(monkeypatch)
     ends = []
     end = streaming_stats.Reader.end
     monkeypatch.setattr(streaming_stats.Reader, "end", lambda self: ends.append(len(self._found)) or end(self))
-    for form in ("update", "alone"):  # of several programs, and of one
+    for form in ("update", "alone"):  # the call of several programs, and that of one
         monkeypatch.setattr(launch.program, form, lambda *_: 1 / 0)
     give(params, 9)
     with pytest.raises(ZeroDivisionError):
@@ -215,7 +215,7 @@ def test_what_is_read_stays_until_it_is_read_even_if_the_step_fails(monkeypatch)
     assert all(map(torch.equal, params, before))
 
 
-def test_a_loss_scale_and_frozen_elements(monkeypatch):
+def test_loss_scale_and_frozen_elements_are_respected(monkeypatch):
     params = parameters()
     mask = {"p0": torch.zeros(700, 1000, dtype=torch.bool), "p1": True, "p3": True}
     mask["p0"][:350] = True
@@ -238,7 +238,7 @@ def test_a_loss_scale_and_frozen_elements(monkeypatch):
 
 
 def without_memory():
-    """Gradients of ones that say that they lie at address 0."""
+    """Yield gradients of ones that report address 0."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     shape = (1024, 1024)
@@ -251,7 +251,7 @@ def without_memory():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_gradient_without_memory_is_copied_or_named_and_nothing_lost(scaled):
+def test_gradient_without_memory_is_copied_or_raises(scaled):
     for name, gradient, error in without_memory():
         params = [torch.nn.Parameter(torch.full((1024, 1024), 2.0)), torch.nn.Parameter(torch.full((1024, 1024), 3.0))]
         optimizer = torch_api.MaskedAdamW(params, lr=1e-2, weight_decay=0.0, max_grad_norm=None if scaled else 1.0, fused=True)
