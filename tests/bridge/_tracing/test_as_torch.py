@@ -1,4 +1,4 @@
-"""Where torch and jax go apart, traced torch code does as torch: writes in place, indices, derivatives at zero, older arguments."""
+"""Traced torch code follows torch where torch and jax differ: in-place writes, indices, derivatives at zero, older arguments."""
 
 import functools
 import re
@@ -28,8 +28,8 @@ def scaled(x, factor):
         return x.mul_(factor)
 
 
-def written(take):
-    """Writes through what `take` gives of a tensor, and then reads the tensor."""
+def written_through(take):
+    """Return a function that writes through `take(tensor)` and then reads the tensor."""
 
     def function(x):
         h = x * 1
@@ -49,17 +49,17 @@ def placed(key, value):
 
 
 WRITES = {
-    "contiguous of a turned tensor": written(lambda h: h.transpose(0, 1).contiguous()),
-    "contiguous": written(lambda h: h.contiguous()),
-    "contiguous of an expanded tensor": written(lambda h: h[:1].expand(2, 3, 3).contiguous()),
-    "reshape of a turned tensor": written(lambda h: h.transpose(0, 1).reshape(-1)),
-    "detach": written(lambda h: h.detach()),
-    "data": written(lambda h: h.data),
-    "a part of data": written(lambda h: h.data[0]),
-    "view_as": written(lambda h: h.view_as(h)),
-    "reshape_as": written(lambda h: h.reshape_as(torch.ones(6, 3))),
-    "expand_as": written(lambda h: h.expand_as(h)),
-    "type_as": written(lambda h: h.type_as(h)),
+    "contiguous of a turned tensor": written_through(lambda h: h.transpose(0, 1).contiguous()),
+    "contiguous": written_through(lambda h: h.contiguous()),
+    "contiguous of an expanded tensor": written_through(lambda h: h[:1].expand(2, 3, 3).contiguous()),
+    "reshape of a turned tensor": written_through(lambda h: h.transpose(0, 1).reshape(-1)),
+    "detach": written_through(lambda h: h.detach()),
+    "data": written_through(lambda h: h.data),
+    "a part of data": written_through(lambda h: h.data[0]),
+    "view_as": written_through(lambda h: h.view_as(h)),
+    "reshape_as": written_through(lambda h: h.reshape_as(torch.ones(6, 3))),
+    "expand_as": written_through(lambda h: h.expand_as(h)),
+    "type_as": written_through(lambda h: h.type_as(h)),
     "no_grad": lambda x: scaled(x * 1, 3.0) * x,
     "no_grad of a part": lambda x: (lambda h: (scaled(h[0], 3.0), h * x)[1])(x * 1),
     "no_grad into a new tensor": lambda x: (lambda z: (scaled(z.copy_(x.detach()), 2.0), z * x)[1])(torch.zeros(2, 3, 3)),
@@ -117,7 +117,7 @@ ARGUMENTS = {
     "vecdot along another dim": lambda x: torch.linalg.vecdot(x, x * 2, dim=0),
     "strides": lambda x: x * float(x.transpose(0, 1).stride(0)) + float(x.transpose(1, 2).is_contiguous()),
 }
-# Where torch 2.6 has other derivatives than 2.13: NaN, or those of the other side of the bound.
+# Cases for which torch 2.6 has other derivatives than 2.13: NaN, or the one-sided derivative of the other side.
 SINCE = {"slope: atan2", "slope: hardswish above", "slope: hardswish below"}
 OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 CASES = {f"{kind}: {name}": case for kind, table in
@@ -127,7 +127,7 @@ CASES = {f"{kind}: {name}": case for kind, table in
 @pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning")
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_torchs(name):
+def test_values_and_gradients_match_torch(name):
     if OLDER and name in SINCE:
         pytest.skip("this torch has another derivative there")
     function = CASES[name]
@@ -155,14 +155,14 @@ def test_values_and_gradients_are_torchs(name):
         (subgradients, "sign", lambda x: jax.numpy.ones_like(x), "slope: abs"),
     ],
 )
-def test_a_broken_one_is_caught(where, name, broken, case, monkeypatch):
+def test_comparison_detects_a_broken_operator(where, name, broken, case, monkeypatch):
     monkeypatch.setattr(where, name, broken)
     with pytest.raises(AssertionError):
-        test_values_and_gradients_are_torchs(case)
+        test_values_and_gradients_match_torch(case)
 
 
 class Codebook(nn.Module):
-    """An average that is kept in a buffer by writes through `.data`, as codebooks do."""
+    """A module with a moving average in a buffer that it writes through `.data`, as codebooks do."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class Codebook(nn.Module):
         return (h - self.average).square().mean()
 
 
-def test_a_buffer_that_is_written_through_data_is_kept():
+def test_buffer_written_through_data_is_kept():
     torch.manual_seed(0)
     eager, ours = Codebook(), Codebook()
     ours.load_state_dict(eager.state_dict())
@@ -192,7 +192,7 @@ def test_a_buffer_that_is_written_through_data_is_kept():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_what_torch_returns_as_a_named_tuple_holds_arrays():
+def test_named_tuple_results_hold_arrays():
     values, places = bridge.module_function(Applies(lambda x: x.max(1)))({}, jax.numpy.ones((2, 3)))
     np.testing.assert_array_equal(values, [1, 1])
     np.testing.assert_array_equal(places, [0, 0])
@@ -207,20 +207,20 @@ def test_what_torch_returns_as_a_named_tuple_holds_arrays():
 @pytest.mark.parametrize(
     "name", ["torch.histc", "torch.nn.functional.fractional_max_pool2d", "torch.Tensor.apply_", "torch.ops.aten.slice"]
 )
-def test_an_error_names_what_can_be_imported_and_registered(name):
-    """torch calls some of them by names of classes that nobody can import."""
+def test_error_names_a_function_that_can_be_registered(name):
+    """torch's own names for some of these functions contain classes that cannot be imported."""
     func = functools.reduce(getattr, name.split(".")[1:], torch)
     with pytest.raises(NotImplementedError, match=rf"^{re.escape(name)} has no .* torch2jax\.implements\({re.escape(name)}\)"):
         raise op_registry.unsupported(func)
 
 
-def test_the_name_of_a_function_beneath_one_in_python_is_that_one():
+def test_error_names_the_public_function_of_a_builtin():
     beneath = torch._C._VariableFunctions.block_diag
     assert beneath is not torch.block_diag
     assert "implements(torch.block_diag)" in str(op_registry.unsupported(beneath))
 
 
-def test_a_known_value_is_formatted_and_a_traced_one_is_an_error():
+def test_known_value_can_be_formatted_and_a_traced_one_raises():
     seen = []
     pure = bridge.module_function(Applies(lambda x: seen.append(f"{torch.ones(3).sum() + x.shape[0]:.1f} {x}") or x))
     pure({}, jax.numpy.ones(2))

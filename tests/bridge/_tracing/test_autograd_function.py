@@ -1,4 +1,4 @@
-"""torch.autograd.Function in traced code has its own backward, in the value, in gradients of any order of calls, and in training."""
+"""torch.autograd.Function in traced code uses its own backward: in values, in gradients of every order, and in training."""
 
 import threading
 
@@ -20,7 +20,7 @@ Function = torch.autograd.Function
 
 
 class Reversed(Function):
-    """Gradient reversal."""
+    """Reverse the gradient."""
 
     @staticmethod
     def forward(ctx, x, scale=1.0):
@@ -33,7 +33,7 @@ class Reversed(Function):
 
 
 class Straight(Function):
-    """A sign with the gradient of the identity."""
+    """The sign of x with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx, x):
@@ -45,7 +45,7 @@ class Straight(Function):
 
 
 class Product(Function):
-    """Two tensors, an attribute, a string, an integer result, and a backward that autograd would not find."""
+    """A function with two tensors, an attribute, a string, an integer result, and a backward that autograd would not derive."""
 
     @staticmethod
     def forward(ctx, x, weight, scale, name):
@@ -63,7 +63,7 @@ class Product(Function):
 
 
 class Separate(Function):
-    """In the form with setup_context, and a backward that is not differentiated."""
+    """A function with setup_context, whose backward is not differentiable."""
 
     @staticmethod
     def forward(x, factor):
@@ -83,7 +83,7 @@ class Separate(Function):
 
 
 class Cubed(Function):
-    """Its backward has a derivative."""
+    """A function whose backward is differentiable."""
 
     @staticmethod
     def forward(ctx, x):
@@ -96,7 +96,7 @@ class Cubed(Function):
         return grad * 3 * x**2
 
 
-kept = Straight.apply  # as models keep it
+kept = Straight.apply  # models store `apply` like this
 LOSSES = {
     "reversed": lambda m, x: Reversed.apply(m(x), 0.5).square().mean(),
     "kept in a variable": lambda m, x: (kept(m(x)) * x).sum(),
@@ -109,7 +109,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_trains_as_eager_torch(name):
+def test_training_matches_eager_torch(name):
     torch.manual_seed(0)
     loss_fn, eager, ours = LOSSES[name], nn.Linear(3, 3), nn.Linear(3, 3)
     ours.load_state_dict(eager.state_dict())
@@ -127,10 +127,10 @@ def test_trains_as_eager_torch(name):
     torch.testing.assert_close(ours.weight - start, eager.weight - start, rtol=1e-4, atol=1e-5)
 
 
-def test_without_it_the_backward_would_be_ignored(monkeypatch):
+def test_comparison_detects_an_ignored_backward(monkeypatch):
     monkeypatch.setattr(patches, "_WANTED", [])
     with pytest.raises(AssertionError):
-        test_trains_as_eager_torch("reversed")
+        test_training_matches_eager_torch("reversed")
 
 
 class Net(nn.Module):
@@ -142,7 +142,7 @@ class Net(nn.Module):
         return Separate.apply(Cubed.apply(self.layer(x)), 0.3).mean()
 
 
-def test_under_jit_grad_and_vmap_after_the_trace_has_ended():
+def test_functions_work_under_jit_grad_and_vmap():
     net, x = Net(), torch.randn(4, 3)
     net(x).backward()
     f, params, jx = bridge.module_function(net), bridge.module_tree(net), bridge.to_jax(x)
@@ -151,13 +151,13 @@ def test_under_jit_grad_and_vmap_after_the_trace_has_ended():
     np.testing.assert_allclose(jax.vmap(f, (None, 0))(params, jx[None]), [f(params, jx)], rtol=1e-6)
 
 
-def test_a_backward_has_derivatives_of_its_own():
+def test_backward_is_differentiable():
     f = bridge.module_function(nn.Sequential(type("Cubes", (nn.Module,), {"forward": lambda self, x: Cubed.apply(x).sum()})()))
     second = jax.grad(lambda x: jax.grad(lambda x: f({}, x))(x).sum())
     np.testing.assert_allclose(second(jax.numpy.arange(3.0)), 6 * np.arange(3.0))
 
 
-def test_eager_calls_of_other_threads_are_torchs_while_one_traces():
+def test_eager_calls_of_other_threads_are_unaffected_by_a_trace():
     inside, go_on, found = threading.Event(), threading.Event(), []
 
     class Waits(nn.Module):

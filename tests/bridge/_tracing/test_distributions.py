@@ -1,4 +1,4 @@
-"""torch.distributions in traced code: densities and gradients by torch, samples by their moments, their gradients by the mean's."""
+"""torch.distributions in traced code: densities and gradients match torch, samples have the right moments and gradients."""
 
 import jax
 import numpy as np
@@ -72,7 +72,7 @@ def point():
 
 
 @pytest.mark.parametrize("name", [*WITH_MOMENTS, *OTHERS])
-def test_densities_and_their_gradients_are_torchs(name):
+def test_densities_and_their_gradients_match_torch(name):
     make = (WITH_MOMENTS | OTHERS)[name]
     torch.manual_seed(0)
     drawn = make(point()).sample()
@@ -80,7 +80,7 @@ def test_densities_and_their_gradients_are_torchs(name):
 
 
 @pytest.mark.parametrize("name", sampled(WITH_MOMENTS))
-def test_samples_have_the_mean_and_the_deviation(name):
+def test_samples_have_the_mean_and_standard_deviation(name):
     make = WITH_MOMENTS[name]
     expected = make(point())
     pure = bridge.module_function(Applies(lambda x: make(x).sample((DRAWS,))))
@@ -92,7 +92,7 @@ def test_samples_have_the_mean_and_the_deviation(name):
 
 
 @pytest.mark.parametrize("name", sampled([name for name in WITH_MOMENTS if WITH_MOMENTS[name](point()).has_rsample]))
-def test_gradients_of_samples_have_the_mean_of_the_means_gradient(name):
+def test_mean_gradient_of_samples_is_the_gradient_of_the_mean(name):
     make = WITH_MOMENTS[name]
     x = point().requires_grad_()
     weights = torch.linspace(1, 2, make(x).mean.numel()).reshape(make(x).mean.shape)
@@ -104,14 +104,14 @@ def test_gradients_of_samples_have_the_mean_of_the_means_gradient(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_draw_within_their_support(name):
+def test_distributions_without_moments_draw_within_their_support(name):
     make = OTHERS[name]
     pure = bridge.module_function(Applies(lambda x: make(x).sample((100,))))
     found = jitted(lambda x, key: pure({}, x, rng=key))(bridge.to_jax(point()), jax.random.key(3))
     assert make(point()).support.check(bridge.to_torch(found, copy=True)).all()
 
 
-def test_each_call_of_a_function_that_draws_has_numbers_of_its_own():
+def test_each_call_of_a_random_function_draws_new_numbers():
     class Noisy(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -133,14 +133,14 @@ def test_each_call_of_a_function_that_draws_has_numbers_of_its_own():
 
 
 def drawn(function, *inputs):
-    """What a traced function gives for one key, as float32."""
+    """Return the outputs of a traced function for one key, as float32."""
     pure = bridge.module_function(Applies(function))
     program = jitted(lambda key, *given: [x.astype("float32") for x in pure({}, *given, rng=key)])
     return program(jax.random.key(4), *bridge.to_jax(inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types_draw_from_the_whole_distribution(dtype):
+def test_half_types_draw_from_the_full_distribution(dtype):
     weights = torch.tensor([0.9] + [0.1 / 99] * 99, dtype=dtype)
 
     def draws(w):
@@ -167,12 +167,12 @@ def test_half_types_draw_from_the_whole_distribution(dtype):
     assert not lost
 
 
-def test_waiting_times_are_never_zero():
+def test_exponential_samples_are_never_zero():
     (least,) = drawn(lambda x: (torch.empty(30_000_000).exponential_().min() + 0 * x,), torch.zeros(()))
     assert least > 0
 
 
-def test_shares_are_never_zero_or_one():
+def test_beta_samples_are_never_zero_or_one():
     def densities(a):
         beta = D.Beta(a, a)
         z, flat = beta.rsample((100_000,)), D.Dirichlet(a.expand(20) / 15)
@@ -189,7 +189,7 @@ def test_shares_are_never_zero_or_one():
     assert np.isfinite(slope)
 
 
-def test_gamma_numbers_below_the_smallest_keep_their_gradient():
+def test_underflowing_gamma_samples_keep_their_gradient():
     pure = bridge.module_function(Applies(lambda a: D.Gamma(a.expand(200_000), 1.0).rsample().log().mean()))
     slope = jitted(jax.grad(lambda a, key: pure({}, a, rng=key)))(0.02, jax.random.key(6))
     torch.manual_seed(0)
@@ -198,19 +198,19 @@ def test_gamma_numbers_below_the_smallest_keep_their_gradient():
     assert slope == pytest.approx(expected.item(), rel=0.05)
 
 
-def test_large_rates_have_their_counts():
+def test_poisson_samples_of_large_rates_have_the_right_moments():
     counts = drawn(lambda rate: (torch.poisson(rate),), torch.full((10_000,), 3e9))[0]
     assert abs(float(counts.mean()) / 3e9 - 1) < 1e-5
     assert float(np.asarray(counts, np.float64).std()) == pytest.approx(3e9**0.5, rel=0.05)
 
 
-def test_normal_numbers_have_no_gradient_but_reparameterized_ones():
+def test_torch_normal_has_no_gradient():
     pure = bridge.module_function(Applies(lambda mean, std: torch.normal(mean, std).sum()))
     slopes = jitted(jax.grad(lambda *given: pure({}, *given, rng=jax.random.key(7)), argnums=(0, 1)))(1.0, 2.0)
     assert [float(x) for x in slopes] == [0.0, 0.0]
 
 
-def test_trials_keep_their_dtype_in_a_train_step():
+def test_binomial_samples_keep_their_dtype_in_a_train_step():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     loss = lambda m, x: m(D.Binomial(5, torch.sigmoid(x)).sample()).square().mean()  # noqa: E731
@@ -219,7 +219,7 @@ def test_trials_keep_their_dtype_in_a_train_step():
 
 
 @pytest.mark.parametrize("name", ["covariance_matrix", "precision_matrix"])
-def test_matrices_that_are_checked_by_their_values_pass_where_they_are_traced(name):
+def test_traced_matrices_skip_checks_of_values(name):
     def density(w):
         matrix = w @ w.mT + torch.eye(3)
         return D.MultivariateNormal(torch.zeros(3), **{name: matrix}).log_prob(torch.ones(3))
@@ -227,6 +227,6 @@ def test_matrices_that_are_checked_by_their_values_pass_where_they_are_traced(na
     compare(density, torch.linspace(-1, 1, 6).reshape(3, 2))
 
 
-def test_other_code_that_asks_for_values_is_still_refused():
+def test_sampler_that_reads_values_raises():
     with pytest.raises(jax.errors.ConcretizationTypeError, match="asks for values"):
         drawn(lambda x: (D.VonMises(x, 1.0).sample(),), torch.zeros(()))

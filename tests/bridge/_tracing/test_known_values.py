@@ -1,4 +1,4 @@
-"""Values that jax knows while it traces: torch itself computes what has no implementation, such as the places of a fixed mask."""
+"""Values known during a trace: torch itself computes operators without a jax implementation, such as the indices of a fixed mask."""
 
 import math
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
         lambda x: x.masked_select(torch.arange(4) > 1),
     ],
 )
-def test_what_is_known_is_computed_by_torch(function):
+def test_known_values_are_computed_by_torch(function):
     torch.manual_seed(0)
     compare(function, torch.randn(4, 4))
 
@@ -41,11 +41,11 @@ def run(function):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x + torch.ones(4, 1).squeeze_(),  # in place: the tensor itself would not see it
-        lambda x: x + torch._fused_dropout(torch.ones(4), 0.5)[0],  # from torch's generator
+        lambda x: x + torch.ones(4, 1).squeeze_(),  # in place: the write would not reach the tensor
+        lambda x: x + torch._fused_dropout(torch.ones(4), 0.5)[0],  # draws from torch's generator
     ],
 )
-def test_what_torch_cannot_stand_in_for_is_the_error(function):
+def test_writing_and_drawing_operators_without_implementation_raise(function):
     with pytest.raises(NotImplementedError, match="has no implementation in jax"):
         run(function)
 
@@ -68,24 +68,24 @@ def test_what_torch_cannot_stand_in_for_is_the_error(function):
         r"A size or an index of Python": lambda x: [1, 2][x.sum().long()],
     }.items(),
 )
-def test_what_asks_for_values_is_named(what, function):
+def test_error_names_the_operator_that_reads_values(what, function):
     with pytest.raises(jax.errors.ConcretizationTypeError, match=rf"{what} in the module itself \(Applies\) asks for values"):
         run(function)
 
 
-def test_the_number_is_shown_and_not_a_tensor_beside_it():
+def test_error_shows_the_traced_scalar_and_not_other_tensors():
     with pytest.raises(jax.errors.ConcretizationTypeError, match=r"shape float32\[\]\s+torch.nn.functional.dropout"):
         run(lambda x: F.dropout(x, x.sum()))
 
 
-def test_known_values_are_handed_out():
+def test_known_values_convert_to_python_and_numpy():
     ones = torch.ones(3)
     found = run(lambda x: x * float(torch.ones(3).cumsum(0).numpy()[2]) * ones.new([2.0])[0] * torch.ones(3).tolist()[1])
     np.testing.assert_array_equal(found, np.full((4, 4), 6.0))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax 0.8 makes tracers of what a custom_jvp function takes")
-def test_what_is_broadcast_beside_a_traced_value_stays_known():
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="in jax 0.8 arguments of a custom_jvp function become tracers")
+def test_known_value_broadcast_with_a_traced_one_stays_known():
     def function(x):
         count, x = torch.broadcast_tensors(torch.tensor(3.0), x)
         return x[: int(count.max())]
@@ -93,12 +93,12 @@ def test_what_is_broadcast_beside_a_traced_value_stays_known():
     assert run(function).shape == (3, 4)
 
 
-def test_a_mask_that_is_not_known_cannot_select():
+def test_selecting_by_a_traced_mask_raises():
     with pytest.raises(NotImplementedError, match="how many elements it chooses depends on values"):
         run(lambda x: torch.masked_select(x, x > 0))
 
 
-def test_the_generator_of_torch_is_left_alone():
+def test_generator_of_torch_is_not_used():
     before = torch.get_rng_state()
     run(lambda x: x[torch.argwhere(torch.eye(4))])
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""What a train step stores on purpose: gradients with several readers, the weights of attention; derivatives stay whole."""
+"""Values that a train step materializes on purpose (gradients with several readers, attention weights), and their derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def options(kind):
         mask[:, 0] = True
         mask[2] = kind == "bool"
         return {"attn_mask": mask}
-    if kind == "dead float":  # torch's math path, which no derivative of NaN comes from
+    if kind == "dead float":  # torch's math path, whose derivatives are not NaN
         return {"attn_mask": torch.linspace(-2, 2, 30, dtype=torch.float64).view(5, 6).index_fill(0, torch.tensor([2]), -torch.inf)}
     if kind == "float":
         return {"attn_mask": torch.linspace(-2, 2, 30, dtype=torch.float64).view(5, 6)}
@@ -62,7 +62,7 @@ def alike(ours, theirs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_and_its_gradient_are_torchs(kind):
+def test_attention_and_its_gradient_match_torch(kind):
     inputs, how = tensors(), options(kind)
     with x64():
         arrays = [jnp.asarray(x.numpy()) for x in inputs]
@@ -71,7 +71,7 @@ def test_attention_and_its_gradient_are_torchs(kind):
         assert alike(gradients(function, arrays), torchs(inputs, how))
 
 
-def test_a_gradient_without_the_shared_sum_is_caught(monkeypatch):
+def test_comparison_detects_a_gradient_without_the_shared_sum(monkeypatch):
     inputs = tensors()
     monkeypatch.setattr(attention, "_shared", lambda change, out: jnp.zeros_like(out))
     with x64():
@@ -80,7 +80,7 @@ def test_a_gradient_without_the_shared_sum_is_caught(monkeypatch):
 
 
 def plain(scores, dead, kept, value):
-    """The same by jax's own derivatives."""
+    """The same attention with jax's own derivatives."""
     weights = jax.nn.softmax(scores, axis=-1)
     weights = weights if dead is None else jnp.where(dead, 0.0, weights)
     return jnp.matmul(weights if kept is None else weights * kept, value)
@@ -91,7 +91,7 @@ def attended(scores, dead, kept, value):
 
 
 @pytest.mark.parametrize("flags", ["none", "dead", "kept", "both"])
-def test_derivatives_of_every_kind_are_those_of_the_plain_expression(flags):
+def test_all_derivatives_equal_those_of_the_plain_expression(flags):
     random = np.random.default_rng(0)
     with x64():
         scores, value, ds, dv = (jnp.asarray(random.normal(size=shape)) for shape in ((3, 4), (4, 2), (3, 4), (4, 2)))
@@ -117,7 +117,7 @@ def products(jaxpr):
     )
 
 
-def test_a_side_of_attention_that_is_not_differentiated_costs_no_product():
+def test_undifferentiated_argument_of_attention_costs_no_product():
     scores, value = jnp.ones((3, 4)), jnp.ones((4, 2))
     counts = []
     for wanted in ((0,), (1,), (0, 1)):
@@ -136,18 +136,18 @@ def test_half_precision_stays_near_float64():
         np.testing.assert_allclose(np.asarray(a, np.float64), b.numpy(), rtol=0.1, atol=0.03)
 
 
-def test_large_scores_of_half_types_are_as_near_as_torchs():
+def test_large_scores_of_half_types_are_not_rounded_before_the_softmax():
     q, k, v = tensors()
     halves = [x.bfloat16() for x in (8 + q / 10, 3 + k / 10, v)]  # scores near 48, where a step of bfloat16 is 0.25
     q, k, v = (x.double() for x in halves)
     exact = F.scaled_dot_product_attention(q, k, v)
-    rounded = (q @ k.mT / 2).bfloat16().double().softmax(-1) @ v  # what is rounded before the softmax would show
+    rounded = (q @ k.mT / 2).bfloat16().double().softmax(-1) @ v  # rounding before the softmax would be visible
     with x64():
         ours = bridge.module_function(Attention())({}, *(jnp.asarray(x.float().numpy()).astype(jnp.bfloat16) for x in halves))
     assert np.abs(np.asarray(ours, np.float64) - exact.numpy()).max() < 1e-2 < (exact - rounded).abs().max() / 4
 
 
-def test_what_overflows_behind_a_causal_mask_is_not_seen():
+def test_overflow_behind_a_causal_mask_has_no_effect():
     q, k, v = (torch.ones(1, 1, 4, 4, dtype=torch.float16) for _ in range(3))
     q[..., 3, :] = 0
     k[..., 3, :] = 60000
@@ -162,7 +162,7 @@ def test_what_overflows_behind_a_causal_mask_is_not_seen():
 # ---------------------------------------------------------------------- barriers
 
 
-def test_a_gradient_is_stored_where_it_is_read_and_nothing_else_changes():
+def test_gradient_gets_a_barrier_and_derivatives_do_not_change():
     x = jnp.linspace(-1, 1, 7)
     f = lambda wanted: lambda x: jnp.sum(jnp.sin(materialize.gradient_once(x * x, wanted)))  # noqa: E731
     barriers = [str(jax.make_jaxpr(jax.grad(f(wanted)))(x)).count("optimization_barrier") for wanted in (True, False)]
@@ -181,7 +181,7 @@ def test_integers_and_other_devices_have_no_barriers(monkeypatch):
 
 
 @pytest.mark.parametrize("take", ["unbind", "split", "chunk"])
-def test_the_gradient_of_parts_is_one_concatenation(take):
+def test_gradient_of_split_parts_is_one_concatenation(take):
     class Parts(nn.Module):
         def forward(self, x):
             a, b, c = {"unbind": lambda: x.unbind(1), "split": lambda: x.split([1, 1, 1], -2), "chunk": lambda: x.chunk(3, 1)}[take]()

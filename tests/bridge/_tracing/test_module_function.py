@@ -1,4 +1,4 @@
-"""A module as a pure JAX function: against the module itself, under jax's transformations, and what it leaves behind."""
+"""A module as a pure JAX function: it matches the module, works under jax's transformations, and leaves the module unchanged."""
 
 import copy
 import functools
@@ -107,7 +107,7 @@ LAYERS = {
     "encoder, norm first": vectors(lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, activation="gelu", norm_first=True), 6, 3, 4),
     "upsample": images(lambda: nn.Sequential(nn.PixelShuffle(2), nn.ZeroPad2d(1))),
 }
-EVAL_ONLY = {"mlp"}  # its dropout draws other numbers than torch's
+EVAL_ONLY = {"mlp"}  # its dropout draws other numbers than torch
 
 
 def of(module):
@@ -115,7 +115,7 @@ def of(module):
 
 
 def close(ours, theirs, tolerance=5e-6):
-    """Equal but for this share of the largest number in the tree."""
+    """Compare two trees with a tolerance relative to their largest number."""
     theirs = [np.asarray(b.detach() if isinstance(b, torch.Tensor) else b) for b in jax.tree.leaves(theirs)]
     size = max([1.0, *(float(np.abs(b).max(initial=0)) for b in theirs)])
     for a, b in zip(jax.tree.leaves(ours), theirs, strict=True):
@@ -125,7 +125,7 @@ def close(ours, theirs, tolerance=5e-6):
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_output_gradient_and_buffers_are_the_modules(name, train):
+def test_output_gradient_and_buffers_match_the_module(name, train):
     torch.manual_seed(1)
     module, inputs = LAYERS[name]()
     if name in EVAL_ONLY:
@@ -152,7 +152,7 @@ def test_output_gradient_and_buffers_are_the_modules(name, train):
     assert unnest(new).keys() == dict(twin.named_buffers()).keys()
 
 
-def test_a_broken_gradient_of_the_running_statistics_would_be_caught():
+def test_comparison_detects_biased_running_statistics():
     module, (x,) = LAYERS["batch norm"]()
     params, buffers = of(module)
     _, new = bridge.module_function(module)(params, bridge.to_jax(x), buffers=buffers, train=True)
@@ -164,7 +164,7 @@ def test_a_broken_gradient_of_the_running_statistics_would_be_caught():
         close(new["running_var"], biased.running_var, 1e-7)
 
 
-def test_new_buffers_are_written_into_the_modules_memory():
+def test_new_buffers_are_written_into_the_module():
     module, twin = model().train(), model().train()
     module[1].p = twin[1].p = 0.0
     fn = jax.jit(bridge.module_function(module))
@@ -180,7 +180,7 @@ def test_new_buffers_are_written_into_the_modules_memory():
     assert module[2].num_batches_tracked.item() == 3
 
 
-def test_parameters_are_read_in_place_and_nothing_of_the_module_changes():
+def test_parameters_are_aliased_and_the_module_is_unchanged():
     module = Tied().train()
     module.register_forward_hook(lambda m, args, out: setattr(m, "seen", out))
     before = {name: (id(m), dict(m.__dict__), dict(m._parameters), m.training) for name, m in module.named_modules()}
@@ -194,7 +194,7 @@ def test_parameters_are_read_in_place_and_nothing_of_the_module_changes():
     assert torch.is_grad_enabled() == flag
 
 
-def test_the_module_is_read_at_each_call():
+def test_module_is_read_at_each_call():
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     fn, params, x = bridge.module_function(module), bridge.module_tree(module), jnp.ones((2, 4))
     module.eval()
@@ -203,19 +203,19 @@ def test_the_module_is_read_at_each_call():
     close(fn(params, x), module(torch.ones(2, 4)))
 
 
-def test_dropout_by_key():
+def test_dropout_draws_by_key():
     module = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5)).train()
     fn, x = jax.jit(bridge.module_function(module), static_argnames="train"), jnp.ones((64, 64))
     one, same, other = (fn({}, x, rng=jax.random.key(seed)) for seed in (0, 0, 1))
     assert (one == same).all()
     assert (one != other).any()
     assert set(np.unique(one)) == {0.0, 4.0}
-    assert abs(float((one == 4).mean()) - 0.25) < 0.03, "two layers with one mask would keep half"
+    assert abs(float((one == 4).mean()) - 0.25) < 0.03, "both layers have the same mask"
     assert (fn({}, x, train=False) == x).all()
     assert (fn({}, x, rng=jax.random.PRNGKey(0)) == one).all()
 
 
-def test_random_functions_of_torch_draw_by_key():
+def test_random_torch_functions_draw_by_key():
     class Noisy(nn.Module):
         def forward(self, x):
             with torch.no_grad():
@@ -236,7 +236,7 @@ def test_random_functions_of_torch_draw_by_key():
     assert len(np.unique(out)) > 300
 
 
-def test_an_ensemble_by_vmap_and_its_inputs_too():
+def test_vmap_over_parameters_and_over_inputs():
     members = [model(seed).eval() for seed in range(3)]
     params = jax.tree.map(lambda *xs: jnp.stack(xs), *map(bridge.module_tree, members))
     x = torch.randn(5, 4)
@@ -247,8 +247,8 @@ def test_an_ensemble_by_vmap_and_its_inputs_too():
     close(rows[:, 0], members[1](x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.func's own
-def test_checkpoint_scan_and_second_derivatives():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.func warns
+def test_checkpoint_scan_and_second_derivatives_work():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     fn, params, x = bridge.module_function(module), bridge.module_tree(module), torch.randn(2, 4)
 
@@ -266,7 +266,7 @@ def test_checkpoint_scan_and_second_derivatives():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_stay_half(dtype):
+def test_half_types_are_kept(dtype):
     module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)).to(dtype)
     x = torch.randn(5, 4).to(dtype)
     out = bridge.module_function(module)(bridge.module_tree(module), bridge.to_jax(x))
@@ -274,7 +274,7 @@ def test_half_types_stay_half(dtype):
     close(out.astype(jnp.float32), module(x).float(), 3e-2)
 
 
-def test_threads_do_not_see_each_other():
+def test_traces_in_threads_are_independent():
     modules = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4)]
     wrong = []
 
@@ -308,7 +308,7 @@ def losses(model, x, y):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_loss_in_torch_in_jax_or_in_both():
+def test_loss_may_be_in_torch_in_jax_or_in_both():
     module = model().eval()
     x, y = torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
 
@@ -336,12 +336,12 @@ JNP = {
 
 
 @pytest.mark.parametrize("name", JNP)
-def test_functions_of_jax_take_a_traced_tensor_as_an_array(name):
+def test_jax_functions_accept_a_traced_tensor(name):
     x = jax.random.normal(jax.random.key(0), (5, 3))
     close(jax.jit(lambda x: traced_call(nn.Identity(), lambda m, x: JNP[name](m(x)), {}, None, (x,))[0])(x), JNP[name](x))
 
 
-def test_methods_and_attributes_of_the_model_in_a_loss():
+def test_loss_may_use_methods_and_attributes_of_the_model():
     module, t = Tied(), torch.randint(0, 7, (2, 5))
 
     def loss(model, tokens):
@@ -351,8 +351,8 @@ def test_methods_and_attributes_of_the_model_in_a_loss():
     close(out, loss(module, t))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_keywords_containers_and_compiled_modules():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile warns
+def test_keywords_containers_and_compiled_modules_work():
     class Options(nn.Module):
         def forward(self, x, *, scale=1.0, extra=None, mode="plus"):
             out = x * scale + (extra["a"][0] if mode == "plus" else 0)
@@ -368,13 +368,13 @@ def test_keywords_containers_and_compiled_modules():
     close(bridge.module_function(compiled)(params, x), module(torch.ones(2, 3)))
 
 
-def test_an_implementation_of_the_user_serves():
+def test_implementation_of_the_user_is_used():
     class Special(nn.Module):
         def forward(self, x):
             return torch.special.bessel_j0(x)
 
     with pytest.raises(NotImplementedError, match=r"bessel_j0 .* in the module itself \(Special\)"):
-        jax.jit(bridge.module_function(Special()))({}, jnp.ones(3))  # torch itself takes known values
+        jax.jit(bridge.module_function(Special()))({}, jnp.ones(3))  # known values would be computed by torch itself
     torch2jax.implements(torch.special.bessel_j0)(lambda x: torch2jax._v(x) * 2)
     try:
         assert (bridge.module_function(Special())({}, jnp.ones(3)) == 2).all()

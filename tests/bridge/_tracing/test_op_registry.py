@@ -1,4 +1,4 @@
-"""The arguments of torch's functions by the names that torch gives them, and products of groups."""
+"""Operators accept torch's names of arguments and have one implementation each; products of groups."""
 
 import inspect
 import re
@@ -19,31 +19,31 @@ from bridge._tracing.op_registry import OPS, OTHER_NAMES, add_ops, op, primitive
 
 pytestmark = pytest.mark.quick
 
-# What a schema names and Python code cannot give, or is handled before an implementation is called.
+# Arguments in a schema that Python code cannot give, or that are handled before the implementation is called.
 ELSEWHERE = {"self", "out", "dtype", "layout", "device", "pin_memory", "generator", "memory_format", "non_blocking", "requires_grad"}
 INSIDE = {
     "layer_norm": "cudnn_enable",
     "group_norm": "cudnn_enabled",
-    "elu": "scale input_scale",  # of the backward pass of selu
+    "elu": "scale input_scale",  # used by the backward pass of selu
     "elu_": "scale input_scale",
-    "mm": "out_dtype",  # of CUDA alone, here and below
+    "mm": "out_dtype",  # only for CUDA, here and below
     "bmm": "out_dtype",
     "addmm": "out_dtype",
     "baddbmm": "out_dtype",
-    "orgqr": "input2",  # which the documentation calls tau
+    "orgqr": "input2",  # tau in the documentation
     "ormqr": "input2 input3",  # tau and other
     "linalg_householder_product": "input",  # A
     "linalg_matrix_rank": "input",  # A
     "linalg_tensorsolve": "other",  # B
-    "sort": "reverse",  # of lists, in TorchScript
+    "sort": "reverse",  # for lists, in TorchScript
     "mul": "l n",
     "ldexp": "i",
-    "flatten": "out_dim",  # of named tensors
+    "flatten": "out_dim",  # for named tensors
 }
 
 
 def schemas(name):
-    """Names of the arguments of each form that Python code can call; those of TorchScript have one-letter names."""
+    """Yield the argument names of each overload that Python code can call; TorchScript overloads have one-letter names."""
     packet: Any = getattr(torch.ops.aten, name, None)
     if isinstance(packet, torch._ops.OpOverloadPacket):
         for overload in packet.overloads():
@@ -67,13 +67,13 @@ def builtins():
     return [f for f, entry in OPS.items() if (entry.signature is not None and inspect.isbuiltin(f)) or inspect.ismethoddescriptor(f)]
 
 
-def test_every_argument_is_known_by_the_name_that_torch_has_for_it():
+def test_operators_accept_every_argument_name_of_torch():
     found = {f.__name__: sorted(names) for f in builtins() if OPS[f].signature is not None and (names := unknown(f))}
     assert len(builtins()) > 500
     assert found == {}
 
 
-def test_a_second_implementation_of_a_function_is_an_error():
+def test_second_implementation_of_a_function_raises():
     before = dict(OPS)
     for register in (
         op("sinh", "cos"),
@@ -86,10 +86,10 @@ def test_a_second_implementation_of_a_function_is_an_error():
             match=r"torch\.\S+ has two implementations, bridge\._tracing\.ops\.elementwise\.\S+ and \S+\. Register each function once",
         ):
             register(jax.numpy.sin)
-    assert before == OPS  # nothing of them is in the table
+    assert before == OPS  # the table is unchanged
 
 
-def test_all_implementations_are_added_by_the_same_door():
+def test_only_the_registry_adds_implementations():
     files = (Path(bridge.__file__).parent / "_tracing").rglob("*.py")
     assert [
         f"{file.name}: {line}" for file in files for line in file.read_text().splitlines() if re.search(r"OPS(\[.*\] =|\.update)", line)
@@ -102,7 +102,7 @@ def tensors():
     return torch.randn
 
 
-def test_products_by_names(tensors):
+def test_products_accept_arguments_by_name(tensors):
     a, b = tensors(3, 4), tensors(4, 5)
     compare(lambda a, b: torch.mm(input=a, mat2=b), a, b)
     compare(lambda a, b: a[None].bmm(mat2=b[None]), a, b)
@@ -114,7 +114,7 @@ def test_products_by_names(tensors):
     compare(lambda a, b: torch.linalg.vecdot(x=a, y=b.mT[:3]), a, b)
 
 
-def test_views_by_names_are_views(tensors):
+def test_views_with_arguments_by_name_are_views(tensors):
     def exchanged(x):
         y = x.clone()
         y.swapaxes(axis0=0, axis1=1).mul_(2)
@@ -129,7 +129,7 @@ GROUPED = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no 
 
 
 @GROUPED
-def test_products_of_groups(tensors):
+def test_grouped_products_match_torch(tensors):
     offs = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second group is empty
     rows, matrices, columns, each = tensors(8, 16), tensors(3, 16, 24), tensors(16, 8), tensors(3, 16, 16)
     compare(lambda a, b: F.grouped_mm(a, b, offs=offs), rows, matrices)
@@ -139,8 +139,8 @@ def test_products_of_groups(tensors):
 
 
 @GROUPED
-def test_rows_behind_the_last_group_are_in_none(tensors):
-    """torch leaves memory as it was there, in the gradient too; here both are zero."""
+def test_rows_behind_the_last_group_are_zero(tensors):
+    """torch leaves the memory of these rows and of their gradient uninitialized; here both are zero."""
     offs, rows, matrices = torch.tensor([2, 5], dtype=torch.int32), tensors(8, 16), tensors(2, 16, 16)
     compare(lambda a, b: F.grouped_mm(a, b, offs=offs)[:5], rows[:5], matrices)
     pure = bridge.module_function(Applies(lambda a, b: F.grouped_mm(a, b, offs=offs).square().sum()))
@@ -149,12 +149,12 @@ def test_rows_behind_the_last_group_are_in_none(tensors):
 
 
 class Asks(nn.Module):
-    """As transformers does before it looks whether a mask has any zero."""
+    """A module that checks for a tracer before it reads whether a mask has zeros, as transformers does."""
 
     def forward(self, x, mask):
         is_traced = hasattr(x, "jax") and isinstance(mask.jax(), jax.core.Tracer)
         return x if not is_traced and mask.all() else x * mask
 
 
-def test_code_may_ask_whether_jax_traces():
+def test_code_may_check_for_a_tracer():
     compare(lambda x: Asks()(x, x > 0), torch.tensor([1.0, -2.0]))

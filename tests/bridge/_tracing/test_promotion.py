@@ -1,4 +1,4 @@
-"""Where torch takes tensors of one dtype alone, traced torch code does; where torch promotes, the result has torch's dtype."""
+"""Traced torch code refuses mixed dtypes where torch does, and elsewhere promotes as torch does."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def traced(function, x):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64], ids=str)
 @pytest.mark.parametrize("name", REFUSED)
-def test_two_dtypes_are_refused_as_in_torch(name, dtype):
+def test_mixed_dtypes_are_refused_as_in_torch(name, dtype):
     function, x = REFUSED[name], X.to(dtype)
     try:
         function(x)
@@ -64,7 +64,7 @@ def test_two_dtypes_are_refused_as_in_torch(name, dtype):
 
 
 @pytest.mark.parametrize("name", PROMOTED)
-def test_elsewhere_types_are_promoted_as_in_torch(name):
+def test_dtypes_are_promoted_as_in_torch(name):
     x = X.double()
     assert IN_TORCH[str(traced(PROMOTED[name], x).dtype)] == PROMOTED[name](x).dtype
 
@@ -80,7 +80,7 @@ OF_THREE = {
 }
 
 
-def test_three_are_promoted_as_in_torch():
+def test_three_dtypes_are_promoted_as_in_torch():
     for names in itertools.combinations(OF_THREE, 3):
         xs = [OF_THREE[name] for name in names]
         with x64():
@@ -88,14 +88,14 @@ def test_three_are_promoted_as_in_torch():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_comparison_sees_a_product_that_promotes(monkeypatch):
+def test_comparison_detects_a_product_that_promotes(monkeypatch):
     entry = op_registry.OPS[F.linear]
     monkeypatch.setitem(op_registry.OPS, F.linear, entry._replace(one_type=None))
     with pytest.raises(pytest.fail.Exception):
-        test_two_dtypes_are_refused_as_in_torch("linear", torch.float64)
+        test_mixed_dtypes_are_refused_as_in_torch("linear", torch.float64)
 
 
-def test_a_batch_of_another_dtype_trains_nothing():
+def test_batch_of_another_dtype_raises_and_trains_nothing():
     model = torch.nn.Linear(3, 1)
     optimizer = torch_api.MaskedAdamW(model.parameters(), lr=0.1)
     step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), optimizer)
@@ -108,7 +108,7 @@ def test_a_batch_of_another_dtype_trains_nothing():
     assert not torch.equal(before[0], model.weight)
 
 
-def test_parameters_of_a_half_type_take_inputs_of_it():
+def test_half_parameters_accept_half_inputs_only():
     pure, params = bridge.module_function(torch.nn.Linear(3, 1)), bridge.module_tree(torch.nn.Linear(3, 1))
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
     assert pure(half, jnp.ones((2, 3), jnp.bfloat16)).dtype == jnp.bfloat16

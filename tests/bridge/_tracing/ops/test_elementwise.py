@@ -1,4 +1,4 @@
-"""Each torch operation under jax as eager torch computes it: values, dtypes and gradients, in float32 and float64."""
+"""Each torch operation under jax matches eager torch: values, dtypes and gradients, in float32 and float64."""
 
 import inspect
 import zlib
@@ -18,11 +18,11 @@ from bridge._process import x64
 
 CASES = [(f"{kind}: {name}", function, inputs) for kind, rows in torch_cases.TABLES.items() for name, function, inputs in rows]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-# Where torch itself is less exact than float64: its derivative of digamma, and a sixth that it has in float32.
+# Operations for which torch is less exact than float64: its derivative of digamma, and a constant 1/6 in float32.
 LESS = {"unary: digamma": 1e-8, "activations: hardsigmoid": 1e-7}
 
 
-# jaxlib 0.10.2 ends the process by a failed check when it fuses several results of which some are gathered.
+# jaxlib 0.10.2 crashes when it fuses several results of which some are gathered.
 PLAIN = {"xla_backend_extra_options": ""} | options()
 
 
@@ -42,7 +42,7 @@ def inputs_of(name, specs, dtype):
 
 
 def by_torch(function, inputs):
-    """Value, weights of it, and the gradients of the weighed sum."""
+    """Return the value, weights, and the gradients of the weighted sum."""
     inputs = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
     out = function(*inputs)
     wanted = [x for x in inputs if x.requires_grad]
@@ -89,7 +89,7 @@ def _default_dtype(request):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("name", "function", "specs"), CASES, ids=[name for name, *_ in CASES])
-def test_an_operation_is_torchs(name, function, specs, dtype):
+def test_operation_matches_torch(name, function, specs, dtype):
     compare(name, function, specs, dtype)
 
 
@@ -101,12 +101,12 @@ def test_an_operation_is_torchs(name, function, specs, dtype):
     ],
     ids=["value", "gradient"],
 )
-def test_an_operation_that_is_not_torchs_is_caught(broken):
+def test_comparison_detects_a_wrong_operation(broken):
     with pytest.raises(AssertionError, match=r"value|gradient"):
         compare("broken", broken, [(3, 4)], torch.float32)
 
 
-# torch raises IndexError for each; a program has NaN there, and never what counts from the end.
+# torch raises IndexError for each; a program returns NaN there and does not count from the end.
 @pytest.mark.parametrize("wrong", [-1, -3, 3])
 @pytest.mark.parametrize(
     "function",
@@ -121,7 +121,7 @@ def test_an_operation_that_is_not_torchs_is_caught(broken):
     ],
     ids=["embedding", "embedding with padding", "cross_entropy", "weighed cross_entropy", "nll_loss", "gather", "index_select"],
 )
-def test_a_place_that_is_not_there_is_nan_and_counts_not_from_the_end(function, wrong):
+def test_out_of_range_index_gives_nan(function, wrong):
     x, index = torch.randn(3, 3), torch.tensor([0, wrong, 1])
     with pytest.raises((IndexError, RuntimeError)):
         function(x, index)
@@ -134,7 +134,7 @@ def test_a_place_that_is_not_there_is_nan_and_counts_not_from_the_end(function, 
     np.testing.assert_allclose(np.asarray(got), function(x, right).numpy(), rtol=1e-6)
 
 
-def test_a_label_that_is_ignored_may_be_negative_and_plain_indexing_counts_from_the_end():
+def test_ignored_label_and_plain_index_may_be_negative():
     x = torch.randn(3, 3)
     for function, index in [
         (lambda x, i: F.cross_entropy(x, i, ignore_index=-1), torch.tensor([0, -1, 1])),
@@ -146,14 +146,14 @@ def test_a_label_that_is_ignored_may_be_negative_and_plain_indexing_counts_from_
         np.testing.assert_allclose(np.asarray(got), function(x, index).numpy(), rtol=1e-6)
 
 
-def test_what_a_value_says_of_itself():
+def test_traced_tensors_know_their_ndim_and_sign():
     seen = []
     fn = bridge.module_function(Applies(lambda x, i: seen.append((x.ndimension(), i.ndimension(), x.is_signed(), i.is_signed())) or x))
     jax.jit(fn)({}, jnp.ones((2, 3)), jnp.ones(3, jnp.uint8))
     assert seen == [(2, 1, True, False)]
 
 
-def test_what_is_known_is_checked_and_what_is_traced_is_not():
+def test_checks_apply_to_known_values_only():
     ask = bridge.module_function(Applies(lambda x: x * bool(torch._is_all_true(x > 0))))
     np.testing.assert_array_equal(ask({}, jnp.asarray([1.0, -1.0])), [0.0, 0.0])
     np.testing.assert_array_equal(jax.jit(ask)({}, jnp.asarray([1.0, -1.0])), [1.0, -1.0])
@@ -168,9 +168,9 @@ def test_what_is_known_is_checked_and_what_is_traced_is_not():
     ],
     ids=["normal", "categorical"],
 )
-def test_distributions_with_validation(function, validate, monkeypatch):
+def test_distributions_with_validation_match_torch(function, validate, monkeypatch):
     if validate is None and "_is_all_true" not in inspect.getsource(torch.distributions.Distribution):
-        pytest.skip("this torch asks by a branch on the values")
+        pytest.skip("this torch validates by a branch on the values")
     monkeypatch.setitem(VALIDATE, "validate_args", validate)
     compare("distributions", function, [(2, 3), (2, 3)], torch.float32)
 

@@ -1,4 +1,4 @@
-"""Linear algebra, Fourier transforms and special functions in traced torch code, where torch's own database has no samples."""
+"""Linear algebra, Fourier transforms and special functions in traced torch code, in cases that torch's operator database lacks."""
 
 import functools
 
@@ -25,7 +25,7 @@ def weights(*shape):
 
 
 def whole_eigh(x, triangle="L"):
-    """What does not depend on the signs of the vectors."""
+    """Return a function of the decomposition that does not depend on the signs of the vectors."""
     values, vectors = torch.linalg.eigh(x, UPLO=triangle)
     return torch.cat([vectors**4, values[..., None, :], vectors @ torch.diag_embed(values**2) @ vectors.mT], -2)
 
@@ -37,31 +37,31 @@ def whole_svd(x, full):
 
 
 @pytest.mark.parametrize("triangle", ["L", "U"])
-def test_eigenvectors_of_one_triangle(triangle):
+def test_eigh_reads_one_triangle(triangle):
     compare(functools.partial(whole_eigh, triangle=triangle), sample(2, 4, 4))
 
 
 @pytest.mark.parametrize(("shape", "full"), [((2, 5, 3), True), ((3, 5), True), ((3, 5), False)])
-def test_singular_vectors(shape, full):
+def test_svd_matches_torch(shape, full):
     compare(functools.partial(whole_svd, full=full), sample(*shape), tol=1e-3)
 
 
 @pytest.mark.parametrize("upper", [False, True])
-def test_a_root_reads_one_triangle_and_its_gradient_is_of_both(upper):
+def test_cholesky_reads_one_triangle_and_has_a_gradient_in_both(upper):
     x = sample(3, 3)
     x = x @ x.mT + (x.tril(-1) if upper else x.triu(1)) + torch.eye(3)
     compare(lambda x: torch.linalg.cholesky(x, upper=upper), x)
     compare(lambda x: torch.cholesky_solve(torch.ones(3, 1), x, upper=upper), x)
 
 
-def test_the_test_would_see_eigenvectors_of_the_other_triangle(monkeypatch):
+def test_comparison_detects_eigenvectors_of_the_other_triangle(monkeypatch):
     monkeypatch.setattr(linalg, "_of_triangle", lambda x, upper: linalg.adjoint(x))
     with pytest.raises(AssertionError):
         compare(whole_eigh, sample(2, 4, 4))
 
 
 @pytest.mark.parametrize("mapping", ["cayley", "matrix_exp", "householder"])
-def test_orthogonal_weights(mapping):
+def test_orthogonal_parametrization_matches_torch(mapping):
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map=mapping)
     x = sample(2, 4)
     out = layer(x)
@@ -78,13 +78,13 @@ def infos(x):
     return torch.stack([torch.linalg.inv_ex(x).info, torch.linalg.lu_factor_ex(x).info, torch.linalg.cholesky_ex(x)[1].clamp(max=1)])
 
 
-def test_what_has_no_inverse_says_so_while_traced():
+def test_info_of_singular_matrices_is_traced():
     x = torch.tensor([[[1.0, 2.0], [2.0, 4.0]], [[2.0, 0.0], [0.0, 3.0]]])
     pure = jax.jit(lambda x: bridge.module_function(Applies(infos))({}, x))
     np.testing.assert_array_equal(pure(bridge.to_jax(x)), infos(x))
 
 
-def written(x):
+def written_in_place(x):
     x = x * 1
     torch.linalg.diagonal(x).mul_(3)
     x.resolve_conj().add_(1)
@@ -92,8 +92,8 @@ def written(x):
     return x.renorm_(2, 0, 1.5)
 
 
-def test_writes_in_place_and_through_views():
-    compare(written, sample(3, 3) + 4)
+def test_in_place_writes_reach_views():
+    compare(written_in_place, sample(3, 3) + 4)
 
 
 POINTS = {
@@ -114,7 +114,7 @@ POINTS = {
 
 
 @pytest.mark.parametrize("name", POINTS)
-def test_derivatives_at_special_points(name):
+def test_derivatives_at_special_points_match_torch(name):
     function, at = POINTS[name]
     compare(function, torch.tensor(at))
 
@@ -135,7 +135,7 @@ INTEGERS = {
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integers_and_dtypes(name):
+def test_integers_and_dtypes_match_torch(name):
     x = torch.arange(-4, 5).reshape(3, 3)
     with x64():
         found = bridge.module_function(Applies(INTEGERS[name]))({}, bridge.to_jax(x))
@@ -145,7 +145,7 @@ def test_integers_and_dtypes(name):
 
 
 @pytest.mark.parametrize("center", [True, False])
-def test_spectra_of_frames_and_back(center):
+def test_stft_and_istft_match_torch(center):
     def filtered(x):
         window = torch.hamming_window(12)
         spectra = torch.stft(x, 16, 4, 12, window, center=center, return_complex=True)
@@ -161,7 +161,7 @@ def test_spectra_of_frames_and_back(center):
     np.testing.assert_allclose(each, pure({}, bridge.to_jax(x)), rtol=1e-5, atol=1e-5)
 
 
-def test_vmap_of_solutions():
+def test_vmap_over_linear_solves():
     def solved(x, b):
         q, r = torch.linalg.qr(x)
         factors = torch.linalg.lu_factor(x)

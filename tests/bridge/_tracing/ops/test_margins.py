@@ -1,4 +1,4 @@
-"""Losses with margins and over alignments in traced torch code: as modules, within jit, where derivatives jump."""
+"""Margin losses and CTC loss in traced torch code, as modules under jit, at points where derivatives jump."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ SIGNS = torch.tensor([1, -1, 1])
     ("loss", "inputs", "target"),
     [
         (nn.MarginRankingLoss(), (V[:, 0], V[:, 1].flip(0)), SIGNS),
-        (nn.HingeEmbeddingLoss(margin=2.0), (V[0] + 1,), torch.tensor([1, -1, 1, -1])),  # one distance is the margin
+        (nn.HingeEmbeddingLoss(margin=2.0), (V[0] + 1,), torch.tensor([1, -1, 1, -1])),  # one distance equals the margin
         (nn.CosineEmbeddingLoss(reduction="none"), (V, V.flip(0)), SIGNS),
         (nn.TripletMarginLoss(swap=True, reduction="sum"), (V, V.flip(0)), V.roll(1, 0)),
         (nn.MultiMarginLoss(), (torch.tensor([[0.0, 1.0, 3.0], [2.0, 2.0, 2.0]]),), torch.tensor([1, 0])),  # 1 - 1 + 0 is a kink
@@ -35,12 +35,12 @@ SIGNS = torch.tensor([1, -1, 1])
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_losses_as_modules_within_jit(loss, inputs, target):
+def test_losses_as_modules_under_jit_match_torch(loss, inputs, target):
     compare(lambda *xs: loss(*xs, target), *inputs)
 
 
-def test_variances_are_not_asked_for_their_sign_within_jit():
-    var = V[:, :1].abs() * torch.tensor([[0.0], [1.0], [1.0]])  # one below eps, whose derivative passes the clamp
+def test_gaussian_nll_does_not_read_variances_under_jit():
+    var = V[:, :1].abs() * torch.tensor([[0.0], [1.0], [1.0]])  # one variance lies below eps; its derivative passes the clamp
     compare(lambda x, v: F.gaussian_nll_loss(x, V.flip(0), v, full=True, eps=1e-1), V, var)
     pure = bridge.module_function(nn.GaussianNLLLoss())
     found = jax.jit(lambda *xs: pure({}, *xs))(*bridge.to_jax((V, V.flip(0), V[:, 0].abs())))
@@ -51,7 +51,7 @@ LENGTHS = torch.tensor([7, 5, 2]), torch.tensor([3, 2, 3])  # the last has more 
 
 
 @pytest.mark.parametrize(("joined", "reduction"), [(False, "mean"), (True, "none")])
-def test_ctc(joined, reduction):
+def test_ctc_loss_matches_torch(joined, reduction):
     torch.manual_seed(0)
     log_p, targets = torch.randn(7, 3, 5).log_softmax(2), torch.randint(1, 5, (3, 4))
     targets[0, 1] = targets[0, 0]  # a repetition
@@ -60,19 +60,19 @@ def test_ctc(joined, reduction):
     compare(lambda x: loss(x, given, *LENGTHS), log_p)
     compare(lambda x: F.ctc_loss(x, given[:3] if joined else given[0, :3], (7,), (3,), reduction=reduction), log_p[:, 0] * 1.1)
     arrays = bridge.to_jax((log_p, given, *LENGTHS))
-    found = jax.jit(lambda *xs: bridge.module_function(loss)({}, *xs))(*arrays)  # lengths are not known
+    found = jax.jit(lambda *xs: bridge.module_function(loss)({}, *xs))(*arrays)  # the lengths are traced
     np.testing.assert_allclose(found, loss(log_p, given, *LENGTHS), rtol=1e-4)
     impossible = bridge.module_function(nn.CTCLoss(reduction="none"))({}, *arrays)
     assert jnp.isposinf(impossible).tolist() == [False, False, True]
 
 
-def test_an_alignment_that_may_not_repeat_is_caught(monkeypatch):
+def test_comparison_detects_an_alignment_without_repeats(monkeypatch):
     monkeypatch.setattr(margins.optax, "ctc_loss", lambda lp, *_, **__: -jnp.sum(lp[..., 0], -1))
     with pytest.raises(AssertionError):
-        test_ctc(False, "none")
+        test_ctc_loss_matches_torch(False, "none")
 
 
-def test_an_ensemble_of_losses():
+def test_vmap_over_losses():
     pure = bridge.module_function(Applies(lambda x: F.multi_margin_loss(x, torch.tensor([1, 0, 3]))))
     many = torch.stack([V, V.flip(0)])
     expected = [F.multi_margin_loss(x, torch.tensor([1, 0, 3])) for x in many]

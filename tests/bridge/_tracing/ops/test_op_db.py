@@ -1,8 +1,8 @@
-"""Traced torch code against eager torch over torch's own database of operators: values, dtypes, shapes and gradients.
+"""Traced torch code matches eager torch on torch's operator database: values, dtypes, shapes and gradients.
 
-Each operator of it with samples in float32, a few of them spread over the list; of the other kinds of samples a part that a seed
-chooses. Every operator with each kind of samples is marked `nightly`. `operator_table` has what is refused or differs, with its
-reason. MASKBRIDGE_TEST_SAMPLES takes more samples of an operator, MASKBRIDGE_TEST_SEED chooses other operators.
+For float32, some samples of each operator are compared; for the other kinds of samples, a random part of the operators. Tests marked
+`nightly` compare every operator with each kind of samples. `operator_table` lists what is refused or differs, with the reason.
+MASKBRIDGE_TEST_SAMPLES compares more samples per operator, and MASKBRIDGE_TEST_SEED selects other operators.
 """
 
 import os
@@ -22,7 +22,7 @@ from bridge._tracing import op_registry
 SAMPLES = int(os.environ.get("MASKBRIDGE_TEST_SAMPLES", "3"))
 SEED = int(os.environ.get("MASKBRIDGE_TEST_SEED", "0"))
 DTYPES = [kind for kind in KINDS if kind not in ("extremal", "complex results")]
-CHOSEN = 40  # operators of each kind in a part that a seed chooses
+CHOSEN = 40  # operators of each kind in the random part
 PARTS = 24
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.skipif(VERSION < (2, 11), reason="an older database has other samples")]
@@ -43,7 +43,7 @@ def population(kind):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("part", sampled(range(PARTS)))
 @pytest.mark.filterwarnings("ignore")
-def test_every_operator_gives_what_torch_gives_or_names_itself(part):
+def test_every_operator_matches_torch_or_is_refused_by_name(part):
     names = population("float32")[part::PARTS]
     found = outcomes(names, "float32", SAMPLES, through_complex=False)
     assert {name: of.wrong for name, of in found.items() if of.wrong} == {}
@@ -54,11 +54,11 @@ def test_every_operator_gives_what_torch_gives_or_names_itself(part):
     assert sum(of.counts["compared"] for of in found.values()) > len(names)
 
 
-@pytest.mark.skipif(VERSION != (2, 13), reason="the table is of this version")
+@pytest.mark.skipif(VERSION != (2, 13), reason="the table is for torch 2.13")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "float32"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_part_of_each_kind_of_samples_gives_what_torch_gives(kind):
+def test_random_operators_match_torch_on_each_kind_of_samples(kind):
     names = population(kind)
     names = sorted(random.Random(f"{SEED} {kind}").sample(names, min(CHOSEN, len(names))))
     found = outcomes(names, kind, 2)
@@ -68,17 +68,17 @@ def test_a_part_of_each_kind_of_samples_gives_what_torch_gives(kind):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(VERSION != (2, 13), reason="the table is of this version")
+@pytest.mark.skipif(VERSION != (2, 13), reason="the table is for torch 2.13")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "complex results"])
 @pytest.mark.filterwarnings("ignore")
-def test_every_operator_of_each_kind_of_samples_gives_what_torch_gives_or_what_the_table_says(kind, part):
+def test_every_operator_matches_torch_or_the_table_on_each_kind_of_samples(kind, part):
     names = sorted(database(KINDS[kind]))[part::PARTS]
-    found = outcomes(names, kind, SAMPLES * (2 if kind == "extremal" else 1))  # they are few
+    found = outcomes(names, kind, SAMPLES * (2 if kind == "extremal" else 1))  # operators have few extremal samples
     known = KNOWN[kind].keys() & set(names)
     assert {name: of.wrong for name, of in found.items() if of.wrong and name not in known} == {}
-    assert {name for name in known if KNOWN[kind][name][0] not in found[name].wrong} == set(), "right now: take them out of the table"
+    assert {name for name in known if KNOWN[kind][name][0] not in found[name].wrong} == set(), "these match torch now: remove them"
     tried = {name for name, of in found.items() if of.counts.keys() - {"skipped"}}
     by_value = BY_VALUE | BY_VALUE_OF.get(kind, set())
     assert {name for name, of in found.items() if of.counts["by value"]} == by_value & tried
@@ -86,7 +86,7 @@ def test_every_operator_of_each_kind_of_samples_gives_what_torch_gives_or_what_t
     assert refused == {*REFUSED, *REFUSED_OF[kind]} & tried
 
 
-def test_a_wrong_operator_is_caught(monkeypatch):
+def test_comparison_detects_a_wrong_operator(monkeypatch):
     cosine = op_registry.OPS[torch.cos]
     monkeypatch.setitem(op_registry.OPS, torch.cos, cosine._replace(handler=lambda x: 1.01 * jax.numpy.cos(x)))
     with x64():
@@ -140,7 +140,7 @@ def row(name):
     return f"| {name} | {', '.join(agrees) or '-'} | {', '.join(slopes) or '-'} | {'; '.join(notes_of(name))} |\n"
 
 
-@pytest.mark.skipif(VERSION != (2, 13), reason="the page is of this version")
+@pytest.mark.skipif(VERSION != (2, 13), reason="the page is for torch 2.13")
 def test_the_page_has_each_operator():
     names = sorted({name for kind in DTYPES for name in database(KINDS[kind])})
     text = HEAD + "".join(map(row, names))

@@ -1,4 +1,4 @@
-"""The rule of derivatives of recurrent layers: what jax's own gives for the plain loop, with no gradient of a weight summed up in one."""
+"""Derivative rule of recurrent layers: it equals jax's own for the plain loop, and accumulates no weight gradient in the loop."""
 
 import re
 
@@ -50,7 +50,7 @@ def weighed(function):
 
 
 def derivatives(function, given, direction):
-    """Values, tangents, the gradient, its tangents, and the gradients of a batch, in one program."""
+    """Return values, tangents, the gradient, its tangents, and gradients of a batch, from one program."""
     gradient = jax.grad(weighed(function), argnums=(0, 1, 2, 3))
 
     @jitted
@@ -63,7 +63,7 @@ def derivatives(function, given, direction):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", GATES)
-def test_derivatives_are_those_of_the_plain_loop(name, reverse):
+def test_derivatives_equal_those_of_the_plain_loop(name, reverse):
     with x64():
         given, direction = arguments(name), arguments(name, seed=1)
         for a, b in zip(*(derivatives(f(name, reverse), given, direction) for f in (ours, plain)), strict=True):
@@ -71,16 +71,16 @@ def test_derivatives_are_those_of_the_plain_loop(name, reverse):
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_a_slope_that_forgets_the_other_gates_is_caught(name, monkeypatch):
+def test_comparison_detects_a_gradient_without_the_other_gates(name, monkeypatch):
     cell = recurrent._CELLS[name]
     forgets = cell._replace(slopes=lambda *given: jax.tree.map(lambda x: x.at[..., 0].set(0.0), cell.slopes(*given)))
     monkeypatch.setitem(recurrent._CELLS, name, forgets)
     with pytest.raises(AssertionError):
-        test_derivatives_are_those_of_the_plain_loop(name, False)
+        test_derivatives_equal_those_of_the_plain_loop(name, False)
 
 
 def compiled(function, given, wanted=(0, 1, 2, 3)):
-    """The text of the gradient's program, where what nothing reads is gone."""
+    """Return the text of the gradient's program without unused equations."""
     return jax.jit(jax.grad(weighed(function), argnums=wanted)).lower(*given).compile().as_text()
 
 
@@ -94,7 +94,7 @@ def products_in_loops(text):
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_a_loop_multiplies_once_a_step_each_way(name):
+def test_loop_has_one_product_per_step_and_direction(name):
     given = jax.tree.map(lambda x: x.astype(jnp.float32), arguments(name))
     assert products_in_loops(compiled(ours(name, False), given)) == [1, 1]
     assert products_in_loops(compiled(plain(name, False), given)) == [1, 2]

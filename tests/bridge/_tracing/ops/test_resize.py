@@ -1,4 +1,4 @@
-"""Images of another size, patches of images and distances in traced torch code: values and gradients are torch's."""
+"""Resized images, image patches and distances in traced torch code: values and gradients match torch."""
 
 import jax
 import numpy as np
@@ -27,20 +27,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dims", "mode", "to"), CASES, ids=str)
-def test_interpolate(dims, mode, to):
+def test_interpolate_matches_torch(dims, mode, to):
     torch.manual_seed(0)
     x = torch.randn(2, 3, *SIZES[:dims])
     for align_corners in (None,) if "nearest" in mode else (False, True):
         compare(lambda x, align_corners=align_corners: F.interpolate(x, mode=mode, align_corners=align_corners, **to), x)
 
 
-def test_a_shifted_sample_is_caught(monkeypatch):
+def test_comparison_detects_a_shifted_sample(monkeypatch):
     monkeypatch.setattr(resize, "_scale", lambda given, size, out: size / out + 0.1)
     with pytest.raises(AssertionError):
-        test_interpolate(2, "bilinear", {"scale_factor": 2})
+        test_interpolate_matches_torch(2, "bilinear", {"scale_factor": 2})
 
 
-def test_doubling_needs_no_scatter():
+def test_upsampling_by_two_needs_no_scatter():
     doubled = bridge.module_function(nn.Upsample(scale_factor=2))
     program = str(jax.make_jaxpr(jax.grad(lambda x: doubled({}, x).sum()))(np.ones((1, 1, 4, 4), np.float32)))
     assert "scatter" not in program
@@ -51,7 +51,7 @@ def test_doubling_needs_no_scatter():
     "kernel", [{"kernel_size": 2}, {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}], ids=str
 )
 @pytest.mark.parametrize("shape", [(2, 3, 6, 7), (3, 6, 7)])
-def test_patches_and_their_sum(kernel, shape):
+def test_unfold_and_fold_match_torch(kernel, shape):
     torch.manual_seed(0)
     x = torch.randn(shape)
     compare(lambda x: F.unfold(x, **kernel), x)
@@ -59,7 +59,7 @@ def test_patches_and_their_sum(kernel, shape):
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
-def test_distances(p):
+def test_cdist_matches_torch(p):
     torch.manual_seed(0)
     a, b = torch.randn(4, 3), torch.randn(5, 3)
     compare(lambda a, b: torch.cdist(a, b, p), a, b)
@@ -68,12 +68,12 @@ def test_distances(p):
     compare(lambda a: torch.cdist(a, a.detach(), p), a)  # zeros on the diagonal
 
 
-def test_windows_of_a_tensor_are_still_its_methods():
+def test_tensor_unfold_matches_torch():
     compare(lambda x: x.unfold(1, 3, 2), torch.randn(2, 7))
 
 
 class UNet(nn.Module):
-    """Down, and up again beside what was there."""
+    """A small U-Net: downsample, then upsample next to the skipped features."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class UNet(nn.Module):
         return self.up(torch.cat([x, self.larger(F.silu(self.low(F.silu(self.down(x)))))], 1))
 
 
-def test_a_small_u_net_trains_as_eager_torch():
+def test_small_u_net_trains_as_in_eager_torch():
     torch.manual_seed(0)
     eager, ours = UNet(), UNet()
     ours.load_state_dict(eager.state_dict())

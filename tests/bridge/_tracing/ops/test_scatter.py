@@ -1,4 +1,4 @@
-"""Writes at places, by strides and through views in traced torch code, where torch's database does not look."""
+"""Scatter operations, writes by strides and through views in traced torch code, in cases that torch's database lacks."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ INDEX = torch.tensor([0, 0, 2, 2, 2])
 
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_reductions_at_zeros_and_among_equals(reduce, include_self):
+def test_scatter_reductions_at_zeros_and_ties_match_torch(reduce, include_self):
     x, src = torch.tensor([2.0, 5.0, 0.0, 7.0]), torch.tensor([2.0, 2.0, 0.0, 3.0, 4.0])
     for y in (src, torch.tensor([0.0, 2.0, 0.0, 0.0, 4.0])):
         compare(lambda x, y: x.scatter_reduce(0, INDEX, y, reduce, include_self=include_self), x, y)
@@ -25,12 +25,12 @@ def test_reductions_at_zeros_and_among_equals(reduce, include_self):
             compare(lambda x, y: x.index_reduce(0, INDEX, y, reduce, include_self=include_self), x, y)
 
 
-def test_reductions_of_integers_and_nan():
+def test_scatter_reductions_of_integers_and_nan_match_torch():
     for x, y in ((torch.arange(3), torch.tensor([7, 2, 4, -5, 6])), (torch.ones(3), torch.tensor([1.0, torch.nan, 3.0, 4.0, 5.0]))):
         same(lambda x, y: [x.scatter_reduce(0, INDEX, y, r, include_self=s) for r in REDUCTIONS for s in (True, False)], x, y)
 
 
-def test_numbers_are_vectors_of_one_element():
+def test_scalars_act_as_one_element_vectors():
     at, one = torch.tensor(0), torch.tensor(5.0)
     functions = [
         lambda x: x.gather(0, at),
@@ -69,17 +69,17 @@ def test_writes_through_views_reach_the_tensor():
     compare(through_views, torch.tensor([[5.0, 2.0, 9.0], [4.0, 4.0, 1.0]]))
 
 
-def test_windows_by_strides():
+def test_as_strided_windows_match_torch():
     compare(lambda x: x.contiguous().as_strided((4, 3), (1, 2), 1), torch.randn(3, 4))
     compare(lambda x: torch.as_strided_copy(x, (2, 2), (1, 1)).mul_(2) + x[0, 0], torch.randn(3, 4))
 
 
-def test_parts_written_into_a_copy():
+def test_out_of_place_scatters_match_torch():
     x, src = torch.randn(4, 4), torch.randn(2, 4)
     compare(lambda x, src: x.slice_scatter(src, 0, 1, 4, 2).select_scatter(src[0], 1, -1).diagonal_scatter(src[1, :3], 1), x, src)
 
 
-def test_places_are_arguments_of_a_compiled_function():
+def test_indices_may_be_arguments_of_a_compiled_function():
     f = jax.jit(
         lambda x, i: bridge.module_function(Applies(lambda x, i: x.index_fill(0, i, 0.0).scatter_reduce(0, i, x[:2], "prod")))({}, x, i)
     )
@@ -89,7 +89,7 @@ def test_places_are_arguments_of_a_compiled_function():
 
 
 @pytest.mark.parametrize("name", ["geometric_", "cauchy_", "log_normal_", "random_"])
-def test_draws(name):
+def test_in_place_draws_have_the_right_distribution(name):
     def draws(x):
         return getattr(x.clone(), name)(*{"geometric_": (0.3,), "random_": (2, 9)}.get(name, ()))
 
@@ -100,7 +100,7 @@ def test_draws(name):
         np.testing.assert_allclose(np.quantile(found, q), draws(x).quantile(q), rtol=0.1, atol=0.15)
 
 
-def test_a_value_that_does_not_count_itself_is_caught(monkeypatch):
+def test_comparison_detects_a_missing_include_self(monkeypatch):
     monkeypatch.setattr(scatter, "_left_out", lambda x, where, include_self, value: x)
     with pytest.raises(AssertionError):
-        test_reductions_at_zeros_and_among_equals("prod", False)
+        test_scatter_reductions_at_zeros_and_ties_match_torch("prod", False)

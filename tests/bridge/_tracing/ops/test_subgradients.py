@@ -1,4 +1,4 @@
-"""Operations whose gradient is a rule of ours, against torch to the second derivative; and what a train step's program does not hold."""
+"""Operations with our own derivative rules match torch to second order; operations that a train step must not contain."""
 
 import itertools
 import re
@@ -36,7 +36,7 @@ def pooled_by_torch(x, kernel, stride, padding, ceil_mode, weights=None):
 
 
 def pooled_by_jax(x, kernel, stride, padding, ceil_mode, rule, weights=None):
-    @jax.jit  # one program, not one for each operation
+    @jax.jit  # one program instead of one per operation
     def both(x):
         out, back = jax.vjp(lambda x: rule(2, x, kernel, stride, padding, 1, ceil_mode), x)
         return out, back(jnp.ones_like(out) if weights is None else jnp.asarray(weights(out)))[0]
@@ -51,27 +51,27 @@ def cosines(out):
 
 
 @pytest.mark.parametrize(("size", "window", "padding", "ceil_mode"), POOLS)
-def test_windows_apart_give_the_first_of_equals_the_gradient(size, window, padding, ceil_mode):
-    x = np.random.default_rng(0).integers(0, 3, (2, 3, *size)).astype(np.float64)  # most windows have equals
+def test_max_pool_gives_the_gradient_to_the_first_maximum(size, window, padding, ceil_mode):
+    x = np.random.default_rng(0).integers(0, 3, (2, 3, *size)).astype(np.float64)  # most windows have equal maxima
     given = x, *window, padding, ceil_mode
     for ours, theirs in zip(pooled_by_jax(*given, windows.max_pool, cosines), pooled_by_torch(*given, cosines), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
-def test_a_rule_that_gives_the_last_of_equals_the_gradient_is_caught():
+def test_comparison_detects_a_gradient_at_the_last_maximum():
     x = np.zeros((1, 1, 4, 4))
     turned = lambda n, x, *rest: windows.max_pool(n, x[..., ::-1, ::-1], *rest)  # noqa: E731
     given = x, 2, 2, 0, False
     assert np.abs(pooled_by_jax(*given, turned)[1] - pooled_by_torch(*given)[1]).max() == 1
 
 
-def test_the_largest_of_a_window_with_nan_is_nan_and_the_last_of_them_has_the_gradient():
+def test_max_pool_with_nan_is_nan_with_gradient_at_the_last():
     x = np.array([[[[1.0, np.nan], [np.nan, 2.0]]]])
     for ours, theirs in zip(pooled_by_jax(x, 2, 2, 0, False, windows.max_pool), pooled_by_torch(x, 2, 2, 0, False), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_integers_are_pooled():
+def test_integers_can_be_pooled():
     x = np.arange(16, dtype=np.int32).reshape(1, 1, 4, 4)
     np.testing.assert_array_equal(windows.max_pool(2, jnp.asarray(x), 2), [[[[5, 7], [13, 15]]]])
 
@@ -87,7 +87,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_second_derivatives_are_torchs(name):
+def test_second_derivatives_match_torch(name):
     function, shape = TWICE[name]
     x = torch.randn(shape, dtype=torch.float64)
     weigh = lambda out, cos, shape: (out * cos.reshape(shape)).sum()  # noqa: E731
@@ -105,7 +105,7 @@ def test_second_derivatives_are_torchs(name):
             out = module({}, x)
             return weigh(out, jnp.cos(jnp.arange(out.size, dtype=jnp.float64)), out.shape)
 
-        @jax.jit  # one program, not one for each operation
+        @jax.jit  # one program instead of one per operation
         def derivatives(a, v):
             first, forward = jax.jvp(jax.grad(traced), (a,), (v,))
             return first, jax.vjp(jax.grad(traced), a)[1](v)[0], forward, jax.vmap(jax.grad(traced))(jnp.stack([a, v]))
@@ -116,25 +116,25 @@ def test_second_derivatives_are_torchs(name):
     np.testing.assert_allclose(forward, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_variance_whose_rule_leaves_out_the_mean_is_caught(monkeypatch):
+def test_comparison_detects_a_variance_rule_without_the_mean(monkeypatch):
     def without(axes, x, scale, eps):
         mean = jnp.mean(x, axes, keepdims=True)
         var = jnp.mean(jnp.square(x - jax.lax.stop_gradient(mean)), axes, keepdims=True)
         return (x - mean) * jax.lax.rsqrt(var + eps) * scale
 
-    monkeypatch.setattr(layers, "_standardised", without)  # right to the first derivative
+    monkeypatch.setattr(layers, "_standardised", without)  # right up to the first derivative
     with pytest.raises(AssertionError):
-        test_second_derivatives_are_torchs("layer norm")
+        test_second_derivatives_match_torch("layer norm")
 
 
 def sums_of(function, x, w, b):
-    """How often a compiled gradient sums over all that is as large as x."""
+    """Return how often a compiled gradient sums over an array as large as x."""
     gradient = jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(function(*given))), argnums=(0, 1, 2)))
     text = gradient.lower(x, w, b).compile(compiler_options=unoptimized.options()).as_text()
     return len(re.findall(r" reduce\(%?\S+, ", text))
 
 
-def test_the_gradient_of_a_batch_norm_takes_two_sums_and_jaxs_own_more():
+def test_gradient_of_batch_norm_needs_two_sums():
     def plain(x, w, b):
         mean, var = jnp.mean(x, (0, 2, 3), keepdims=True), jnp.var(x, (0, 2, 3), keepdims=True)
         return (x - mean) * jax.lax.rsqrt(var + 1e-5) * w.reshape(1, -1, 1, 1) + b.reshape(1, -1, 1, 1)
@@ -145,16 +145,16 @@ def test_the_gradient_of_a_batch_norm_takes_two_sums_and_jaxs_own_more():
 
     module, given = bridge.module_function(Normalised()), (jnp.ones((4, 3, 5, 5)), jnp.ones(3), jnp.ones(3))
     ours, jaxs = sums_of(lambda *given: module({}, *given), *given), sums_of(plain, *given)
-    assert (ours, jaxs > ours) == (4, True)  # mean and variance, and two
+    assert (ours, jaxs > ours) == (4, True)  # mean, variance, and two more in the backward pass
 
 
-def test_which_of_a_window_is_largest_is_found_once_for_the_gradient():
+def test_max_pool_gradient_finds_the_maximum_once():
     gradient = jax.grad(lambda x: jnp.sum(windows.max_pool(2, x, 2)))
     text = str(jax.make_jaxpr(gradient)(jnp.ones((1, 1, 4, 4), jnp.float32)))
     assert len(re.findall(r"i32\[\S+\] = optimization_barrier", text)) == 1
 
 
-def test_the_gradient_of_an_empty_batch_is_empty():
+def test_gradient_of_an_empty_batch_is_empty():
     module = bridge.module_function(Applies(lambda x: F.batch_norm(x, None, None, training=True)))
     assert jax.grad(lambda x: module({}, x).sum())(jnp.zeros((0, 4, 3))).shape == (0, 4, 3)
 
@@ -171,17 +171,17 @@ def convolutional_step():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_convolutional_step_scatters_nothing_and_leaves_its_convolutions_to_xla():
+def test_convolutional_train_step_has_no_scatter_and_no_library_convolution():
     program = convolutional_step()
     assert not re.search(r"scatter|reduce_window", str(program.jaxpr))
     text = program.call.as_text()
     entry = text[text.index("\nENTRY") :]
-    # forward twice, kernels twice, the input of the second: none in a computation handed to a library
+    # two forward, two for kernels, one for an input; none is a library call
     assert len(re.findall(r" convolution\(", entry)) == len(re.findall(r" convolution\(", text)) == 5
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_groups_of_a_convolution_are_seen_in_the_program_and_its_gradient(groups):
+def test_grouped_convolution_is_found_in_program_and_gradient(groups):
     x, w = jnp.ones((1, 4, 5)), jnp.ones((4, 4 // groups, 3))
     conv = jax.jit(lambda w: jax.lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=groups))
     assert properties_of(jax.make_jaxpr(jax.grad(lambda w: conv(w).sum()))(w)).has_grouped_convolution == (groups == 2)
@@ -196,18 +196,18 @@ class OnGPU:
 
 
 @pytest.fixture
-def _asked_afresh():
+def _clear_probe_cache():
     compile_options._known.cache_clear()
     yield
     compile_options._known.cache_clear()
 
 
-@pytest.mark.usefixtures("_asked_afresh")
-def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(monkeypatch):
+@pytest.mark.usefixtures("_clear_probe_cache")
+def test_train_option_is_left_out_if_unknown_or_harmful(monkeypatch):
     assert compile_options.of_training(OnGPU, Properties(has_large_product=True)) == {}
     barriers = {compile_options._PASSES_OPTION: compile_options._BARRIERS_END}
     monkeypatch.setattr(compile_options, "_NO_CONVOLUTIONS", "NONSENSE")
-    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == barriers  # as a jaxlib that does not know it
+    assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == barriers  # as with a jaxlib that lacks the option
     monkeypatch.undo()
     compile_options._known.cache_clear()
     assert compile_options.of_training(OnCPU, Properties(has_grouped_convolution=True, has_large_product=True)) == barriers
@@ -227,7 +227,7 @@ def test_the_option_of_a_whole_step_is_left_out_where_it_cannot_or_must_not_be(m
     assert compile_options.of_training(OnCPU, Properties(has_large_product=True)) == {}
 
 
-def test_gelu_and_picked_classes_have_the_derivatives_of_the_plain_expressions():
+def test_gelu_and_cross_entropy_have_the_derivatives_of_plain_expressions():
     with x64():
         x, index = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4), jnp.asarray([3, 0, 9])
         pairs = [

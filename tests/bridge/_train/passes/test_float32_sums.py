@@ -1,4 +1,4 @@
-"""Train steps in half types sum in float32: what was broadcast has the gradient that torch gives it."""
+"""Train steps in half types sum in float32, so that broadcast values have torch's gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ from bridge._train.passes import float32_sums
 pytestmark = pytest.mark.quick
 
 HALVES = ["bfloat16", "float16"]
-# Of what is broadcast, and to what.
+# (shape of the broadcast value, shape of the result).
 SHAPES = [((), (10, 30, 16)), ((), (4096,)), ((), (64, 512)), ((1, 30, 1), (128, 30, 16)), ((4, 1), (4, 4096))]
 
 
 def with_sums(f, *arguments):
-    """What the program of f with its sums in float32 gives, and that program."""
+    """Return the results of f with its sums in float32, and its jaxpr."""
     closed = jax.make_jaxpr(f)(*arguments)
     jaxpr = float32_sums.summed_in_float32(closed.jaxpr)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arguments), jaxpr
@@ -38,7 +38,7 @@ def gradient_of_broadcast(small, large):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_the_gradient_of_a_broadcast_counts_its_readers(shapes, dtype):
+def test_gradient_of_a_broadcast_counts_its_readers(shapes, dtype):
     f, x = gradient_of_broadcast(*shapes)
     x = x.astype(dtype)
     (ours,), jaxpr = with_sums(jax.jit(f), x)
@@ -49,20 +49,20 @@ def test_the_gradient_of_a_broadcast_counts_its_readers(shapes, dtype):
     assert jnp.dtype(dtype) in summed_types(jax.make_jaxpr(jax.jit(f))(x).jaxpr)
 
 
-def test_a_sum_in_the_type_itself_is_another_number():
-    """Else nothing of this would be needed."""
+def test_sum_in_the_half_type_itself_is_wrong():
+    """If the results were equal, the pass would not be needed."""
     f, x = gradient_of_broadcast((), (10, 30, 16))
-    assert float(jax.jit(f)(x.astype(jnp.bfloat16))) < 1000  # of 4800
+    assert float(jax.jit(f)(x.astype(jnp.bfloat16))) < 1000  # the exact sum is 4800
 
 
-def test_sums_of_wide_types_stay():
+def test_sums_of_wide_types_are_unchanged():
     f = lambda x, n: (x.sum(), n.sum(), lax.reduce_max(x, (0,)), x.astype(jnp.bfloat16).sum())  # noqa: E731
     closed = jax.make_jaxpr(f)(jnp.ones(8), jnp.arange(8))
     assert float32_sums.summed_in_float32(closed.jaxpr) is closed.jaxpr
 
 
 class Gated(nn.Module):
-    """A scalar, and one number for each channel in the middle: both read by many."""
+    """A module with a scalar and a per-channel parameter in the middle, both broadcast."""
 
     def __init__(self):
         super().__init__()
@@ -92,18 +92,18 @@ def ours(model, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_train_step_moves_what_is_broadcast_as_torch_does(dtype, monkeypatch):
+def test_train_step_moves_broadcast_parameters_as_in_torch(dtype, monkeypatch):
     x = torch.rand(40, 6, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
     theirs, own = (movement(step, Gated().to(dtype), x) for step in (eager, ours))
     for a, b in zip(own, theirs, strict=True):
         assert torch.allclose(a, b, rtol=0.02)
-    if dtype is torch.bfloat16:  # float16 has three bits more
+    if dtype is torch.bfloat16:  # float16 has three more bits
         monkeypatch.setattr(train_program, "summed_in_float32", lambda jaxpr: jaxpr)
         broken = movement(ours, Gated().to(dtype), x)
         assert not all(torch.allclose(a, b, rtol=0.02) for a, b in zip(broken, theirs, strict=True))
 
 
-def test_a_sum_is_taken_in_float32_and_rounded_once():
+def test_sum_is_taken_in_float32_and_rounded_once():
     closed = jax.make_jaxpr(lambda x: lax.reduce_sum(x, (0,)))(jax.ShapeDtypeStruct((4, 2), jnp.bfloat16))
     assert_expected_inline(
         printed(closed),

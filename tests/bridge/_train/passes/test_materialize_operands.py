@@ -1,4 +1,4 @@
-"""What a product reads is stored for all of its readers: barriers in a traced program, and no layer computed again in a compiled one."""
+"""Operands of matrix products with other readers are materialized by a barrier, so that no layer is computed twice."""
 
 import math
 import re
@@ -61,7 +61,7 @@ def joined(x, w):
 
 
 @pytest.mark.parametrize("function", [shared, called, within, looped, turned, joined])
-def test_what_a_product_and_something_else_read_is_stored_and_no_value_changes(function):
+def test_operand_with_another_reader_is_materialized_without_changing_values(function):
     before, after = rewritten(function, X, W)
     assert barriers(before) == 0
     assert barriers(after) > 0
@@ -74,17 +74,17 @@ def test_what_a_product_and_something_else_read_is_stored_and_no_value_changes(f
     [
         (lambda x, w: jnp.tanh(x) @ w, (X, W)),  # one reader
         (lambda x, w: (jnp.tanh(x).sum(0), jnp.tanh(x).max(0)), (X, W)),  # no product
-        (lambda x, w: (x @ w, x.sum(0)), (X, W)),  # an argument is stored as it is
-        (lambda x, w: (lambda y: (y @ w, y.sum(0)))(x @ x.T @ x), (X, W)),  # so is a product
-        (shared, (X[:4], W)),  # small
+        (lambda x, w: (x @ w, x.sum(0)), (X, W)),  # an argument is in memory already
+        (lambda x, w: (lambda y: (y @ w, y.sum(0)))(x @ x.T @ x), (X, W)),  # the result of a product is, too
+        (shared, (X[:4], W)),  # too small
     ],
 )
-def test_what_is_stored_anyway_or_read_once_stays_as_it_is(function, arguments):
+def test_operand_in_memory_or_with_one_reader_is_unchanged(function, arguments):
     closed = jax.make_jaxpr(function)(*arguments)
     assert materialize_operands.stored_for_products(closed.jaxpr) is closed.jaxpr
 
 
-def test_what_a_convolution_reads_is_stored_with_channels_last():
+def test_operand_of_a_convolution_is_materialized_channels_last():
     def convolved(x, w):
         y = jnp.tanh(x)
         return lax.conv_general_dilated(y, w, (1, 1), "SAME"), y.sum((0, 2, 3))
@@ -94,7 +94,7 @@ def test_what_a_convolution_reads_is_stored_with_channels_last():
     assert "f32[2,8,8,16] = optimization_barrier" in str(after)
 
 
-def test_a_value_that_is_convolved_and_pooled_is_stored():
+def test_value_that_is_convolved_and_pooled_is_materialized():
     def pooled(x, w):
         y = jnp.tanh(x)
         pool = lax.reduce_window(y, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 1, 1), "SAME")
@@ -104,7 +104,7 @@ def test_a_value_that_is_convolved_and_pooled_is_stored():
     assert barriers(after) == 1
 
 
-def test_a_long_chain_of_views_is_followed():
+def test_readers_behind_a_long_chain_of_views_count():
     def chain(x, w):
         y = jnp.tanh(x)
         for _ in range(1500):
@@ -114,8 +114,8 @@ def test_a_long_chain_of_views_is_followed():
     assert barriers(rewritten(chain, X, W)[1]) == 1
 
 
-def test_a_function_that_is_called_often_is_looked_into_once(monkeypatch):
-    """Called a million times in all."""
+def test_shared_function_is_visited_once(monkeypatch):
+    """The function is called a million times in total."""
     cheap, product = jax.jit(lambda x: jnp.tanh(x)), jax.jit(lambda x: x @ np.eye(32, dtype=np.float32))
     for _ in range(20):
         cheap, product = jax.jit(lambda x, f=cheap: f(f(x))), jax.jit(lambda x, f=product: f(f(x)))
@@ -143,7 +143,7 @@ class Layers(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of one layer: the gradient of its product is joined of three."""
+    """An attention layer whose gradient of the joint projection concatenates three parts."""
 
     def __init__(self):
         super().__init__()
@@ -163,27 +163,27 @@ def compiled(model, x):
 
 
 def joins():
-    """How often parts become a tensor of as many elements as the layer gives."""
+    """Return how often parts are joined into a tensor as large as the layer's output."""
     text = compiled(Attention(), torch.randn(4, 16, 32))
     shapes = re.findall(r"f32\[([\d,]+)\]\S* concatenate\(", text)
     return sum(math.prod(map(int, shape.split(","))) == 4 * 16 * 96 for shape in shapes)
 
 
-def test_the_gradient_of_parts_is_joined_once_for_bias_and_weight(monkeypatch):
+def test_gradient_of_parts_is_concatenated_once_for_bias_and_weight(monkeypatch):
     assert joins() == 1
     monkeypatch.setattr(materialize_operands, "_MADE_AGAIN", classify.ELEMENTWISE)
     assert joins() == 2
 
 
 def most_arguments(depth, kind):
-    """Of a fusion of the whole program: with values computed anew this grows with the depth."""
+    """Return the most operands of any fusion; with recomputed values this would grow with the depth."""
     text = compiled(Layers(depth, kind), torch.randn(32, 64))
     entry = text[text.index("\nENTRY") :]
     return max(line.split("fusion(")[1].split(")")[0].count("%") for line in entry.splitlines() if " fusion(" in line)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "residual network"])
-def test_no_layer_of_a_train_step_computes_others_again(kind, monkeypatch):
+def test_train_step_does_not_recompute_layers(kind, monkeypatch):
     shallow, deep = (most_arguments(depth, kind) for depth in (3, 7))
     assert deep == shallow
     monkeypatch.setattr(train_program, "stored_for_products", lambda jaxpr: jaxpr)
@@ -191,12 +191,12 @@ def test_no_layer_of_a_train_step_computes_others_again(kind, monkeypatch):
     assert deep > shallow + 3
 
 
-def test_neither_does_one_whose_layers_are_normalised_first():
+def test_train_step_with_norm_first_layers_does_not_recompute_layers():
     assert most_arguments(10, "norm first") == most_arguments(4, "norm first")
 
 
 @pytest.mark.quick
-def test_what_a_product_and_another_read_is_stored_behind_a_barrier():
+def test_operand_with_another_reader_gets_a_barrier():
     def function(x, w):
         y = jnp.sin(x)
         return y @ w, y.sum()

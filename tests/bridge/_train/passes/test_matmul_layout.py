@@ -1,4 +1,4 @@
-"""Programs of train steps have their products and transpositions in an order of their own, and the same results."""
+"""Matrix products and transpositions of train steps are rewritten for XLA's CPU compiler with the same results."""
 
 import re
 
@@ -22,10 +22,10 @@ from bridge._train import train_program
 from bridge._train.passes import matmul_layout
 from bridge._xla import multi_output_fusion
 
-needs_float32_result = pytest.mark.skipif(not matmul_layout._HAS_FLOAT32_RESULT, reason="products of bfloat16 are left as they are")
+needs_float32_result = pytest.mark.skipif(not matmul_layout._HAS_FLOAT32_RESULT, reason="products of bfloat16 are not rewritten")
 
-# Shapes of both sides, and what is summed over and what is a batch on each: left smaller, right smaller, alike, in two
-# dimensions in another order, in a batch.
+# Shapes of both operands, contracted and batch dimensions of each: left smaller, right smaller, equal, two contracted dimensions in
+# another order, with a batch.
 ACROSS = [
     ((64, 3), (64, 9), ((0,), (0,)), ((), ())),
     ((64, 9), (64, 3), ((0,), (0,)), ((), ())),
@@ -37,8 +37,8 @@ ACROSS = [
 ]
 
 
-def with_arranged(f, *arguments):
-    """What the arranged program of f gives, and that program."""
+def rewritten(f, *arguments):
+    """Return the result of the rewritten program of f, and its jaxpr."""
     closed = jax.make_jaxpr(f)(*arguments)
     jaxpr = matmul_layout.arranged(closed.jaxpr)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arguments), jaxpr
@@ -49,13 +49,13 @@ def equations(jaxpr, name):
 
 
 @pytest.mark.parametrize("case", ACROSS, ids=str)
-def test_a_product_over_the_first_dimensions_turns_its_smaller_side(case):
+def test_product_over_leading_dims_transposes_its_smaller_side(case):
     left, right, over, batch = case
     random = np.random.default_rng(0)
     with x64():
         a, b = (jnp.asarray(random.normal(size=shape)) for shape in (left, right))
         product = lambda a, b: lax.dot_general(a, b, (over, batch))  # noqa: E731
-        (ours,), jaxpr = with_arranged(product, a, b)
+        (ours,), jaxpr = rewritten(product, a, b)
         np.testing.assert_allclose(ours, product(a, b), rtol=1e-12, atol=1e-12)
     (dot,) = equations(jaxpr, "dot_general")
     assert not matmul_layout._across(dot)
@@ -69,26 +69,26 @@ HALVES = [((40, 300), (300, 9), ((1,), (0,)), ((), ())), ((3, 40, 300), (3, 50, 
 
 @needs_float32_result
 @pytest.mark.parametrize("case", HALVES, ids=str)
-def test_a_product_of_bfloat16_is_summed_in_float32_and_rounds_once(case):
+def test_bfloat16_product_is_summed_in_float32_and_rounded_once(case):
     left, right, over, batch = case
     random = np.random.default_rng(0)
     a, b = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in (left, right))
     product = lambda a, b: lax.dot_general(a, b, (over, batch))  # noqa: E731
-    (ours,), jaxpr = with_arranged(product, a, b)
+    (ours,), jaxpr = rewritten(product, a, b)
     assert ours.dtype == jnp.bfloat16
     assert [eqn.outvars[0].aval.dtype for eqn in equations(jaxpr, "dot_general")] == [jnp.float32]
     assert [eqn.outvars[0].aval.dtype for eqn in equations(jax.make_jaxpr(product)(a, b).jaxpr, "dot_general")] == [jnp.bfloat16]
     with x64():
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (a, b)]
         exact, most = np.asarray(product(*wide)), np.asarray(product(*map(abs, wide)))
-    bound = abs(exact) * 2.0**-8 + most * 2.0**-20  # half a unit in the last place; sums of some hundred numbers in float32
+    bound = abs(exact) * 2.0**-8 + most * 2.0**-20  # half a unit in the last place, plus the error of a float32 sum
     assert (abs(np.asarray(ours, np.float64) - exact) <= bound).all()
-    twice = 2 * (ours / 3 + (ours / 6).astype(jnp.bfloat16))  # which rounds several times
+    twice = 2 * (ours / 3 + (ours / 6).astype(jnp.bfloat16))  # this rounds several times
     assert (abs(np.asarray(twice, np.float64) - exact) > bound).any()
 
 
 TRANSPOSED = [
-    # What reads what, which sides were transposed before: each is read as it was, or as it is where the result would be in another order.
+    # (function, shapes, whether each operand was transposed): an operand is read untransposed unless that reorders the result.
     (lambda a, w: a @ w.T, (40, 300), (9, 300), (True, True)),
     (lambda a, w: a.T @ w.T, (300, 40), (9, 300), (True, True)),
     (lambda a, w: jnp.matmul(jnp.transpose(a, (1, 0, 2)), w.T), (3, 5, 300), (9, 300), (False, True)),
@@ -99,68 +99,68 @@ TRANSPOSED = [
 
 @needs_float32_result
 @pytest.mark.parametrize("case", TRANSPOSED, ids=range(len(TRANSPOSED)))
-def test_a_product_of_bfloat16_reads_its_sides_as_they_were_before_they_were_transposed(case):
+def test_bfloat16_product_reads_untransposed_operands(case):
     f, *shapes, as_given = case
     random = np.random.default_rng(0)
     a, w = (jnp.asarray(random.integers(-8, 8, size=shape), jnp.bfloat16) for shape in shapes)
-    (ours,), jaxpr = with_arranged(f, a, w)
-    np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(f(a, w), np.float32))  # sums of integers, rounded once
+    (ours,), jaxpr = rewritten(f, a, w)
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(f(a, w), np.float32))  # exact sums of integers, rounded once
     call = next(eqn for eqn in jaxpr.eqns if any(equations(body, "dot_general") for _, body in products_jaxpr.bodies(eqn)))
     assert [v in jaxpr.invars for v in call.invars] == list(as_given)
 
 
 @pytest.mark.parametrize("dtypes", [("float16", None), ("float32", None), ("bfloat16", "float32")])
-def test_products_of_other_types_stay(dtypes):
+def test_products_of_other_dtypes_are_unchanged(dtypes):
     dtype, sums = dtypes
     closed = jax.make_jaxpr(lambda a, b: jnp.matmul(a, b, preferred_element_type=sums))(jnp.ones((4, 6), dtype), jnp.ones((6, 5), dtype))
     assert matmul_layout.arranged(closed.jaxpr) is closed.jaxpr
 
 
-def test_what_is_not_across_stays():
+def test_product_without_leading_contracted_dims_is_unchanged():
     a, b = jnp.ones((4, 6)), jnp.ones((6, 5))
     for f in (lambda a, b: a @ b, lambda a, b: jnp.concatenate([a, b.T[:4]]), lambda a, b: a.T[:5] @ jnp.ones(4), lambda a, b: b.T):
         closed = jax.make_jaxpr(f)(a, b)
         assert matmul_layout.arranged(closed.jaxpr) is closed.jaxpr
 
 
-def test_precision_goes_with_its_side():
+def test_precision_stays_with_its_operand():
     a, b = jnp.ones((64, 9)), jnp.ones((64, 3))
     precision = (lax.Precision.HIGHEST, lax.Precision.DEFAULT)
-    _, jaxpr = with_arranged(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision=precision), a, b)
+    _, jaxpr = rewritten(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ())), precision=precision), a, b)
     (dot,) = equations(jaxpr, "dot_general")
     assert dot.params["precision"] == precision[::-1]
 
 
-def test_a_transposed_concatenation_is_one_of_transposed_parts():
+def test_transposed_concatenation_concatenates_transposed_parts():
     a, b = jnp.arange(24.0).reshape(2, 3, 4), jnp.arange(12.0).reshape(1, 3, 4)
     f = lambda a, b: jnp.transpose(lax.concatenate([a, b], 0), (1, 0, 2))  # noqa: E731
-    (ours,), jaxpr = with_arranged(f, a, b)
+    (ours,), jaxpr = rewritten(f, a, b)
     np.testing.assert_array_equal(ours, f(a, b))
     assert sorted(eqn.outvars[0].aval.shape for eqn in equations(jaxpr, "transpose")) == [(3, 1, 4), (3, 2, 4)]
 
 
-def test_a_concatenation_that_something_else_reads_stays():
+def test_concatenation_with_another_reader_is_unchanged():
     a = jnp.ones((2, 3))
     closed = jax.make_jaxpr(lambda a: (lambda c: (c.T, c + 1))(lax.concatenate([a, a], 0)))(a)
     assert matmul_layout.arranged(closed.jaxpr) is closed.jaxpr
 
 
-def test_bodies_are_arranged_as_well():
+def test_products_in_nested_jaxprs_are_rewritten():
     a, b = jnp.ones((64, 9)), jnp.ones((64, 3))
 
     def f(a, b):
         inner = jax.jit(lambda a, b: a.T @ b)(a, b)
         return lax.scan(lambda c, x: (c + x.T @ b, None), inner, jnp.stack([a, 2 * a]))[0]
 
-    ours, jaxpr = with_arranged(lambda a, b: lax.scan(lambda c, x: (c + lax.dot_general(x, b, (((0,), (0,)), ((), ()))), None),
+    ours, jaxpr = rewritten(lambda a, b: lax.scan(lambda c, x: (c + lax.dot_general(x, b, (((0,), (0,)), ((), ()))), None),
                                 jnp.zeros((9, 3)), jnp.stack([a, 2 * a]))[0], a, b)  # fmt: skip
     np.testing.assert_allclose(ours[0], 3 * a.T @ b)
     assert [matmul_layout._across(eqn) for eqn in equations(jaxpr, "dot_general")] == [False]
-    np.testing.assert_allclose(with_arranged(f, a, b)[0][0], f(a, b))
+    np.testing.assert_allclose(rewritten(f, a, b)[0][0], f(a, b))
 
 
 @pytest.mark.parametrize("sides", [(300, 200, 4000), (4000, 300, 200), (300, 4000, 200), (300, 300, 300)])
-def test_products_are_small_by_the_smallest_of_their_sides(sides):
+def test_size_of_a_product_is_that_of_its_smallest_operand(sides):
     m, k, n = sides
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((m, k), (k, n), (7, m, k), (7, k, n))]
     expected = sides != (300, 300, 300)
@@ -181,7 +181,7 @@ class Net(nn.Module):
 
 @needs_float32_result
 @pytest.mark.parametrize("broken", [False, True])
-def test_no_product_of_a_train_step_in_bfloat16_is_asked_for_in_it(broken, monkeypatch):
+def test_bfloat16_train_step_has_no_bfloat16_products(broken, monkeypatch):
     if broken:
         monkeypatch.setattr(train_program, "arranged", lambda jaxpr: jaxpr)
     model = Net().to(torch.bfloat16)
@@ -189,12 +189,12 @@ def test_no_product_of_a_train_step_in_bfloat16_is_asked_for_in_it(broken, monke
     train_step(torch.randn(64, 256).bfloat16())
     (program,) = train_step._programs.values()
     made = [eqn.outvars[0].aval.dtype for eqn in equations(program.jaxpr, "dot_general")]
-    assert len(made) == 3 + 3 + 2  # forward; of weights; of inputs, but for the batch
+    assert len(made) == 3 + 3 + 2  # forward, weight gradients, and input gradients except for the batch
     assert (jnp.bfloat16 in made) == broken
 
 
 def copies_of_donated():
-    """How many large arguments the program of a train step copies."""
+    """Return how many large arguments the program of a train step copies."""
     torch.manual_seed(0)
     model = Net()
     train_step = torch_api.JaxTrainStep(model, lambda m, x: m(x).square().mean(), torch_api.MaskedAdamW(model.named_parameters(), lr=1e-3))
@@ -204,14 +204,14 @@ def copies_of_donated():
     return len(re.findall(r"f32\[65536\]\S* copy\((?:f32\[65536\]\S* )?%?(?:donated|[aA]rg|param)", text[text.index("\nENTRY") :]))
 
 
-def test_no_donated_leaf_is_copied(monkeypatch):
+def test_donated_leaves_are_not_copied(monkeypatch):
     assert copies_of_donated() == 0
     monkeypatch.setattr(train_program, "together", lambda x: x)
     assert copies_of_donated() > 0
 
 
-@pytest.mark.skipif(not multi_output_fusion.requested(), reason="no fusion to leave out")
-def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monkeypatch):
+@pytest.mark.skipif(not multi_output_fusion.requested(), reason="multi-output fusion is off")
+def test_number_of_evaluations_depends_on_the_program_options(monkeypatch):
     asked = []
     passes_of = leaf_update.passes_of
     monkeypatch.setattr(update, "passes_of", lambda *given: asked.append((given[-1], passes_of(*given))) or asked[-1][1])
@@ -221,7 +221,7 @@ def test_a_rule_is_evaluated_as_often_as_the_options_of_its_program_ask_for(monk
 
 
 @pytest.mark.quick
-def test_of_a_product_over_first_dimensions_the_smaller_side_is_transposed():
+def test_smaller_operand_of_a_leading_dims_product_is_transposed():
     over_first = (((0,), (0,)), ((), ()))
     closed = jax.make_jaxpr(lambda x, g: lax.dot_general(x, g, over_first))(
         jax.ShapeDtypeStruct((8, 4), np.float32), jax.ShapeDtypeStruct((8, 2), np.float32)
@@ -253,7 +253,7 @@ def test_of_a_product_over_first_dimensions_the_smaller_side_is_transposed():
 
 
 @pytest.mark.quick
-def test_the_parts_of_a_transposed_concatenation_are_transposed():
+def test_parts_of_a_transposed_concatenation_are_transposed():
     closed = jax.make_jaxpr(lambda x, y: lax.transpose(lax.concatenate([x, y], 1), (1, 0)))(
         jax.ShapeDtypeStruct((2, 3), np.float32), jax.ShapeDtypeStruct((2, 1), np.float32)
     )
