@@ -15,7 +15,7 @@ from .executable import Program
 _compilations = 0
 
 
-# `_programs` has all executables that are alive. `_recent` keeps those alive that were requested last, also where no optimizer uses them.
+# `_programs` has all executables that are alive. `_lru` keeps those alive that were requested last, also where no optimizer uses them.
 # The number is bounded because each executable takes memory mappings, of which Linux gives a process a limited number. XLA's compiler
 # aborts the process when none is left.
 _programs: WeakValueDictionary[Plan, Program] = WeakValueDictionary()

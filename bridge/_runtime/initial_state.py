@@ -38,7 +38,7 @@ def begin_buffers(
       problem: the transformation and its leaves.
       values: the hyperparameters.
       params: the parameters, flat.
-      initial_values: the initial scalar of each field, where all are known (`separability.begun`). `init` is not traced then.
+      initial_values: the initial scalar of each field, where all are known (`separability.initial_scalars`). `init` is not traced then.
 
     Returns:
       The buffers, in the structure of `init`'s result.

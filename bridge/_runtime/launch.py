@@ -37,7 +37,7 @@ class Launch(ABC):
     copied_back, copied_back_dim_order: the tensors of the other leaves, which are only read, and the order of their dimensions in memory.
     copied_back_as_arguments: from those tensors to arguments. Raises a ValueError where a storage was freed or made smaller.
     argument_positions: the gradients of the step that are arguments, by position.
-    as_arguments: from those gradients, and then `bucket_grads`, to arguments; `AllPlaces` where gradients are read by address.
+    as_arguments: from those gradients, and then `bucket_grads`, to arguments; `BucketAddresses` where gradients are read by address.
     bucket_grads: the buffers that gradients of buckets are gathered into.
     cat_gathers: for each bucket whose rows all have a gradient, the positions of those and its buffer as `torch.cat` takes it.
     copy_gathers, copy_targets: the positions of the gradients of all other buckets, and the row of each in the buffer.
