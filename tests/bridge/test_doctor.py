@@ -1,4 +1,4 @@
-"""The doctor: each problem is made to appear, by facts or by a real process with that environment."""
+"""The doctor: each problem is simulated by facts, or by a real process with such an environment."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ VERSIONS = {
     "torch2jax": "0.1.0",
 }
 ASKED = {"XLA_FLAGS": f"--xla_backend_extra_options={FUSION_FLAG}", "OMP_WAIT_POLICY": "passive"}
-# A machine without problems, before jax has started; then with GPUs on both sides, and jax running.
+# A machine without problems before jax has started, and one with GPUs on both sides while jax runs.
 HEALTHY = Facts(ASKED, VERSIONS, "3.12.1", cores=8, torch_threads=8, cache_dir="/tmp", start_method="forkserver")
 QUIET = ASKED | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 ON_GPU = dataclasses.replace(
@@ -149,7 +149,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("facts", [HEALTHY, ON_GPU], ids=["CPU", "GPU"])
-def test_a_machine_without_problems_has_none(facts):
+def test_machine_without_problems_gets_no_findings(facts):
     report = diagnosed(facts)
     assert report.exit_code == 0
     assert {row["level"] for row in report.rows} == {"ok"}
@@ -158,7 +158,7 @@ def test_a_machine_without_problems_has_none(facts):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_each_problem_is_found_with_its_fix_and_nothing_else_is(name):
+def test_each_problem_is_found_alone_and_with_its_fix(name):
     facts, check, level, found, fix = PROBLEMS[name]
     report = diagnosed(facts)
     rows = [row for row in report.rows if row["level"] != "ok"]
@@ -170,7 +170,7 @@ def test_each_problem_is_found_with_its_fix_and_nothing_else_is(name):
     assert f"-> {rows[0]['fix']}" in str(report)
 
 
-def test_what_looks_alike_but_is_well():
+def test_similar_but_correct_settings_give_no_findings():
     for facts in (
         changed(ON_GPU, env=RANK | {"CUDA_VISIBLE_DEVICES": "1"}, torch_gpus=1, jax_devices=(("gpu", 1),)),
         changed(ON_GPU, env=RANK | {"JAX_CUDA_VISIBLE_DEVICES": "1"}),
@@ -185,12 +185,12 @@ def test_what_looks_alike_but_is_well():
         assert {row["level"] for row in diagnosed(facts).rows} == {"ok"}, facts
 
 
-def test_the_bounds_are_those_of_the_project():
+def test_version_bounds_are_those_of_the_project():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert set(dependencies) == {f"{name}>={low}{f',<{high}' if high else ''}" for name, (low, high) in BOUNDS.items()}
 
 
-def test_this_process():
+def test_this_process_has_no_problems():
     facts = gather()
     assert facts.versions.keys() == BOUNDS.keys()
     assert facts.counts_holders
@@ -206,7 +206,7 @@ def run(code, **env):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=kept | env, check=False)
 
 
-def test_it_starts_nothing_and_changes_nothing():
+def test_doctor_starts_and_changes_nothing():
     done = run(["-c", """
 import os, jax, torch, bridge
 from bridge._compat.jax import client_started
@@ -224,8 +224,8 @@ assert rows["devices"]["found"].endswith("jax has 1 cpu"), rows["devices"]
 
 
 @pytest.mark.slow
-def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
-    """Where no program can ask by itself, here by a hook of which jax knows nothing."""
+def test_late_flag_is_detected_in_a_compiled_program():
+    """Simulate a jaxlib without per-program requests by a hook that jax does not know."""
     late = "import jax; jax.local_devices(); {}; import bridge; from bridge._compat import jax as names"
     late += "; from bridge._xla import multi_output_fusion as fusion"
     late += "; bridge.environment.by_program = fusion.by_program = names.by_program = lambda: False; print(bridge.doctor())"
@@ -237,7 +237,7 @@ def test_a_flag_that_came_too_late_is_seen_in_the_compiled_program():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_knows():
+def test_forked_process_is_detected():
     code = """
 import os, warnings, jax, bridge
 jax.local_devices()
@@ -250,7 +250,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), bridge.doctor().exit_c
     assert run(["-c", code]).stdout.split() == ["11", "0"]
 
 
-def test_the_command_prints_the_report_and_its_exit_code(tmp_path):
+def test_command_prints_the_report_and_returns_its_exit_code(tmp_path):
     (tmp_path / "file").write_text("no folder")
     done = run(["-m", "bridge"], OMP_NUM_THREADS="1", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "file" / "cache"))
     assert done.returncode == 0, done.stderr
@@ -260,7 +260,7 @@ def test_the_command_prints_the_report_and_its_exit_code(tmp_path):
     assert "nothing stands in the way" in done.stdout
 
 
-def test_a_jax_that_does_not_start_is_a_finding_among_the_others():
+def test_failing_start_of_jax_is_reported_with_other_findings():
     done = run(["-m", "bridge", "--start"], JAX_PLATFORMS="nowhere")
     assert (done.returncode, done.stderr) == (1, "")
     assert re.search(r"error +devices +torch sees .*jax does not start \(JAX_PLATFORMS=nowhere\): .*nowhere", done.stdout), done.stdout
@@ -269,7 +269,7 @@ def test_a_jax_that_does_not_start_is_a_finding_among_the_others():
     assert all(re.search(f"^[a-z]+ +{check} ", done.stdout, re.MULTILINE) for check in checks), done.stdout
 
 
-def test_an_error_without_a_text_is_named(monkeypatch):
+def test_error_without_text_is_named_by_its_type(monkeypatch):
     def fails():
         raise AssertionError
 
@@ -281,8 +281,8 @@ def test_an_error_without_a_text_is_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_exit_code_says_that_something_does_not_work(tmp_path):
-    # The first package that metadata finds under this name: as if an older optax were installed.
+def test_exit_code_is_one_if_something_does_not_work(tmp_path):
+    # The first package that importlib.metadata finds under this name, as if an older optax were installed.
     folder = tmp_path / "optax-0.1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.1.0\n")

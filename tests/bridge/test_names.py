@@ -1,4 +1,4 @@
-"""Names to nested dicts and back, and a module's parameters as arrays over the same memory."""
+"""Dotted names convert to nested dicts and back, and a module's parameters to arrays over the same memory."""
 
 import random
 
@@ -48,14 +48,14 @@ def test_nested_names_keep_their_order():
     assert list(unnest(nest(pairs)).items()) == pairs
 
 
-def test_nest_passes_leaves_on_and_copies_none():
+def test_nest_keeps_leaves_without_copies():
     leaf = torch.ones(2)
     tree = nest([("a.b", leaf)])
     assert tree["a"]["b"] is leaf
     assert unnest(tree)["a.b"] is leaf
 
 
-def test_random_trees_survive_the_way_there_and_back():
+def test_random_trees_survive_the_round_trip():
     rng = random.Random(0)
 
     def tree(depth):
@@ -83,7 +83,7 @@ def test_random_trees_survive_the_way_there_and_back():
     [[("a", 1), ("a.b", 2)], [("a.b", 2), ("a", 1)], [("a.b", 1), ("c", 2), ("a.b", 3)]],
     ids=["a leaf above", "a leaf below", "twice"],
 )
-def test_names_that_no_nested_dict_can_hold_are_an_error(pairs):
+def test_names_that_do_not_fit_a_nested_dict_raise(pairs):
     with pytest.raises(ValueError, match=r"'a(\.b)?'"):
         nest(pairs)
 
@@ -99,7 +99,7 @@ def test_names_that_no_nested_dict_can_hold_are_an_error(pairs):
     ],
     ids=["nested modules", "list and layouts", "bfloat16", "frozen", "no dimensions and transposed"],
 )
-def test_a_module_tree_holds_every_parameter_over_the_same_memory(make):
+def test_module_tree_aliases_every_parameter(make):
     module = make()
     arrays = unnest(bridge.module_tree(module))
     parameters = dict(module.named_parameters())
@@ -113,12 +113,12 @@ def test_a_module_tree_holds_every_parameter_over_the_same_memory(make):
         np.testing.assert_array_equal(np.asarray(array.astype(jnp.float32)), parameter.detach().float().numpy())
 
 
-def test_a_module_tree_is_nested_by_module():
+def test_module_tree_is_nested_by_module():
     tree = bridge.module_tree(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     assert jax.tree.map(lambda array: array.shape, tree) == {"0": {"weight": (4, 3), "bias": (4,)}, "1": {"weight": (4,), "bias": (4,)}}
 
 
-def test_what_torch_writes_is_read_through_the_module_tree():
+def test_writes_by_torch_show_in_the_module_tree():
     module = nn.Linear(3, 2)
     tree = bridge.module_tree(module)
     with torch.no_grad():
@@ -126,11 +126,11 @@ def test_what_torch_writes_is_read_through_the_module_tree():
     np.testing.assert_array_equal(np.asarray(tree["weight"]), np.full((2, 3), 7.0, np.float32))
 
 
-def test_a_module_without_parameters_has_an_empty_tree():
+def test_module_without_parameters_has_an_empty_tree():
     assert bridge.module_tree(nn.Sequential(nn.ReLU(), nn.Flatten())) == {}
 
 
-def test_a_module_tree_holds_a_tied_parameter_under_its_first_name_only():
+def test_module_tree_has_a_tied_parameter_under_its_first_name():
     tree = bridge.module_tree(Tied())
     assert jax.tree.map(lambda array: array.shape, tree) == {
         "embed": {"weight": (5, 3)},
@@ -139,7 +139,7 @@ def test_a_module_tree_holds_a_tied_parameter_under_its_first_name_only():
     }
 
 
-def test_every_further_name_of_a_tied_parameter_leads_to_its_first():
+def test_tied_names_map_to_the_first_name():
     assert bridge.tied_names(Tied()) == {
         "head.weight": "embed.weight",
         "again.weight": "body.weight",
@@ -147,14 +147,14 @@ def test_every_further_name_of_a_tied_parameter_leads_to_its_first():
     }
 
 
-def test_parameters_that_are_only_equal_are_not_tied():
+def test_equal_parameters_are_not_tied():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].load_state_dict(module[0].state_dict())
     assert torch.equal(module[0].weight, module[1].weight)
     assert bridge.tied_names(module) == {}
 
 
-def test_three_names_of_one_parameter_all_lead_to_the_first():
+def test_three_tied_names_map_to_the_first():
     layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
     layers[2].weight = layers[1].weight = layers[0].weight
     assert bridge.tied_names(nn.Sequential(*layers)) == {"1.weight": "0.weight", "2.weight": "0.weight"}

@@ -1,4 +1,4 @@
-"""Python's collector waits while programs are traced, and goes on afterwards."""
+"""Python's garbage collector pauses while programs are traced."""
 
 import gc
 
@@ -13,12 +13,12 @@ from bridge._process import uncollected
 pytestmark = pytest.mark.quick
 
 
-def seen_while_traced(fails=()):
-    """A transformation that must see all leaves, and what `gc.isenabled` says when its update is traced."""
+def gc_states_while_traced(fails=()):
+    """Return a joint transformation, and a list of `gc.isenabled()` at each trace of its update."""
     found = []
 
     def update(updates, state, params=None):
-        if len(jax.tree.leaves(updates)) > 1:  # else it is only asked how it is called
+        if len(jax.tree.leaves(updates)) > 1:  # with one leaf, only the call signature is checked
             found.append(gc.isenabled())
         if fails:
             raise ValueError("no such update")
@@ -29,13 +29,13 @@ def seen_while_traced(fails=()):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_tracing_is_not_collected_and_afterwards_all_is_as_before(enabled):
+def test_collector_pauses_while_tracing_and_is_restored(enabled):
     params = random_params()
     set_grads(params, random_grads(params))
-    tx, found = seen_while_traced()
+    tx, found = gc_states_while_traced()
     (gc.enable if enabled else gc.disable)()
     try:
-        torch_api.OptaxOptimizer(params, tx, max_grad_norm=1.0).step()  # so that the step traces too
+        torch_api.OptaxOptimizer(params, tx, max_grad_norm=1.0).step()  # clipping makes the step trace again
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
@@ -43,18 +43,18 @@ def test_tracing_is_not_collected_and_afterwards_all_is_as_before(enabled):
     assert not any(found)
 
 
-def test_after_an_error_it_collects_again():
+def test_collector_is_restored_after_an_error():
     params = random_params()
     set_grads(params, random_grads(params))
     fails = []
-    optimizer = torch_api.OptaxOptimizer(params, seen_while_traced(fails)[0], max_grad_norm=1.0)
+    optimizer = torch_api.OptaxOptimizer(params, gc_states_while_traced(fails)[0], max_grad_norm=1.0)
     fails.append(True)
     with pytest.raises(ValueError, match="no such update"):
         optimizer.step()
     assert gc.isenabled()
 
 
-def test_within_itself():
+def test_pauses_can_be_nested():
     with uncollected():
         with uncollected():
             assert not gc.isenabled()

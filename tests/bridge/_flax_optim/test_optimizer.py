@@ -1,4 +1,4 @@
-"""flax.optim's system: the definitions against float64 NumPy, and the machinery around them, each with a broken sibling."""
+"""flax.optim's interface: definitions match float64 NumPy, and optimizers, traversals, checkpoints and replicas work; checks can fail."""
 
 import copy
 import dataclasses
@@ -57,13 +57,13 @@ def run(definition, start, grads, **overrides):
 
 
 def error(ours, theirs, start):
-    """The largest relative error of the movement over the leaves."""
+    """Return the largest relative error of the movement over all leaves."""
     tensors = [[torch.tensor(np.asarray(x)) for x in jax.tree.leaves(each)] for each in (ours, theirs, start)]
     return max(movement_error(*leaf) for leaf in zip(*tensors, strict=True))
 
 
 def follow(oracle, start, grads, rounded=lambda x: x):
-    """Each leaf by itself through oracle(p, g, s, t) -> p, where s is a dict for its state and t counts from 1."""
+    """Run each leaf through oracle(p, g, s, t) -> p, where the dict s holds its state and t counts from 1."""
 
     def leaf(p, *gs):
         state = {}
@@ -135,7 +135,7 @@ def adafactor(p, g, s, t, lr=0.05, factor=4, scale=True, beta1=None, clip=1.0, d
 
 
 def weight_norm(inner, decay=0.0):
-    """`inner` on v and g of w = g v / sqrt(|v|^2 + eps), with gradients by the quotient rule."""
+    """Apply `inner` to v and g of w = g v / sqrt(|v|^2 + eps), with gradients by the quotient rule."""
 
     def oracle(p, g, s, t):
         if p.ndim < 2:
@@ -159,13 +159,13 @@ CASES = {
     "momentum decay nesterov": (Momentum(0.05, 0.8, 0.1, True), part(momentum, beta=0.8, weight_decay=0.1, nesterov=True), 1e-12),
     "adam": (Adam(0.01, beta2=0.99), adam, 1e-12),
     "adam decoupled decay": (Adam(0.01, 0.8, 0.95, 1e-3, 0.3), part(adam, beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.3), 1e-12),
-    "adagrad": (Adagrad(0.05), adagrad, 1e-6),  # flax's eps stands outside the root
+    "adagrad": (Adagrad(0.05), adagrad, 1e-6),  # flax adds eps outside the root
     "rmsprop": (RMSProp(0.01), rmsprop, 1e-12),
     "rmsprop centered": (RMSProp(0.01, 0.8, 1e-3, True), part(rmsprop, beta2=0.8, eps=1e-3, centered=True), 1e-12),
     "lamb": (LAMB(0.01, weight_decay=0.1), part(lamb, weight_decay=0.1), 1e-12),
     "lars as flax": (LARS(1.0, trust_coefficient=0.01, eps=0.1), part(lars, flax=True, eps=0.1), 1e-12),
     "lars decay": (LARS(1.0, 0.8, 0.1, 0.01, nesterov=True), part(lars, beta=0.8, weight_decay=0.1, nesterov=True), 1e-12),
-    "adafactor": (Adafactor(0.05, min_dim_size_to_factor=4), adafactor, 1e-6),  # optax and flax take the decay in float32
+    "adafactor": (Adafactor(0.05, min_dim_size_to_factor=4), adafactor, 1e-6),  # optax and flax compute the decay in float32
     "adafactor whole": (Adafactor(0.05, factored=False, epsilon2=0.5), part(adafactor, factor=99, epsilon2=0.5), 1e-6),
     "adafactor all": (
         Adafactor(0.05, True, False, 0.9, step_offset=-3, clipping_threshold=None, weight_decay_rate=0.01, min_dim_size_to_factor=4),
@@ -178,7 +178,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_ready_definition_moves_as_its_formula_says(name):
+def test_definition_matches_its_formula(name):
     definition, oracle, bound = CASES[name]
     start, grads = data()
     with x64():
@@ -209,7 +209,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_formula_catches_a_broken_definition(name):
+def test_formula_detects_a_broken_definition(name):
     start, grads = data()
     with x64():
         optimizer = run(BROKEN[name], start, grads)
@@ -217,7 +217,7 @@ def test_the_formula_catches_a_broken_definition(name):
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "rmsprop", "lamb", "adafactor", "weight norm"])
-def test_float32_follows_the_formula(name):
+def test_float32_matches_the_formula(name):
     definition, oracle, _ = CASES[name]
     start, grads = data(np.float32)
     theirs = follow(oracle, *jax.tree.map(np.float64, (start, grads)))
@@ -225,7 +225,7 @@ def test_float32_follows_the_formula(name):
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "rmsprop"])
-def test_half_types_are_rounded_once_a_step(name):
+def test_half_types_are_rounded_once_per_step(name):
     definition, oracle, _ = CASES[name]
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), data(np.float32))
     start, grads = jax.tree.map(np.float64, half)
@@ -241,7 +241,7 @@ def test_half_types_are_rounded_once_a_step(name):
 @pytest.mark.parametrize(
     "definition", [Adafactor(0.05, beta1=0.9), WeightNorm(Adam(0.1)), LAMB(0.1)], ids=["adafactor", "weight norm", "lamb"]
 )
-def test_the_types_of_half_parameters_and_their_state_stay(definition):
+def test_dtypes_of_half_parameters_and_their_state_are_kept(definition):
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.float16), data(np.float32))
     ours = run(definition, half[0], half[1][:2])
     before, after = jax.tree.map(lambda x: (x.shape, x.dtype), (definition.create(half[0]), ours))
@@ -250,7 +250,7 @@ def test_the_types_of_half_parameters_and_their_state_stay(definition):
     assert np.isfinite(ours.target["weight"]).all()
 
 
-def test_a_zero_gradient_in_float16_is_no_nan():
+def test_zero_gradient_in_float16_gives_no_nan():
     optimizer = run(Adam(0.01), {"w": jnp.ones((3,), jnp.float16)}, [{"w": jnp.zeros((3,), jnp.float16)}] * 3)
     assert optimizer.target["w"].tolist() == [1.0, 1.0, 1.0]
 
@@ -268,7 +268,7 @@ OPTAX = {
 
 
 def run_optax(tx, start, grads):
-    """A transformation as an optax user runs it; optax itself promotes int32 counts."""
+    """Run a transformation as optax users do; optax itself promotes int32 counts."""
     with jax.numpy_dtype_promotion("standard"):
         params = jax.tree.map(jnp.asarray, start)
         state = tx.init(params)
@@ -281,7 +281,7 @@ def run_optax(tx, start, grads):
 
 
 @pytest.mark.parametrize("name", OPTAX)
-def test_a_definition_is_a_transformation_and_equals_the_one_beneath(name):
+def test_definition_is_a_transformation_equal_to_its_optax_form(name):
     ours, theirs = OPTAX[name]
     start, grads = data(np.float32)
     mine, state = run_optax(ours, start, grads)
@@ -308,7 +308,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-def test_a_definition_stands_wherever_optax_takes_a_transformation(place):
+def test_definition_works_wherever_optax_takes_a_transformation(place):
     start, grads = data(np.float32)
     ours, _ = run_optax(place(Momentum(0.05), Adam(0.01)), start, grads)
     theirs, _ = run_optax(place(optax.sgd(0.05, momentum=0.9), optax.adam(0.01)), start, grads)
@@ -317,7 +317,7 @@ def test_a_definition_stands_wherever_optax_takes_a_transformation(place):
     assert error(ours, alone, start) > 1e-3
 
 
-def test_tree_map_params_reaches_the_state_of_the_parameters_only():
+def test_tree_map_params_maps_parameter_state_only():
     start, _ = data(np.float32)
     definition = Adam(0.1)
     state = optax.tree_utils.tree_map_params(definition, lambda x: x + 1, definition.init(start))
@@ -325,7 +325,7 @@ def test_tree_map_params_reaches_the_state_of_the_parameters_only():
     assert all((np.asarray(x) == 1).all() for x in jax.tree.leaves(state.param_states))
 
 
-def test_update_needs_params_and_says_so_in_the_words_of_optax():
+def test_update_without_params_raises_the_error_of_optax():
     definition = Momentum(0.1)
     state = definition.init({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"not passing `params` when calling `update`"):
@@ -334,7 +334,7 @@ def test_update_needs_params_and_says_so_in_the_words_of_optax():
     assert with_extra["w"].tolist() == pytest.approx([-0.1] * 3)
 
 
-def test_an_update_of_nothing_changes_no_bit():
+def test_update_of_unmatched_leaves_changes_no_bit():
     params = {"w": jnp.array([-0.0, 0.0, jnp.inf, 1.0]), "b": jnp.ones(2)}
     definition = MultiOptimizer(("b", GradientDescent(0.1)))
     updates, _ = definition.update({"w": jnp.full(4, jnp.nan), "b": jnp.ones(2)}, definition.init(params), params)
@@ -346,7 +346,7 @@ def test_an_update_of_nothing_changes_no_bit():
 # The base class
 
 
-def test_the_ten_lines_of_the_docstring_run():
+def test_example_of_the_docstring_runs():
     source = bridge._flax_optim.optimizer.__doc__
     definition = [line for line in source.split("\n") if line.startswith((">>> class", "..."))]
     assert len(definition) == 11
@@ -404,7 +404,7 @@ def test_hyper_params_may_be_any_object_with_attributes(kind):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_traced_hyper_params_of_another_type_change_no_type(dtype):
+def test_traced_hyper_params_do_not_change_dtypes(dtype):
     params = {"w": jnp.ones((3,), dtype)}
     optimizer = Signum(TupleParams(0.5)).create(params)
     with x64():  # strict promotion would refuse float64 * float32
@@ -413,13 +413,13 @@ def test_traced_hyper_params_of_another_type_change_no_type(dtype):
     assert (after.target["w"].dtype, after.state.param_states["w"].dtype) == (dtype, dtype)
 
 
-def test_an_abstract_definition_says_what_it_lacks():
+def test_abstract_definition_names_the_missing_method():
     with pytest.raises(NotImplementedError, match=r"OptimizerDef does not define init_param_state\(param\)"):
         OptimizerDef(None).create({"w": jnp.ones(1)})
     assert OptimizerDef(None).hyper_param_values() == {}
 
 
-def test_an_optimizer_of_flax_code_runs_as_it_stood():
+def test_code_written_for_flax_optim_runs():
     optimizer = Momentum(learning_rate=0.1, beta=0.2).create(np.ones((1,)))
     assert (int(optimizer.state.step), optimizer.state.param_states.momentum.tolist()) == (0, [0.0])
     state = OptimizerState(1, type(optimizer.state.param_states)(jnp.array([1.0])))
@@ -429,13 +429,13 @@ def test_an_optimizer_of_flax_code_runs_as_it_stood():
     adam = Adam(0.1, 0.2, 0.9, 0.01)
     state = OptimizerState(1, type(adam.init_param_state(np.ones(1)))(np.array([0.1], np.float32), np.array([0.9], np.float32)))
     params, _ = adam.apply_gradient(adam.hyper_params, np.array([1.0]), state, np.array([4.0]))
-    assert params.tolist() == pytest.approx([0.906085])  # the bias correction is for step 2: the state's step counts
+    assert params.tolist() == pytest.approx([0.906085])  # the bias correction is that of step 2, which follows the state's step
     empty = Momentum(0.1).create({}).apply_gradient({})
     assert (empty.target, int(empty.state.step)) == ({}, 1)
     assert GradientDescent(1.0).create({"a": 0.0}).apply_gradient({"a": -1.0}).target == {"a": 1.0}
 
 
-def test_the_hyper_params_are_pytrees_whose_structure_is_static():
+def test_hyper_params_are_pytrees_with_static_structure():
     hyper_params = Momentum(0.1, nesterov=True).hyper_params
     assert jax.tree.leaves(hyper_params) == [0.1, 0.9, 0.0]
     definition, params = Momentum(0.1), {"w": jnp.ones(3)}
@@ -444,7 +444,7 @@ def test_the_hyper_params_are_pytrees_whose_structure_is_static():
     assert (plain.target["w"].tolist(), nesterov.target["w"].tolist()) == (pytest.approx([0.5] * 3), pytest.approx([0.81] * 3))
 
 
-def test_the_learning_rate_may_come_with_the_call_or_as_a_schedule():
+def test_learning_rate_may_come_with_the_call_or_as_a_schedule():
     params = {"w": jnp.ones(2)}
     optimizer = Momentum().create(params)
     with pytest.raises(
@@ -456,7 +456,7 @@ def test_the_learning_rate_may_come_with_the_call_or_as_a_schedule():
     assert scheduled.target["w"].tolist() == pytest.approx([1 - 1 - 0.5 - 0.25] * 2)
 
 
-def test_lr_is_another_name_of_learning_rate_everywhere():
+def test_lr_is_an_alias_of_learning_rate():
     for kind in (GradientDescent, Momentum, Adam, Adagrad, RMSProp, LAMB, LARS, Adafactor):
         assert kind(lr=0.25).hyper_params.learning_rate == 0.25
         assert kind(0.1).update_hyper_params(lr=0.25).learning_rate == 0.25
@@ -467,7 +467,7 @@ def test_lr_is_another_name_of_learning_rate_everywhere():
             kind().update_hyper_params(lr=0.1, learning_rate=0.1)
 
 
-def test_an_unknown_hyper_param_is_named_with_the_known_ones():
+def test_error_names_unknown_and_known_hyper_params():
     message = r"Momentum has no hyper param 'bta'. Known: learning_rate, beta, weight_decay, nesterov."
     for call in (Momentum(0.1).update_hyper_params, Momentum(0.1).with_hyper_params, Momentum(0.1).create({}).apply_gradient):
         with pytest.raises(TypeError, match=re.escape(message)):
@@ -476,7 +476,7 @@ def test_an_unknown_hyper_param_is_named_with_the_known_ones():
         MultiOptimizer(("*", Momentum(0.1))).update_hyper_params(x=1)
 
 
-def test_a_change_of_numbers_compiles_nothing():
+def test_changed_hyper_params_compile_nothing():
     traces = []
 
     @jax.jit
@@ -497,7 +497,7 @@ def test_a_change_of_numbers_compiles_nothing():
         assert np.abs(seen[1] - seen[0]).max() > 1e-3
 
 
-def test_structure_that_changes_between_create_and_call_is_an_error():
+def test_changed_state_structure_raises():
     params = {"w": jnp.ones((2, 3))}
     optimizer = RMSProp(0.1).create(params)
     assert optimizer.state.param_states["w"].mg is None
@@ -509,7 +509,7 @@ def test_structure_that_changes_between_create_and_call_is_an_error():
         jax.jit(lambda flag: Momentum(0.1).create(params).apply_gradient(params, nesterov=flag))(True)
 
 
-def test_a_gradient_that_does_not_fit_is_named():
+def test_error_names_a_gradient_that_does_not_fit():
     optimizer = Momentum(0.1).create({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(3)})
     with pytest.raises(ValueError, match=r"Momentum: the gradient of 'a.w' is an array of shape \(3,\); expected one of shape \(2, 3\)"):
         optimizer.apply_gradient({"a": {"w": jnp.ones(3)}, "b": jnp.ones(3)})
@@ -521,7 +521,7 @@ def test_a_gradient_that_does_not_fit_is_named():
         optimizer.replace(target={"a": jnp.ones(3)}).apply_gradient({"a": jnp.ones(3)})
 
 
-def test_an_optimizer_is_a_pytree_that_can_be_copied_and_pickled():
+def test_optimizer_is_a_pytree_and_can_be_copied_and_pickled():
     start, grads = data(np.float32)
     optimizer = run(Adam(0.1), start, grads[:2])
     assert len(jax.tree.leaves(optimizer)) == 1 + 3 * 2
@@ -531,10 +531,10 @@ def test_an_optimizer_is_a_pytree_that_can_be_copied_and_pickled():
         assert jax.tree.all(jax.tree.map(np.array_equal, ours.target, theirs.target))
 
 
-# Weight normalisation
+# Weight normalization
 
 
-def test_weight_norm_keeps_direction_and_scale_apart():
+def test_weight_norm_separates_direction_and_scale():
     params = {"kernel": jnp.full((2, 2), 2.0), "bias": jnp.ones(2)}
     optimizer = WeightNorm(Momentum(0.1)).create(params).apply_gradient(jax.tree.map(jnp.ones_like, params))
     assert np.allclose(optimizer.target["kernel"], 1.9)
@@ -543,13 +543,13 @@ def test_weight_norm_keeps_direction_and_scale_apart():
     assert np.allclose(state.scale, 1.9 * 2**0.5)
     assert (state.direction_state.momentum.shape, state.scale_state.momentum.shape) == ((2, 2), (1, 2))
     assert optimizer.state.param_states["bias"].scale == ()
-    across = WeightNorm(GradientDescent(0.1)).create(params)  # a gradient across the direction leaves the norms
+    across = WeightNorm(GradientDescent(0.1)).create(params)  # a gradient orthogonal to the direction keeps the norms
     across = across.apply_gradient({"kernel": jnp.array([[1.0, 1.0], [-1.0, -1.0]]), "bias": jnp.ones(2)})
     assert np.allclose(np.linalg.norm(across.target["kernel"], axis=0), np.linalg.norm(params["kernel"], axis=0))
     assert np.abs(np.asarray(across.target["kernel"]) - 2.0).min() > 0.05
 
 
-def test_weight_norm_has_one_namespace_with_what_it_wraps():
+def test_weight_norm_shares_hyper_params_with_its_inner_definition():
     definition = WeightNorm(Momentum(0.1), wn_decay=0.5)
     values = {"learning_rate": 0.1, "beta": 0.9, "weight_decay": 0.0, "nesterov": False, "wn_decay": 0.5, "wn_eps": 1e-8}
     assert definition.hyper_param_values() == values
@@ -590,7 +590,7 @@ SELECTORS = {
 
 
 @pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS.keys())
-def test_focus_and_pairs_take_traversals_and_selectors(selector):
+def test_multi_optimizer_accepts_traversals_and_selectors(selector):
     for optimizer in (GradientDescent(0.5).create(PARAMS, focus=selector), MultiOptimizer((selector, GradientDescent(0.5))).create(PARAMS)):
         assert optimizer.state.param_states["body"] == {"weight": None, "bias": None}
         after = optimizer.apply_gradient(GRADS)
@@ -600,7 +600,7 @@ def test_focus_and_pairs_take_traversals_and_selectors(selector):
         assert int(after.state.step) == 1
 
 
-def test_each_leaf_goes_to_its_own_definition():
+def test_each_leaf_is_updated_by_its_definition():
     weights = ModelParamTraversal(lambda path, param: path.endswith("/weight") and param.ndim == 2)
     optimizer = MultiOptimizer((weights, Momentum(0.5)), ("*.bias", Adam(0.25))).create(PARAMS)
     after = jax.jit(lambda o, g: o.apply_gradient(g))(optimizer, GRADS)
@@ -611,7 +611,7 @@ def test_each_leaf_goes_to_its_own_definition():
     assert not np.allclose(many.target["head"]["weight"], alone.target["weight"], rtol=1e-2)
 
 
-def test_two_owners_of_a_leaf_are_an_error_that_names_all_three():
+def test_leaf_matched_by_two_pairs_raises_and_all_are_named():
     definition = MultiOptimizer(
         (ModelParamTraversal(lambda path, _: "head" in path), Adam(0.1)), ("body.*", Adam(0.1)), ("*.bias", Momentum(0.1))
     )
@@ -624,7 +624,7 @@ def test_two_owners_of_a_leaf_are_an_error_that_names_all_three():
             init(PARAMS)
 
 
-def test_what_a_multi_optimizer_refuses():
+def test_multi_optimizer_refuses_wrong_pairs():
     with pytest.raises(ValueError, match=r"the pattern 'haed.\*' matches none of 4 parameters. Did you mean"):
         MultiOptimizer(("haed.*", Adam(0.1))).create(PARAMS)
     with pytest.raises(TypeError, match=r"expected pairs of \(selector, OptimizerDef\), got \('\*', 0.1\)"):
@@ -641,12 +641,12 @@ def test_what_a_multi_optimizer_refuses():
         stranger.replace(optimizer_def=MultiOptimizer(("*.weight", Adam(0.1)))).apply_gradient(GRADS)
 
 
-def test_frozen_gradients_are_not_read_and_leaves_may_be_missing():
+def test_gradients_of_frozen_leaves_may_be_none():
     definition = MultiOptimizer(("*.weight", GradientDescent(0.5)), ("*.bias", Momentum(0.5)))
     focused = MultiOptimizer(("*.bias", GradientDescent(0.5))).create(PARAMS)
     after = focused.apply_gradient({"body": {"weight": None, "bias": jnp.ones(2)}, "head": {"weight": None, "bias": jnp.ones(2)}})
     assert moved(after) == {"body.bias": 0.5, "head.bias": 0.5}
-    # No bias takes part (None in their places): their pattern matches nothing now, and that is no error.
+    # Biases are None here, so their pattern matches nothing, which is not an error.
     some = jax.tree_util.tree_map_with_path(lambda path, x: x if x.ndim == 2 else None, PARAMS)
     state = definition.init(PARAMS)
     states = jax.tree.structure(PARAMS).flatten_up_to(state.param_states)
@@ -665,13 +665,13 @@ class Stateless(GradientDescent):
         return param - hyper_params.learning_rate * grad, None
 
 
-def test_none_is_the_state_of_the_unmatched_only():
+def test_only_unmatched_leaves_have_state_none():
     optimizer = MultiOptimizer(("head.*", Stateless(0.5))).create(PARAMS).apply_gradient(GRADS).apply_gradient(GRADS)
     assert moved(optimizer) == {"head.weight": 1.0, "head.bias": 1.0}
     assert optimizer.state.param_states == {"body": {"weight": None, "bias": None}, "head": {"weight": (), "bias": ()}}
 
 
-def test_hyper_params_by_call_for_one_or_all():
+def test_hyper_params_of_a_call_may_address_one_pair_or_all():
     optimizer = MultiOptimizer(("body.*", GradientDescent(0.5)), ("head.*", Momentum(0.25))).create(PARAMS)
     definition = optimizer.optimizer_def
     assert [hp.learning_rate for hp in definition.hyper_params] == [0.5, 0.25]
@@ -700,7 +700,7 @@ def test_hyper_params_by_call_for_one_or_all():
         optimizer.apply_gradient(GRADS, **{"2.lr": 1.0})
 
 
-def test_definitions_that_hold_others_stand_in_each_other_and_see_names():
+def test_definitions_may_be_nested_and_see_names():
     inner = MultiOptimizer(("head.weight", GradientDescent(0.5)), ("head.bias", GradientDescent(0.25)))
     optimizer = MultiOptimizer(("head.*", inner), ("body.*", WeightNorm(GradientDescent(0.125)))).create(PARAMS)
     after = optimizer.apply_gradient(GRADS)
@@ -710,7 +710,7 @@ def test_definitions_that_hold_others_stand_in_each_other_and_see_names():
     assert (moved(after)["head.weight"], moved(after)["head.bias"], moved(after)["body.bias"]) == (0.5, 0.75, 0.125)
 
 
-def test_a_traversal_iterates_and_updates():
+def test_traversal_iterates_and_updates():
     traversal = ModelParamTraversal(lambda path, _: re.search("/head/", path))
     assert [leaf.shape for leaf in traversal.iterate(PARAMS)] == [(2,), (2, 2)]
     updated = traversal.update(lambda x: x.ndim, PARAMS)
@@ -722,7 +722,7 @@ def test_a_traversal_iterates_and_updates():
 
 
 @pytest.mark.parametrize("name", [*CASES, "multi"])
-def test_a_state_dict_is_plain_and_restores_exactly(name):
+def test_state_dict_is_plain_and_restores_exactly(name):
     definition = CASES[name][0] if name in CASES else MultiOptimizer(("weight", Adam(0.1)))
     start, grads = data(np.float32)
     trained = run(definition, start, grads[:3])
@@ -742,7 +742,7 @@ def test_a_state_dict_is_plain_and_restores_exactly(name):
     assert not jax.tree.all(jax.tree.map(np.array_equal, follow_on(fresh, grads[3:6]).target, theirs.target))
 
 
-def test_the_layout_is_the_one_that_flax_saved():
+def test_state_dict_has_the_layout_of_flax():
     by_flax = {
         "target": {"dense": {"kernel": np.full((2, 3), 5.0, np.float32)}},
         "state": {
@@ -764,7 +764,7 @@ def test_the_layout_is_the_one_that_flax_saved():
     assert {name: value.shape for name, value in adafactor._asdict().items()} == {"v_row": (1,), "v_col": (1,), "v": (2,), "m": (1,)}
 
 
-def test_a_state_dict_that_does_not_fit_is_an_error_that_names_the_entry():
+def test_state_dict_that_does_not_fit_raises_and_names_the_entry():
     optimizer = MultiOptimizer(("head.*", Momentum(0.1))).create(PARAMS)
     saved = optimizer.state_dict()
     assert saved["state"]["param_states"].keys() == {"head"}
@@ -786,7 +786,7 @@ def test_a_state_dict_that_does_not_fit_is_an_error_that_names_the_entry():
         optimizer.restore_state(changed(momentum=np.zeros(2)))
     with pytest.raises(ValueError, match=r"the saved state has no entry 'state.step' \(7 such\). It is empty"):
         optimizer.restore_state({})
-    whole = Momentum(0.1).create(PARAMS).state_dict()  # once trained whole: the state of frozen leaves does not vanish in silence
+    whole = Momentum(0.1).create(PARAMS).state_dict()  # trained whole before: state of frozen leaves must not be dropped silently
     with pytest.raises(ValueError, match=r"this optimizer has no entry 'state.param_states.body.bias.momentum' \(2 such\)"):
         optimizer.restore_state(whole)
 
@@ -866,7 +866,7 @@ rate = jax.pmap(lambda o, g, lr: o.apply_gradient(g, lr=lr), axis_name="data", i
 g = jax.tree.map(lambda x: jnp.stack([x * 0, x * 0 + 4]), start)
 out["rate"] = [float((few.target["frozen"] - rate(few, g, lr).target["frozen"])[0, 0]) for lr in (0.5, 0.25)]
 
-# One optimizer for all replicas: explicit gradients give their mean; jax's own gradients would be summed already.
+# One optimizer for all replicas takes the mean of explicit gradients; jax's own gradients would already be summed.
 one = Momentum(0.05).create(start)
 one = one.replace(optimizer_def=ReplicatedOptimizer(one.optimizer_def))
 local = each_grad(start, xs[0], ys[0])
@@ -887,7 +887,7 @@ print(json.dumps(out))
 
 @pytest.fixture(scope="module")
 def replicas():
-    """What the script measured on 8 simulated devices, in a process of its own: jax fixes their number when it starts."""
+    """Run the script on 8 simulated devices in its own process, because jax fixes their number when it starts; return its results."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     root = str(Path(__file__).parents[3])
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
@@ -899,7 +899,7 @@ def replicas():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 @pytest.mark.parametrize("name", ["momentum", "multi"])
-def test_replicas_take_the_mean_of_the_gradients(replicas, name, how):
+def test_replicas_use_the_mean_of_the_gradients(replicas, name, how):
     result = replicas[f"{name} {how}"]
     assert replicas["devices"] == 8
     assert result["error"] < 1e-5
@@ -922,7 +922,7 @@ def test_replicate_takes_devices_and_an_axis_name(replicas):
 
 
 @pytest.mark.slow
-def test_gradients_that_jax_has_summed_are_never_taken_for_their_mean(replicas):
+def test_gradients_already_summed_by_jax_raise(replicas):
     assert replicas["one"] < 1e-5
     assert replicas["unchecked"] < 1e-5
     text = "the gradients do not vary over 'batch'. shard_map sums the gradients of parameters that enter with PartitionSpec()"

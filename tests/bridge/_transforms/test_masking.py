@@ -1,4 +1,4 @@
-"""The optax side: masks with optax's meaning and with ours, partitions, and optax's base, through the bridge's names."""
+"""Masks on the optax side: masks with optax's meaning and with ours, partitions, and re-exported names of optax."""
 
 import pickle
 import re
@@ -43,7 +43,7 @@ def draw(seed=0, steps=STEPS):
 
 
 def run(tx, params, grads, state=None, jit=True, **extra):
-    """End point and state. `extra` are extra args, one entry per step."""
+    """Return end point and state; `extra` holds extra args with one entry per step."""
     state = tx.init(params) if state is None else state
 
     def step(params, state, g, **extra):
@@ -57,7 +57,7 @@ def run(tx, params, grads, state=None, jit=True, **extra):
 
 
 def oracle(start, grads, rules):
-    """End point by name; `rules` maps names to reference rules, and all other leaves stay."""
+    """Return the end point by name; `rules` maps names to reference rules, and other leaves do not move."""
     p = flat(start)
     for g in map(flat, grads):
         p |= {name: rule.step(p[name], g[name]) for name, rule in rules.items()}
@@ -65,7 +65,7 @@ def oracle(start, grads, rules):
 
 
 def off(ours, theirs, start):
-    """The largest difference of two end points, in units of the longest way that a leaf went."""
+    """Return the largest difference of two end points over the largest movement of a leaf."""
     ours, start = flat(ours), flat(start)
     moved = max(np.linalg.norm(theirs[name] - start[name]) for name in start)
     assert moved > 0, "the reference did not move: this comparison could not fail"
@@ -86,7 +86,7 @@ def size(tree):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Net:
-    """A callable pytree, as an Equinox module is."""
+    """A callable pytree, like an Equinox module."""
 
     def __init__(self, w, b):
         self.w, self.b = w, b
@@ -102,7 +102,7 @@ class Net:
         return cls(*children)
 
 
-# masked: optax's own meaning
+# masked: True and False have optax's meaning
 
 
 MASKS = {
@@ -116,7 +116,7 @@ MASKS = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_masked_transforms_where_true_and_passes_the_raw_gradient_where_false(mask):
+def test_masked_transforms_true_and_passes_raw_gradients_of_false(mask):
     start, grads = draw()
     head = {"head.weight": NumpyAdam(0.01, (0.9, 0.99)), "head.bias": NumpyAdam(0.01, (0.9, 0.99))}
     raw = {"body.weight": NumpySGD(-1.0), "body.bias": NumpySGD(-1.0)}  # p + g
@@ -128,7 +128,7 @@ def test_masked_transforms_where_true_and_passes_the_raw_gradient_where_false(ma
     assert off(inverted, theirs, start) > 0.1
 
 
-def test_the_docstrings_say_which_false_is_meant():
+def test_docstrings_state_the_meaning_of_false():
     assert "where the mask is False the RAW GRADIENT passes through" in masked.__doc__
     assert "elsewhere the update is exactly zero" in select.__doc__
     assert "Zero update where `frozen` is True" in freeze.__doc__
@@ -137,15 +137,15 @@ def test_the_docstrings_say_which_false_is_meant():
 @pytest.mark.parametrize(
     "tx", [masked(adam(), HEAD), select(adam(), "head.*"), partition({"a": adam(), "z": optax.set_to_zero()}, {"head": "a", "body": "z"})]
 )
-def test_state_lies_only_where_the_mask_is_true(tx):
+def test_state_exists_only_where_the_mask_is_true(tx):
     params, _ = draw()
     count = 4
     assert size(tx.init(params)) == 2 * size(params["head"]) + count
-    assert size(masked(adam(), True).init(params)) == 2 * size(params) + count  # the count could differ
+    assert size(masked(adam(), True).init(params)) == 2 * size(params) + count  # the count of bytes can fail
 
 
 @pytest.mark.quick
-def test_nested_masks_are_the_conjunction():
+def test_nested_masks_act_as_their_conjunction():
     start, grads = draw()
     biases = jax.tree.map(lambda x: x.ndim == 1, start)
     ours, state = run(masked(masked(optax.chain(adam(), optax.scale(2.0)), biases), HEAD), start, grads)
@@ -161,7 +161,7 @@ def test_nested_masks_are_the_conjunction():
 
 
 def add_tags():
-    """Adds the extra arg `tags`, which must have the structure of the updates that arrive here."""
+    """Add the extra arg `tags`, which must have the structure of the incoming updates."""
     update = lambda updates, state, params=None, *, tags, **_: (jax.tree.map(lambda u, t: u + t, updates, tags), state)  # noqa: E731
     return masking.GradientTransformationExtraArgs(optax.identity().init, update)
 
@@ -174,7 +174,7 @@ WITH_TAGS = {
 
 
 @pytest.mark.parametrize("wrap", WITH_TAGS.values(), ids=WITH_TAGS)
-def test_extra_args_of_the_parameters_structure_are_masked_on_request(wrap):
+def test_extra_args_with_parameter_structure_are_masked_on_request(wrap):
     start, grads = draw()
     _, tags = draw(seed=1)
     sgd = optax.chain(add_tags(), optax.sgd(0.1))
@@ -191,7 +191,7 @@ def test_extra_args_of_the_parameters_structure_are_masked_on_request(wrap):
 # callable pytrees
 
 
-def test_a_callable_pytree_serves_as_parameters_and_as_mask_and_as_labels():
+def test_callable_pytree_may_be_parameters_mask_or_labels():
     start = Net(jnp.ones((3, 2)), jnp.ones(2))
     ones = jax.tree.map(jnp.ones_like, start)
     mask, labels = Net(True, False), Net("a", "b")
@@ -209,7 +209,7 @@ def test_a_callable_pytree_serves_as_parameters_and_as_mask_and_as_labels():
 
 
 class Threshold:
-    """A function that is a pytree: with a number for a leaf, or with none."""
+    """A function that is a pytree, with a number as its leaf or without leaves."""
 
     def __init__(self, *ndim):
         self.ndim = ndim
@@ -226,10 +226,10 @@ jax.tree_util.register_pytree_node(Threshold, lambda t: (t.ndim, None), lambda _
     [Threshold(), Threshold(1), jax.tree_util.Partial(lambda n, p: Threshold(n)(p), 1)],
     ids=["without a leaf", "with a number", "Partial"],
 )
-def test_a_callable_pytree_without_a_bool_is_a_function(mask):
+def test_callable_pytree_without_a_bool_is_called(mask):
     params, _ = draw()
     ones = jax.tree.map(jnp.ones_like, params)
-    with pytest.raises(ValueError, match=r"structure error|type mismatch"):  # what optax makes of it
+    with pytest.raises(ValueError, match=r"structure error|type mismatch"):  # optax's error
         optax.masked(optax.scale(-2.0), mask).init(params)
     for tx, weight, bias in [
         (masked(optax.scale(-2.0), mask), -2.0, 1.0),
@@ -259,8 +259,8 @@ EQUINOX_MASKS = {
 
 
 @pytest.mark.parametrize("make", EQUINOX_MASKS.values(), ids=EQUINOX_MASKS)
-def test_an_equinox_module_as_parameters_and_as_mask(make, model):
-    """Regression: such a module is callable, and a mask or labels must not be called for it."""
+def test_equinox_module_may_be_parameters_and_mask(make, model):
+    """An Equinox module is callable; as a mask or labels it must not be called."""
     eqx = pytest.importorskip("equinox")
     params, static = eqx.partition(model, eqx.is_array)
     mask = make(eqx, model)
@@ -283,17 +283,17 @@ def test_an_equinox_module_as_parameters_and_as_mask(make, model):
         for g, u in zip(jax.tree.leaves(grads), jax.tree.leaves(updates), strict=True):
             assert jnp.any(g != 0)
             np.testing.assert_allclose(u, (trained if g.ndim == 2 else others) * g, rtol=1e-6)
-        jax.vmap(eqx.apply_updates(model, updates))(x)  # the whole model again, functions and all
+        jax.vmap(eqx.apply_updates(model, updates))(x)  # the complete model, including its functions
 
 
-def test_an_equinox_module_of_labels_and_one_with_functions_as_parameters(model):
+def test_equinox_module_may_hold_labels_or_functions(model):
     eqx = pytest.importorskip("equinox")
     params = eqx.filter(model, eqx.is_array)
     ones = jax.tree.map(jnp.ones_like, params)
     labels = jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "vector", params)
     txs = {"matrix": optax.scale(2.0), "vector": optax.scale(3.0)}
     with pytest.raises(TypeError):
-        optax.partition(txs, labels).init(params)  # optax calls the module
+        optax.partition(txs, labels).init(params)  # optax would call the module
     tx = partition(txs, labels)
     updates, _ = tx.update(ones, tx.init(params), params)
     assert [float(u.flat[0]) for u in map(np.asarray, jax.tree.leaves(updates))] == [2.0, 3.0, 2.0, 3.0]
@@ -304,7 +304,7 @@ def test_an_equinox_module_of_labels_and_one_with_functions_as_parameters(model)
     assert eqx.apply_updates(model, updates).activation is model.activation
 
 
-# select and freeze: True and False as in the rest of the project
+# select and freeze: True and False have the project's meaning
 
 
 SELECTORS = {
@@ -321,7 +321,7 @@ SELECTORS = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("mask", SELECTORS.values(), ids=SELECTORS)
-def test_select_optimizes_what_any_selector_names_and_nothing_else(mask):
+def test_select_optimizes_exactly_the_selected_leaves(mask):
     start, grads = draw()
     bad = {"weight": jnp.full((4, 3), jnp.nan), "bias": jnp.full(3, jnp.inf)}
     grads = [g | {"body": bad} for g in grads]
@@ -340,14 +340,14 @@ def test_select_optimizes_what_any_selector_names_and_nothing_else(mask):
     [select(adam(), "body.*"), masked(adam(), HEAD), select(adam(), True), select(optax.adam(0.0101), "head.*")],
     ids=["inverted", "leaking", "all", "another rate"],
 )
-def test_a_broken_selection_is_caught_by_the_oracle(broken):
+def test_oracle_detects_a_broken_selection(broken):
     start, grads = draw()
     theirs = oracle(start, grads, adams(["head.weight", "head.bias"]))
     assert off(run(broken, start, grads)[0], theirs, start) > 1e-3
 
 
 @pytest.mark.parametrize("frozen", SELECTORS.values(), ids=SELECTORS)
-def test_freeze_zeroes_what_any_selector_names_and_passes_the_rest(frozen):
+def test_freeze_zeroes_exactly_the_selected_leaves(frozen):
     start, grads = draw()
     theirs = oracle(start, grads, adams(["body.weight", "body.bias"]))
     ours, _ = run(optax.chain(adam(), freeze(frozen=frozen)), start, grads)
@@ -358,7 +358,7 @@ def test_freeze_zeroes_what_any_selector_names_and_passes_the_rest(frozen):
 
 
 @pytest.mark.quick
-def test_freeze_zeroes_a_gradient_that_is_not_finite():
+def test_freeze_zeroes_nonfinite_gradients():
     params, _ = draw()
     tx = freeze(frozen="head.*")
     updates, _ = tx.update(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params), tx.init(params))
@@ -367,7 +367,7 @@ def test_freeze_zeroes_a_gradient_that_is_not_finite():
 
 
 @pytest.mark.quick
-def test_freeze_of_all_and_of_none_and_of_nothing_said():
+def test_freeze_takes_true_false_and_refuses_none():
     params, grads = draw(steps=1)
     for frozen, factor in [(True, 0.0), (False, 1.0)]:
         updates, _ = freeze(frozen=frozen).update(grads[0], freeze(frozen=frozen).init(params))
@@ -375,11 +375,11 @@ def test_freeze_of_all_and_of_none_and_of_nothing_said():
     with pytest.raises(TypeError, match=r"frozen=None says neither all nor nothing\. Use True"):
         freeze(frozen=None)
     with pytest.raises(TypeError, match="positional"):
-        freeze("head.*")  # the polarity has to be said
+        freeze("head.*")  # the keyword states the polarity
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.tensor], ids=["numpy", "torch"])
-def test_a_mask_of_elements_trains_these_only(kind):
+def test_element_mask_trains_selected_elements_only(kind):
     start, grads = draw()
     rows = np.zeros((3, 2), bool)
     rows[0] = True
@@ -392,7 +392,7 @@ def test_a_mask_of_elements_trains_these_only(kind):
     assert off(ours, theirs, start) < 1e-12
     assert off(run(select(decayed, "head.*"), start, grads)[0], theirs, start) > 0.1
     assert size(state) == 2 * size(start["head"]) + 4 + rows.nbytes
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))  # no gradient of a frozen element got in
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))  # no gradient of a frozen element entered the state
     halved = masking.tree_map_params(select(decayed, mask), lambda v: v / 2, state)
     jax.tree.map(np.testing.assert_array_equal, halved.labels, state.labels)
 
@@ -400,7 +400,7 @@ def test_a_mask_of_elements_trains_these_only(kind):
     assert off(ours, theirs, start) < 1e-12
 
 
-def test_frozen_leaves_are_in_no_norm():
+def test_frozen_leaves_do_not_join_the_norm():
     start, grads = draw()
     grads = [g | {"body": jax.tree.map(lambda x: 1e6 * x, g["body"])} for g in grads]
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
@@ -413,7 +413,7 @@ def test_frozen_leaves_are_in_no_norm():
     assert off(leaking, theirs, start) > 0.9
 
 
-def test_a_frozen_leaf_needs_no_gradient():
+def test_frozen_leaf_needs_no_gradient():
     params, grads = draw(steps=1)
     tx = select(adam(), "head.*")
     none = {"body": {"weight": None, "bias": None}, "head": grads[0]["head"]}
@@ -422,10 +422,10 @@ def test_a_frozen_leaf_needs_no_gradient():
     np.testing.assert_allclose(updates["head"]["bias"], -0.01 * np.sign(grads[0]["head"]["bias"]), rtol=1e-5)
 
 
-# when a spec is asked
+# when a selector is evaluated
 
 
-def test_a_spec_is_asked_once_and_its_answer_stays_with_the_state():
+def test_selector_is_evaluated_once_and_stored_in_the_state():
     params, grads = draw()
     calls = []
 
@@ -445,7 +445,7 @@ def test_a_spec_is_asked_once_and_its_answer_stays_with_the_state():
     assert len(calls) == 12
 
 
-def test_an_answer_survives_pickle_and_compiles_nothing_anew():
+def test_pickled_state_keeps_its_mask_and_compiles_nothing():
     params, grads = draw()
     tx, traces = select(adam(), "head.*"), []
 
@@ -465,7 +465,7 @@ def test_an_answer_survives_pickle_and_compiles_nothing_anew():
     assert not (updates["body"]["weight"]).any()
 
 
-def test_init_reads_names_and_shapes_of_tracers_and_of_abstract_arrays():
+def test_init_works_with_tracers_and_abstract_arrays():
     params, _ = draw()
     tx = select(adam(), lambda name, param: name.startswith("head") and param.ndim == 2)
     expected = tx.init(params)
@@ -475,7 +475,7 @@ def test_init_reads_names_and_shapes_of_tracers_and_of_abstract_arrays():
     assert size(expected) == 2 * size(params["head"]["weight"]) + 4
 
 
-def test_the_errors_of_a_selection_name_the_pattern_and_the_leaf():
+def test_errors_name_the_pattern_and_the_leaf():
     params, grads = draw(steps=1)
     for tx in (select(adam(), "haed.*"), freeze(frozen="haed.*")):
         with pytest.raises(ValueError, match=r"'haed\.\*' matches none of 4 parameters\. Did you mean 'head\."):
@@ -519,7 +519,7 @@ def test_partition_takes_labels_from_any_selector(labels):
     assert jax.tree.structure(tx.init(start).inner_state) == jax.tree.structure(theirs)
 
 
-def test_optax_own_forms_of_labels_that_look_like_patterns():
+def test_label_trees_of_optax_are_not_read_as_patterns():
     params = (jnp.ones(2), {"w": jnp.ones(3)})
     txs = {"a": optax.scale(2.0), "b": optax.scale(3.0)}
     for labels, expected in [(("a", "b"), [2.0, 3.0]), (lambda _: ("b", "a"), [3.0, 2.0]), (("a", {"w": "b"}), [2.0, 3.0])]:
@@ -531,7 +531,7 @@ def test_optax_own_forms_of_labels_that_look_like_patterns():
     assert [float(u[0]) for u in jax.tree.leaves(tx.update(params, tx.init(params))[0])] == [2.0, 3.0]
 
 
-def test_labels_and_transformations_are_checked_against_each_other():
+def test_labels_without_a_transformation_raise():
     params, _ = draw()
     txs = {"slow": adam(), "fast": optax.sgd(0.1)}
     with pytest.raises(ValueError, match=r"no transformation for the label 'fats' of 'head.bias' \(2 of 4 leaves .*Did you mean 'fast'\?"):
@@ -577,7 +577,7 @@ def test_tree_map_params_reaches_the_state_of_the_selected_leaves(tx):
     assert (flat(ours)["head.weight"] != flat(params)["head.weight"]).all()
 
 
-def test_parameters_without_a_leaf_have_no_labels():
+def test_empty_parameters_have_no_labels():
     for params in ({}, {"a": None, "b": {}}):
         for tx in (select(adam(), "head.*"), freeze(frozen="head.*"), partition({"a": adam()}, "a")):
             updates, state = jax.jit(tx.update)(params, tx.init(params), params)
@@ -588,7 +588,7 @@ def test_parameters_without_a_leaf_have_no_labels():
 # optax's base
 
 
-def test_what_optax_has_is_optax_own():
+def test_reexported_names_are_those_of_optax():
     for name in set(masking.__all__) - {"ResolvedState", "SlowState", "freeze", "lookahead", "masked", "partition", "select"}:
         assert getattr(masking, name) is getattr(optax.schedules if name == "StatefulSchedule" else optax, name), name
     for tx in (masked(adam(), HEAD), select(adam(), HEAD), freeze(frozen=HEAD), partition({"a": adam()}, "a")):
@@ -613,14 +613,14 @@ ZERO = {
 
 
 @pytest.mark.parametrize("tx", ZERO.values(), ids=ZERO)
-def test_set_to_zero_costs_no_byte_in_the_compiled_program(tx):
+def test_set_to_zero_costs_no_bytes(tx):
     small, big = jnp.ones((64, 64)), jnp.ones((256, 256))
     alone, arguments = bytes_accessed(adam(), {"small": small})
     both, more_arguments = bytes_accessed(tx, {"small": small, "big": big})
-    assert both - alone <= 16  # the address of one more result, not a byte of the leaf
-    assert more_arguments - arguments == big.nbytes  # donated and handed through; its gradient is no argument at all
+    assert both - alone <= 16  # the address of one more result, but no byte of the leaf
+    assert more_arguments - arguments == big.nbytes  # the leaf is donated and returned; its gradient is not an argument
     scaled, _ = bytes_accessed(optax.chain(adam(), masked(optax.scale(0.0), {"small": False, "big": True})), {"small": small, "big": big})
-    assert scaled - alone > 3 * big.nbytes  # zeros that XLA does not know of
+    assert scaled - alone > 3 * big.nbytes  # zeros that XLA does not know
 
 
 def test_stateless_transformations_have_no_state_and_compose_with_masks():
@@ -636,7 +636,7 @@ def test_stateless_transformations_have_no_state_and_compose_with_masks():
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: masked(tx, HEAD), lambda tx: select(tx, "head.*"), lambda tx: partition({"a": tx}, "a")])
-def test_without_params_the_error_is_optax_own(wrap):
+def test_missing_params_raise_the_error_of_optax(wrap):
     params, grads = draw(steps=1)
     tx = wrap(optax.add_decayed_weights(0.1))
     with pytest.raises(ValueError, match="requires the current value of parameters, but you are not passing `params`"):
@@ -644,7 +644,7 @@ def test_without_params_the_error_is_optax_own(wrap):
 
 
 class HalveOnPlateau:
-    """A stateful schedule: the rate halves whenever the extra arg `value` is not below the best so far."""
+    """A stateful schedule that halves the rate whenever the extra arg `value` is not below its minimum so far."""
 
     def init(self):
         return {"rate": jnp.asarray(0.1), "best": jnp.asarray(jnp.inf)}
@@ -658,12 +658,12 @@ class HalveOnPlateau:
 
 @pytest.mark.parametrize("inject", [optax.inject_hyperparams, optax.inject_stateful_hyperparams], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("wrap", [lambda tx: select(tx, "head.*"), lambda tx: optax.chain(tx, freeze(frozen="body.*"))])
-def test_a_stateful_schedule_reads_extra_args_through_the_masks(inject, wrap):
+def test_stateful_schedule_gets_extra_args_through_masks(inject, wrap):
     assert isinstance(HalveOnPlateau(), masking.StatefulSchedule)
     start, grads = draw()
     values = np.cos(np.arange(STEPS)) - 0.1 * np.arange(STEPS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of inject_stateful_hyperparams, which is the other one today
+        warnings.simplefilter("ignore", DeprecationWarning)  # inject_stateful_hyperparams is deprecated
         tx = wrap(inject(optax.sgd)(learning_rate=HalveOnPlateau()))
     ours, _ = run(tx, start, grads, value=jnp.asarray(values))
 
@@ -686,7 +686,7 @@ def test_a_stateful_schedule_reads_extra_args_through_the_masks(inject, wrap):
         (lambda: bridge.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, [("*.weight", "a"), ("*.bias", "b")]), False),
     ],
 )
-def test_patterns_hold_on_torch_parameters_whichever_have_gradients(tx, frozen):
+def test_patterns_apply_to_torch_parameters_with_missing_gradients(tx, frozen):
     with jax.numpy_dtype_promotion("standard"):
         model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(4, 3), "head": torch.nn.Linear(3, 2)})
         optimizer = torch_api.OptaxOptimizer(model.named_parameters(), tx())

@@ -1,4 +1,4 @@
-"""The selector language: what each form selects, the same by every route, and what every wrong selector says."""
+"""Selectors: what each form selects on every route, and the error of every wrong selector."""
 
 import functools
 import random
@@ -81,7 +81,7 @@ every_label_route = pytest.mark.parametrize("route", LABEL_ROUTES.values(), ids=
 
 
 def tree_of(model, value, **replaced):
-    """The nested dict of the parameters with one value everywhere, but for the head's entries given by name."""
+    """Return the nested dict of parameters with one value everywhere, except for entries of the head given by name."""
     tree = nest([(name, value) for name, _ in model.named_parameters()])
     tree["head"].update(replaced)
     return tree
@@ -144,7 +144,7 @@ SELECTORS = {
 
 @every_mask_route
 @pytest.mark.parametrize(("build", "expected"), SELECTORS.values(), ids=SELECTORS)
-def test_every_selector_takes_exactly_its_parameters_by_every_route(build, expected, route, model):
+def test_every_selector_selects_exactly_its_parameters_on_every_route(build, expected, route, model):
     answer = route(build(model), model)
     assert set(answer) == ALL
     assert {name for name, value in answer.items() if value is True} == expected
@@ -152,11 +152,11 @@ def test_every_selector_takes_exactly_its_parameters_by_every_route(build, expec
 
 
 @pytest.mark.parametrize("route", [route for name, route in MASK_ROUTES.items() if name != "MaskedAdamW"])
-def test_false_takes_nothing(route, model):
+def test_false_selects_nothing(route, model):
     assert route(False, model) == dict.fromkeys(ALL, False)
 
 
-def test_a_glob_is_case_sensitive():
+def test_glob_is_case_sensitive():
     params = {"Head": jnp.ones(1), "head": jnp.ones(1)}
     assert bridge.resolve_mask("H*", params) == {"Head": True, "head": False}
 
@@ -177,13 +177,13 @@ def test_a_glob_is_case_sensitive():
     ],
     ids=["list", "tuple", "tree of a list", "path through a list", "list of tuples", "callable on a list"],
 )
-def test_the_answer_has_the_structure_of_the_parameters(params, spec, expected):
+def test_resolved_mask_has_the_structure_of_the_parameters(params, spec, expected):
     answer = bridge.resolve_mask(spec, params)
     assert jax.tree.structure(answer) == jax.tree.structure(expected)
     assert answer == expected
 
 
-def test_a_mask_mapped_over_parameters_with_an_absent_entry_fits_them():
+def test_mask_mapped_over_parameters_with_none_fits_them():
     params = {"weight": jnp.ones((2, 2)), "bias": None, "scale": jnp.ones(2)}
     mask = jax.tree.map(lambda leaf: leaf.ndim == 2, params)
     assert bridge.resolve_mask(mask, params) == {"weight": True, "bias": None, "scale": False}
@@ -193,7 +193,7 @@ class TestBoolTensors:
     PARTIAL = np.array([[True, False, False, True], [False, True, False, False]])
 
     @pytest.mark.parametrize("convert", [torch.tensor, np.array, jnp.asarray], ids=["torch", "numpy", "jax"])
-    def test_a_bool_array_selects_elements_of_its_own_parameter(self, convert, model):
+    def test_bool_array_selects_elements_of_its_parameter(self, convert, model):
         answer = bridge.resolve_mask(tree_of(model, False, weight=convert(self.PARTIAL), bias=True), model)
         elements = answer.pop("head.weight")
         assert isinstance(elements, np.ndarray)
@@ -211,14 +211,14 @@ class TestBoolTensors:
         ],
         ids=["pair", "dict", "callable", "callable on the tree"],
     )
-    def test_every_rule_that_gives_values_may_give_a_bool_tensor(self, spec, model):
+    def test_every_rule_may_return_a_bool_tensor(self, spec, model):
         decided = values(spec(torch.tensor(self.PARTIAL)), model, "mask")
         np.testing.assert_array_equal(decided.pop("head.weight"), self.PARTIAL)
         assert decided == dict.fromkeys(ALL - {"head.weight"}, False)
 
     @pytest.mark.parametrize("convert", [torch.tensor, np.array, jnp.asarray], ids=["torch", "numpy", "jax"])
     @pytest.mark.parametrize("wrap", [list, tuple, lambda layer: [tuple(layer)]], ids=["list", "tuple", "list of one pair"])
-    def test_a_bool_array_fits_parameters_that_are_held_in_sequences(self, wrap, convert):
+    def test_bool_array_fits_parameters_in_sequences(self, wrap, convert):
         params = wrap([jnp.ones((2, 4)), jnp.ones(4)])
         answer = bridge.resolve_mask(wrap([convert(self.PARTIAL), True]), params)
         assert jax.tree.structure(answer) == jax.tree.structure(params)
@@ -228,18 +228,18 @@ class TestBoolTensors:
 
     @pytest.mark.parametrize("everywhere", [True, False])
     @pytest.mark.parametrize("convert", [torch.tensor, np.array, jnp.asarray], ids=["torch", "numpy", "jax"])
-    def test_a_bool_array_that_is_the_same_everywhere_becomes_that_bool(self, everywhere, convert, model):
+    def test_constant_bool_array_becomes_a_bool(self, everywhere, convert, model):
         mask = tree_of(model, not everywhere, weight=convert(np.full((2, 4), everywhere)))
         answer = bridge.resolve_mask(mask, model)
         assert answer["head.weight"] is everywhere
         assert answer["head.bias"] is (not everywhere)
 
-    def test_a_transposed_bool_tensor_keeps_its_elements(self, model):
+    def test_transposed_bool_tensor_keeps_its_elements(self, model):
         mask = torch.tensor(self.PARTIAL.T.copy()).t()
         assert not mask.is_contiguous()
         np.testing.assert_array_equal(bridge.resolve_mask({"head.weight": mask}, model)["head.weight"], self.PARTIAL)
 
-    def test_a_bool_tensor_changed_afterwards_does_not_change_the_answer(self, model):
+    def test_later_change_of_a_bool_tensor_has_no_effect(self, model):
         mask = torch.tensor(self.PARTIAL)
         answer = bridge.resolve_mask({"head.weight": mask}, model)
         mask.logical_not_()
@@ -259,7 +259,7 @@ class TestBoolTensors:
         ids=["transposed shape", "broadcastable shape", "no dimensions", "float", "uint8", "bfloat16", "numpy int64"],
     )
     @pytest.mark.parametrize("resolve", [bridge.resolve_mask, by_optimizer], ids=["resolve_mask", "MaskedAdamW"])
-    def test_a_tensor_of_the_wrong_shape_or_dtype_is_an_error_with_both(self, mask, got, expected, resolve, model):
+    def test_tensor_of_wrong_shape_or_dtype_raises_and_names_both(self, mask, got, expected, resolve, model):
         with pytest.raises((ValueError, TypeError), match=f"'head.weight'.*{got}.*expected.*{expected}"):
             resolve(tree_of(model, False, weight=mask), model)
 
@@ -267,7 +267,7 @@ class TestBoolTensors:
         ("kind", "text"),
         [("decay_mask", "decay_mask: 'head.weight'.*expected True or False"), ("labels", "labels: 'head.weight'.*label is")],
     )
-    def test_only_a_mask_takes_a_bool_tensor(self, kind, text, model):
+    def test_only_masks_accept_bool_tensors(self, kind, text, model):
         mask = torch.tensor(self.PARTIAL)
         with pytest.raises(TypeError, match=f"(?s){text}"):
             column([("head.weight", mask), ("*", False)], leaves_of(model), kind)
@@ -288,7 +288,7 @@ LABELS = {
 
 @every_label_route
 @pytest.mark.parametrize(("build", "new"), LABELS.values(), ids=LABELS)
-def test_every_selector_gives_labels_by_every_route(build, new, route, model):
+def test_every_selector_gives_labels_on_every_route(build, new, route, model):
     assert route(build(model), model) == {name: "new" if name in new else "old" for name in ALL}
 
 
@@ -302,13 +302,13 @@ def test_every_selector_gives_labels_by_every_route(build, new, route, model):
     ],
     ids=["pairs", "dict", "callable"],
 )
-def test_a_leaf_without_a_label_is_an_error_that_names_it(spec, route, model):
+def test_leaf_without_label_raises_and_is_named(spec, route, model):
     with pytest.raises(ValueError, match=r"labels.*'head\.bias'.*label"):
         route(spec, model)
 
 
 @pytest.mark.parametrize("kind", MASK_KINDS)
-def test_a_leaf_that_no_rule_of_a_mask_names_is_false(kind, model):
+def test_leaf_without_matching_rule_of_a_mask_is_false(kind, model):
     assert values([("head.weight", True)], model, kind) == {name: name == "head.weight" for name in ALL}
 
 
@@ -374,18 +374,18 @@ ERRORS = {
 
 @every_mask_route
 @pytest.mark.parametrize(("spec", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_every_wrong_selector_is_an_error_that_says_what_was_expected(spec, error, text, route, model):
+def test_every_wrong_selector_raises_and_states_what_was_expected(spec, error, text, route, model):
     with pytest.raises(error, match=f"(?s)^(decay_)?mask.*{text}"):
         route(spec, model)
 
 
-def test_some_parameters_that_are_not_optimized_are_counted(model):
+def test_error_counts_parameters_that_are_not_optimized(model):
     with pytest.raises(ValueError, match=r"mask.*1 of 3.*\(5, 7\).*not optimized"):
         bridge.resolve_mask([*model.head.parameters(), nn.Parameter(torch.ones(5, 7))], model)
 
 
 @pytest.mark.parametrize("kind", [*MASK_KINDS, "labels"])
-def test_an_error_names_the_argument_it_is_about(kind, model):
+def test_error_names_its_argument(kind, model):
     with pytest.raises(ValueError, match=f"^{kind}.*'nothing'"):
         column([("nothing", True), ("*", True)], leaves_of(model), kind)
 
@@ -395,7 +395,7 @@ def test_an_error_names_the_argument_it_is_about(kind, model):
     ["head.*", ["head.*"], re.compile("bias"), [("head.*", True), (None, False)], {"head": True}],
     ids=["glob", "list of globs", "regular expression", "pairs", "dict"],
 )
-def test_a_pattern_on_parameters_without_names_asks_for_named_parameters(spec, model):
+def test_pattern_on_unnamed_parameters_raises_with_advice(spec, model):
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
         MaskedAdamW(model.parameters(), mask=spec)
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
@@ -413,7 +413,7 @@ def test_a_pattern_on_parameters_without_names_asks_for_named_parameters(spec, m
     ],
     ids=["None", "module", "parameters", "callable", "pairs"],
 )
-def test_a_selector_that_is_not_a_pattern_needs_no_names(build, trained, model):
+def test_selector_that_is_not_a_pattern_needs_no_names(build, trained, model):
     rows = MaskedAdamW(model.parameters(), mask=build(model)).report().rows
     assert [row["status"] for row in rows].count("trained") == trained
 
@@ -429,7 +429,7 @@ def test_a_selector_that_is_not_a_pattern_needs_no_names(build, trained, model):
     ],
     ids=["dict", "array", "callable", "pair", "bare"],
 )
-def test_a_value_made_inside_jit_is_an_error_that_says_traced(spec, model):
+def test_value_made_inside_jit_raises_and_is_called_traced(spec, model):
     @jax.jit
     def inside(traced):
         bridge.resolve_mask(spec(traced), model)
@@ -451,14 +451,14 @@ class TestReport:
         ],
         ids=["glob", "list", "pairs", "dict", "no rule"],
     )
-    def test_decided_by_names_the_rule_that_decided(self, spec, trained_by, frozen_by, model):
+    def test_decided_by_names_the_deciding_rule(self, spec, trained_by, frozen_by, model):
         decided = {row["parameter"]: row["decided by"] for row in MaskedAdamW(model.named_parameters(), mask=spec).report().rows}
         assert all(trained_by in decided[name] for name in HEAD)
         assert all(frozen_by in decided[name] for name in ENCODER)
         assert decided["head.bias"] != decided["encoder.0.bias"]
 
     @pytest.mark.parametrize(("count", "status"), [(0, "frozen"), (3, "trained in 3 of 12 elements"), (12, "trained")])
-    def test_the_status_counts_the_elements_of_a_bool_tensor(self, count, status, model):
+    def test_status_counts_the_elements_of_a_bool_tensor(self, count, status, model):
         mask = (torch.arange(12) < count).reshape(4, 3)
         optimizer = MaskedAdamW(model.named_parameters(), mask={"encoder.0.weight": mask, "head": True})
         statuses = {row["parameter"]: row["status"] for row in optimizer.report().rows}
@@ -466,7 +466,7 @@ class TestReport:
 
 
 def random_glob(rng, names):
-    """A glob made from one of the names, or now and then of a name that may not be there."""
+    """Return a glob made from one of the names, or sometimes from a name that does not exist."""
     segments = rng.choice(names).split(".") if rng.random() < 0.97 else ["d", "a", "b"]
     for index, segment in enumerate(segments):
         segments[index] = rng.choice([segment, segment, "*", "?", "[ab]", "[!a]", f"{segment}*"])
@@ -475,7 +475,7 @@ def random_glob(rng, names):
 
 
 @pytest.mark.parametrize("kind", [*MASK_KINDS, "labels"])
-def test_random_pairs_decide_as_the_first_matching_line_of_a_plain_loop(kind):
+def test_random_pairs_decide_like_the_first_match_in_a_loop(kind):
     rng = random.Random(kind)
     outcomes = {"no match": 0, "no label": 0, "decided": 0}
     for _ in range(300):
@@ -532,22 +532,22 @@ class TestEquinox:
     def params(self, net):
         return net(jnp.ones((2, 3)), jnp.ones(3), jnp.ones((3, 1)), jnp.ones(1), jnp.ones(()))
 
-    def test_a_callable_module_of_bools_is_a_mask_and_not_called(self, net, params):
+    def test_callable_module_of_bools_is_a_mask_and_not_called(self, net, params):
         mask = net(True, False, False, True, False)
         answer = bridge.resolve_mask(mask, params)
         assert jax.tree.structure(answer) == jax.tree.structure(params)
         assert jax.tree.leaves(answer) == [True, False, False, True, False]
 
-    def test_a_callable_module_holds_bool_arrays_too(self, net, params):
+    def test_callable_module_may_hold_bool_arrays(self, net, params):
         elements = np.array([[True, False, True], [False, False, True]])
         answer = bridge.resolve_mask(net(elements, False, jnp.ones((3, 1), bool), False, False), params)
         np.testing.assert_array_equal(answer.layers[0].weight, elements)
         assert answer.layers[1].weight is True
 
-    def test_a_callable_module_may_be_a_prefix(self, net, params):
+    def test_callable_module_may_be_a_prefix(self, net, params):
         assert jax.tree.leaves(bridge.resolve_mask(net.prefix([True, False], True), params)) == [True, True, False, False, True]
 
-    def test_a_callable_module_of_strings_gives_labels(self, net, params):
+    def test_callable_module_of_strings_gives_labels(self, net, params):
         assert jax.tree.leaves(bridge.resolve_labels(net("a", "b", "c", "d", "e"), params)) == ["a", "b", "c", "d", "e"]
 
     @pytest.mark.parametrize(
@@ -565,7 +565,7 @@ class TestEquinox:
         assert jax.tree.structure(answer) == jax.tree.structure(params)
         assert jax.tree.leaves(answer) == expected
 
-    def test_a_module_whose_leaf_is_callable_is_called(self, params):
+    def test_module_with_a_callable_leaf_is_called(self, params):
         eqx = pytest.importorskip("equinox")
 
         class Predicate(eqx.Module):
@@ -577,16 +577,16 @@ class TestEquinox:
         answer = bridge.resolve_mask(Predicate(lambda name: name.endswith("weight")), params)
         assert jax.tree.leaves(answer) == [True, False, True, False, False]
 
-    def test_a_module_of_another_structure_is_an_error(self, net, params):
+    def test_module_of_another_structure_raises(self, net, params):
         with pytest.raises(ValueError, match=r"(?s)mask.*structure"):
             bridge.resolve_mask(net.prefix([True, False, True], True), params)
 
-    def test_a_module_of_parameters_as_a_mask_names_the_leaf_and_the_dtype(self, params):
+    def test_module_of_parameters_as_mask_raises_and_names_the_leaf(self, params):
         with pytest.raises(ValueError, match=r"'layers\.0\.weight'.*float32.*expected.*bool"):
             bridge.resolve_mask(params, params)
 
 
-def test_an_equinox_module_whose_attributes_have_the_parameters_names_is_a_mask():
+def test_equinox_module_with_parameter_names_is_a_mask():
     eqx = pytest.importorskip("equinox")
 
     class Lin(eqx.Module):

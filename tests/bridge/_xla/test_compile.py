@@ -1,4 +1,4 @@
-"""What is done in another thread: results, errors, and the end of the interpreter, where no thread begins."""
+"""Calls in another thread: results, errors, and the end of the interpreter, when no thread can start."""
 
 import subprocess
 import sys
@@ -12,14 +12,14 @@ from bridge._xla.compile import meanwhile
 pytestmark = pytest.mark.quick
 
 
-def test_a_call_runs_in_another_thread_and_gives_what_it_gives():
+def test_call_runs_in_another_thread_and_returns_its_result():
     assert meanwhile(threading.get_ident).result() != threading.get_ident()
     assert meanwhile(divmod, 7, 2).result() == (3, 1)
     with pytest.raises(ZeroDivisionError):
         meanwhile(divmod, 7, 0).result()
 
 
-def test_calls_wait_for_nobody_who_does_not_ask():
+def test_submitting_a_call_does_not_wait_for_it():
     free = threading.Event()
     held = meanwhile(free.wait)
     assert not held.done()
@@ -27,8 +27,8 @@ def test_calls_wait_for_nobody_who_does_not_ask():
     assert held.result()
 
 
-def test_a_first_step_at_the_end_of_the_interpreter_is_taken():
-    """`atexit` functions run when threads of pools can begin no more."""
+def test_first_step_works_at_the_end_of_the_interpreter():
+    """`atexit` functions run when a thread pool can no longer start threads."""
     code = """
         import atexit, torch, torch_api
         p = torch.nn.Parameter(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Programs that the calling thread runs itself, and small ones on one core: the same numbers, nothing lost, other threads at work."""
+"""Inline execution in the calling thread, and small programs on one core: the numbers do not change, and other threads run."""
 
 import threading
 import time
@@ -31,11 +31,11 @@ def takes_functions():
     return inline(jax.jit(lambda x: x + 1).lower(1.0).compile()) is not None
 
 
-INLINE = pytest.mark.skipif(not takes_functions(), reason="this jaxlib's client takes no functions with a program that it reads")
+INLINE = pytest.mark.skipif(not takes_functions(), reason="this jaxlib cannot load a program with host functions")
 
 
 def slow(x):
-    """Some tenths of a second on a core."""
+    """Compute for some tenths of a second on one core."""
     return jax.lax.fori_loop(0, 400, lambda _, x: jnp.tanh(x @ x), x), x[0]
 
 
@@ -56,23 +56,23 @@ def launches(optimizer):
     return optimizer._launches.latest
 
 
-# ------------------------------------------------------------------ who runs it
+# ------------------------------------------------------------------ inline execution
 
 
 @INLINE
-def test_results_are_there_when_the_call_returns():
-    x = jnp.full((200, 200), 0.01)  # not of numpy, whose memory jax may have to copy first, in a thread of its own
+def test_results_are_ready_when_the_inline_call_returns():
+    x = jnp.full((200, 200), 0.01)  # not a NumPy array, whose memory jax may first copy in another thread
     elsewhere = made(slow, x)
     here = inline(elsewhere)
     results = here(x)
     assert all(r.is_ready() for r in results)
     others = elsewhere(x)
-    assert not others[0].is_ready()  # the broken sibling: jax's own way
+    assert not others[0].is_ready()  # the check can fail: jax's own call returns before the result is ready
     assert all(np.array_equal(a, b) for a, b in zip(results, others, strict=True))
 
 
 @INLINE
-def test_other_threads_run_meanwhile():
+def test_other_threads_run_during_an_inline_call():
     x = jnp.full((200, 200), 0.01)
     here, ticks, done = inline(made(slow, x)), [], threading.Event()
 
@@ -91,7 +91,7 @@ def test_other_threads_run_meanwhile():
 
 
 @INLINE
-def test_a_donated_array_is_replaced_in_place():
+def test_inline_call_donates_in_place():
     here = inline(made(lambda x: x + 1, jnp.zeros(1000), donate_argnums=0))
     x = jnp.zeros(1000)
     address = x.unsafe_buffer_pointer()
@@ -101,7 +101,7 @@ def test_a_donated_array_is_replaced_in_place():
 
 
 @INLINE
-def test_what_it_is_loaded_with_is_never_called(monkeypatch):
+def test_placeholder_function_is_never_called(monkeypatch):
     calls = []
     monkeypatch.setattr(compat, "_never", lambda *_: calls.append(1))
     assert float(inline(made(lambda x: x + 1, 1.0))(1.0)) == 2.0
@@ -111,7 +111,7 @@ def test_what_it_is_loaded_with_is_never_called(monkeypatch):
         compat._never()
 
 
-def test_where_it_cannot_be_had_there_is_none(monkeypatch):
+def test_inline_form_is_none_if_unsupported(monkeypatch):
     kept = inline_execution.serialized(made(lambda x: x + 1, 1.0))
     assert kept is not None
     assert inline_execution.inline(None, CPU) is None
@@ -130,7 +130,7 @@ def test_where_it_cannot_be_had_there_is_none(monkeypatch):
     assert inline_execution.serialized(made(lambda x: x + 1, 1.0)) is None
 
 
-def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
+def test_inline_execution_does_not_change_any_bit(monkeypatch):
     found = []
     for call in (inline_execution.inline, lambda kept, device: None):
         monkeypatch.setattr(executable, "inline", call)
@@ -144,7 +144,7 @@ def test_a_step_without_it_is_the_same_to_the_bit(monkeypatch):
 
 
 @INLINE
-def test_one_form_of_a_program_is_kept_and_the_other_is_read_where_it_is_asked_for(monkeypatch):
+def test_second_form_of_a_program_is_loaded_on_demand(monkeypatch):
     monkeypatch.setattr(cache, "_programs", {})
     optimizer, params = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), steps=2)
     (launch,) = launches(optimizer)
@@ -154,14 +154,14 @@ def test_one_form_of_a_program_is_kept_and_the_other_is_read_where_it_is_asked_f
     again = launch.program.update
     assert again is launch.program.update is not launch.program.alone
     assert launch.program.bytes_accessed == before > 0
-    launch.program.alone = again  # in its place, it does the same
+    launch.program.alone = again  # it can replace the inline form
     there = [p.detach().clone() for p in params]
     optimizer.step()
     assert not any(torch.equal(p, q) for p, q in zip(params, there, strict=True))
 
 
 @INLINE
-def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
+def test_only_a_single_program_of_a_step_runs_inline(monkeypatch):
     asked = []
     optimizer, _ = small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2))
     (launch,) = launches(optimizer)
@@ -179,7 +179,7 @@ def test_the_only_program_of_a_step_is_run_so_and_several_are_not(monkeypatch):
 
 
 @INLINE
-def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small(monkeypatch):
+def test_many_large_loops_do_not_run_inline(monkeypatch):
     many = 32
     monkeypatch.setattr(executable, "_LOOPS_A_CORE", many / _process.CORES)
     for count, size, by_caller in [(many, 1 << 14, False), (many - 1, 1 << 14, True), (many, 1 << 7, True)]:
@@ -191,7 +191,7 @@ def test_many_loops_are_left_to_the_threads_of_xla_unless_they_are_small(monkeyp
 
 @pytest.mark.parametrize("seen", ["print", "callback", "in a branch"])
 @pytest.mark.parametrize("together", [False, True], ids=["leaf by leaf", "under a norm"])
-def test_one_that_calls_python_is_run_as_jax_runs_it_and_calls_at_each_step(seen, together, capfd):
+def test_program_with_a_callback_does_not_run_inline(seen, together, capfd):
     show = {
         "print": lambda x: jax.debug.print("seen {}", x),
         "callback": lambda x: jax.debug.callback(lambda x: print("seen", x), x),
@@ -214,7 +214,7 @@ def test_one_that_calls_python_is_run_as_jax_runs_it_and_calls_at_each_step(seen
 
 
 @INLINE
-def test_a_call_for_more_memory_than_there_is_says_so_and_leaves_valid_tensors():
+def test_out_of_memory_raises_and_leaves_valid_tensors():
     def update(updates, state, params=None):
         most = jax.tree.leaves(updates)[0].reshape(-1)[0] + jnp.arange(1 << 43, dtype=jnp.float32)
         return jax.tree.map(lambda u: u + jnp.sort(most)[0], updates), state
@@ -232,22 +232,22 @@ def test_a_call_for_more_memory_than_there_is_says_so_and_leaves_valid_tensors()
 
 
 def divided(optimizer):
-    """How many loops of its programs are divided among cores."""
+    """Return how many loops of the optimizer's programs are divided among cores."""
     return sum(launch.program.update.as_text().count("outer_dimension_partitions") for launch in launches(optimizer))
 
 
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
-def test_loops_of_few_elements_stay_on_one_core_and_those_of_many_do_not(monkeypatch):
+def test_short_loops_use_one_core_and_long_loops_several(monkeypatch):
     shapes = [(300, 300), (300,)]
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) == 0
     assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(600, 600), (600,)])[0]) > 0
     monkeypatch.setattr(executable, "on_one_core", lambda options: options)
     monkeypatch.setattr(cache, "_programs", {})
-    assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the broken sibling
+    assert divided(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), shapes)[0]) > 0  # the check can fail
 
 
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
-def test_many_short_loops_run_on_one_core_each(monkeypatch):
+def test_many_short_loops_use_one_core_each(monkeypatch):
     many, short = 32, 1 << 16
     monkeypatch.setattr(executable, "_LOOPS_A_CORE", many / _process.CORES)
 
@@ -260,11 +260,11 @@ def test_many_short_loops_run_on_one_core_each(monkeypatch):
     assert loops(many, largest=many * short * _process.CORES) > 0
     monkeypatch.setattr(executable, "_SHORT_LOOP", short // 2)
     monkeypatch.setattr(cache, "_programs", {})
-    assert loops(many) > 0  # the broken sibling
+    assert loops(many) > 0  # the check can fail
 
 
 @pytest.mark.skipif(_process.CORES == 1, reason="needs two cores")
-def test_so_much_arithmetic_that_a_second_core_is_worth_waking_has_it():
+def test_expensive_short_loop_uses_several_cores():
     def much(updates, state, params=None):
         def long(u):
             for n in range(200):
@@ -277,18 +277,18 @@ def test_so_much_arithmetic_that_a_second_core_is_worth_waking_has_it():
     assert divided(small(lambda ps: torch_api.OptaxOptimizer(ps, tx), [(300, 300)])[0]) > 0
 
 
-def test_work_counts_what_operations_give_and_knows_no_bound_of_loops():
+def test_op_count_sums_results_and_is_infinite_for_loops():
     x = jax.ShapeDtypeStruct((10,), np.float32)
     work = lambda f: properties_of(jax.make_jaxpr(f)(x)).op_count  # noqa: E731
     assert work(lambda x: x * 2 + 1) == 20
-    assert work(lambda x: jax.jit(lambda y: y * 2)(x) + 1) == 30  # the call gives its result once more
+    assert work(lambda x: jax.jit(lambda y: y * 2)(x) + 1) == 30  # the result of the call counts again
     twice = jax.jit(lambda y: y * 2)
-    assert work(lambda x: twice(twice(x))) == 40  # one function, done as often as it is called
+    assert work(lambda x: twice(twice(x))) == 40  # a shared function counts at each call
     assert work(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x)) == float("inf")
     assert work(jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x + 1, x))) == float("inf")
 
 
-def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypatch):
+def test_single_thread_option_keeps_other_options_and_user_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(compile_options, "_known", lambda option, value: True)
     assert compile_options.on_one_core({"a": 1}) == {"a": 1, compile_options._PASSES_OPTION: compile_options._LOOPS_DIVIDED}
@@ -303,28 +303,28 @@ def test_the_option_stands_beside_barriers_and_leaves_what_a_user_sets(monkeypat
     assert compile_options.on_one_core({"a": 1}) == {"a": 1}
 
 
-@pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
-def test_equal_matrices_of_a_small_model_are_one_program_with_the_rest(monkeypatch):
+@pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop")
+def test_equal_matrices_of_a_small_model_share_its_program(monkeypatch):
     monkeypatch.setattr(bucket_state, "GATHERED_PACK", 1)
     counts = []
-    for few in (executable.ON_ONE_CORE, 0):  # the latter is the broken sibling
+    for few in (executable.ON_ONE_CORE, 0):  # with 0 the check fails
         monkeypatch.setattr(launch_cache, "ON_ONE_CORE", few)
         counts.append(len(launches(small(lambda ps: torch_api.MaskedAdamW(ps, lr=1e-2), [(128, 72)] * 8 + [(128,)] * 8)[0])))
     assert counts == [1, 2]
 
 
-@pytest.mark.skipif(not probes.several_results(), reason="XLA writes one result from each loop here")
+@pytest.mark.skipif(not probes.several_results(), reason="this XLA writes only one result per loop")
 @pytest.mark.parametrize(
     ("shape", "count", "far"),
     [((200, 192), 39, False), ((200, 192), 40, True), ((300, 256), 63, False), ((300, 256), 64, True), ((96, 96), 64, False)],
 )
-def test_so_many_equal_leaves_are_read_where_they_lie(shape, count, far):
+def test_gradients_of_many_large_equal_leaves_are_read_by_address(shape, count, far):
     optimizer, _ = small(lambda ps: torch_api.MaskedSGD(ps, lr=1e-2), [shape] * count)
     assert any(launch.program.scattered for launch in launches(optimizer)) is far
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "NAdam"])
-def test_numbers_of_small_models_are_torchs(name):
+def test_small_models_move_as_in_torch(name):
     extra = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}.get(name, {})
     shapes = [(128, 72)] * 8 + [(128,)] * 8 + [(784, 20), (20,), ()]
     params = random_params(shapes=shapes)

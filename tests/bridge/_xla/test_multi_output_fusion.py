@@ -1,4 +1,4 @@
-"""What we ask of XLA must not reach programs with code that is not ours: jaxlib 0.10.2 ends the process in some of them."""
+"""Multi-output fusion is requested for our programs only: jaxlib 0.10.2 crashes on some programs with user code."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from bridge._xla import compile as fusion_compile
 from bridge._xla import multi_output_fusion
 from bridge.environment import _fuses
 
-# Gradients of many ways of indexing: what jaxlib 0.10.2 stumbles over when it looks for several results of one loop.
+# Gradients of many kinds of indexing, which crash jaxlib 0.10.2 with multi-output fusion.
 INDEXING = """
 import bridge, torch_api, torch
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def loss(x, i):
     y = x[i] + x[i, :] + x[i, i][:, None] + x[jnp.array([0, 1, 2, 0, 1])] + jnp.take(x, i, 0) + x[i, 1:2]
     return jnp.sum(y * jnp.cos(jnp.arange(20.0).reshape(5, 4)))
 """
-# An update of ours, compiled with it in the same process first.
+# An update of ours, compiled with multi-output fusion in the same process before.
 OURS = """
 q = torch.nn.Parameter(torch.ones(100))
 q.grad = torch.ones(100)
@@ -57,20 +57,20 @@ jax.jit(jax.grad(lambda x: loss(x, jnp.asarray(i))))(jnp.ones((3, 4), jnp.float3
 
 @pytest.fixture(scope="module", params=["", "1"], ids=["by program", "by process"])
 def ended(request):
-    """What one process prints that runs the programs in turn and says which it got through, and its errors."""
+    """Run the programs one after another in one process, which prints each name it got through; return its output."""
     programs = PROGRAMS | ({} if request.param else OWN)
     code = INDEXING + OURS + "".join(f"{program}print({name!r}, flush=True)\n" for name, program in programs.items())
     env = os.environ | {"MASKBRIDGE_XLA_FLAGS": request.param, "XLA_FLAGS": ""}
     return programs, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
 
 
-def test_programs_with_code_of_others_compile_without_the_flag(ended):
+def test_programs_with_user_code_compile_without_the_flag(ended):
     programs, done = ended
     assert done.stdout.split() == ["update", *programs], done.stderr[-2000:]
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-FUSES = pytest.mark.skipif(not fusion_jax.by_program(), reason="XLA writes each result from a loop of its own here")
+FUSES = pytest.mark.skipif(not fusion_jax.by_program(), reason="this XLA writes each result from a separate loop")
 
 
 def lowered():
@@ -83,7 +83,7 @@ def loops(program):
 
 
 @FUSES
-def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatch):
+def test_only_the_requesting_program_is_fused(monkeypatch):
     monkeypatch.delenv(multi_output_fusion.SWITCH, raising=False)
     asks = "XLA_FLAGS" in os.environ and multi_output_fusion.FUSION_FLAG in os.environ["XLA_FLAGS"]
     inside, beside = [], []
@@ -105,7 +105,7 @@ def test_a_program_that_asks_has_one_loop_and_its_neighbours_have_two(monkeypatc
 
 
 @FUSES
-def test_a_failed_compilation_leaves_nothing_behind():
+def test_failed_compilation_resets_the_request():
     class Fails:
         def compile(self, compiler_options):
             raise RuntimeError("no")
@@ -116,7 +116,7 @@ def test_a_failed_compilation_leaves_nothing_behind():
 
 
 @FUSES
-def test_the_hook_is_in_place_once_and_gives_what_jax_gave():
+def test_hook_is_installed_once_and_returns_jaxs_options():
     from jax._src import compiler
 
     fusion_compile.compiled(lowered(), fused=True)
@@ -127,7 +127,7 @@ def test_the_hook_is_in_place_once_and_gives_what_jax_gave():
     assert plain.SerializeAsString() == hook.__wrapped__(num_replicas=1, num_partitions=1).SerializeAsString()
 
 
-def test_options_that_cannot_be_read_again_stay_as_they_are():
+def test_options_that_cannot_be_parsed_are_unchanged():
     class Options:
         def SerializeAsString(self):  # noqa: N802 - jax's name
             return b""
@@ -136,14 +136,14 @@ def test_options_that_cannot_be_read_again_stay_as_they_are():
     assert fusion_jax._with_entry(options, "a") is options
 
 
-def test_numbers_above_127_take_several_bytes():
-    """300 and a field of 5000 bytes, by hand from the description of the encoding."""
+def test_varints_above_127_take_several_bytes():
+    """300 and a field of 5000 bytes, encoded by hand from the protobuf description."""
     assert fusion_jax._varint(300) == bytes([0b10101100, 0b00000010])
     assert fusion_jax._field(500, bytes(5000))[:4] == bytes([0b10100010, 0b00011111, 0b10001000, 0b00100111])
 
 
 @pytest.mark.parametrize("missing", ["get_compile_options", "ParseFromString"])
-def test_without_a_private_name_of_jax_no_program_asks(monkeypatch, missing):
+def test_fusion_is_not_requested_per_program_without_private_names(monkeypatch, missing):
     from jax._src import compiler
     from jax._src.lib import xla_client
 
@@ -162,7 +162,7 @@ def test_without_a_private_name_of_jax_no_program_asks(monkeypatch, missing):
 
 
 @FUSES
-def test_the_doctor_reads_it_from_a_program_of_ours(monkeypatch):
+def test_doctor_detects_fusion_in_a_compiled_program(monkeypatch):
     monkeypatch.delenv(multi_output_fusion.SWITCH, raising=False)
     assert _fuses()
     monkeypatch.setenv(multi_output_fusion.SWITCH, "0")

@@ -1,4 +1,4 @@
-"""Programs of one step side by side: same numbers, after what the thread was asked for before, and the thread's order given back."""
+"""Executables of one step on several execution streams: equal numbers, order after earlier work, and the thread's stream restored."""
 
 import os
 import subprocess
@@ -21,8 +21,8 @@ from torch_api._params import buckets
 
 pytestmark = pytest.mark.quick
 
-COUNT = 40  # equal leaves too large for a pack
-needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has one order only")
+COUNT = 40  # equal leaves that are too large for buckets
+needs_calls = pytest.mark.skipif(streams._calls is None, reason="this jaxlib has only one execution stream")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def steps(params, optimizer, count=5):
 
 
 @pytest.fixture
-def one_order(monkeypatch):
+def single_stream(monkeypatch):
     def without():
         monkeypatch.setattr(streams, "_calls", None)
         monkeypatch.setattr(streams, "choose", streams._stay)
@@ -56,15 +56,15 @@ def one_order(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)
-def test_the_numbers_are_those_of_one_order(one_order, options):
+def test_several_streams_give_the_numbers_of_one(single_stream, options):
     side_by_side = steps(*built(**options))
-    one_order()
+    single_stream()
     assert all(map(torch.equal, side_by_side, steps(*built(**options))))
 
 
 @needs_calls
-def test_each_program_takes_the_next_lane_and_the_thread_gets_its_order_back(monkeypatch):
-    monkeypatch.setattr(buckets, "ADDRESSED", 0)  # else all of these are one program
+def test_programs_take_streams_in_turn_and_the_threads_stream_is_restored(monkeypatch):
+    monkeypatch.setattr(buckets, "ADDRESSED", 0)  # otherwise one program would update all
     params, optimizer = built()
     steps(params, optimizer, 1)
     own, chosen, choose = streams._calls[0](), [], streams.choose
@@ -80,7 +80,7 @@ def test_each_program_takes_the_next_lane_and_the_thread_gets_its_order_back(mon
 
 
 @needs_calls
-def test_a_step_that_fails_gives_the_order_back(monkeypatch):
+def test_failed_step_restores_the_stream(monkeypatch):
     params, optimizer = built()
     steps(params, optimizer, 1)
     own = streams._calls[0]()
@@ -94,28 +94,28 @@ def test_a_step_that_fails_gives_the_order_back(monkeypatch):
     assert streams._calls[0]() == own
 
 
-def test_a_step_of_one_program_stays_in_the_order(monkeypatch):
+def test_step_with_one_program_keeps_the_stream(monkeypatch):
     params = [torch.nn.Parameter(torch.randn(200, 200)) for _ in range(3)]
     optimizer = torch_api.MaskedAdamW(params, lr=1e-2)
     monkeypatch.setattr(streams, "choose", lambda _: pytest.fail("asked for another order"))
     steps(params, optimizer)
 
 
-def test_what_was_asked_for_before_a_step_reads_the_parameters_before_it():
+def test_earlier_computation_reads_parameters_before_the_step():
     params, optimizer = built()
     steps(params, optimizer, 1)
-    slow = jax.jit(lambda x, y: (y * (1 + 0 * jnp.linalg.matrix_power(x, 6)[0, 0])).sum())  # looks at y last
+    slow = jax.jit(lambda x, y: (y * (1 + 0 * jnp.linalg.matrix_power(x, 6)[0, 0])).sum())  # y is read last
     x, last = jnp.full((600, 600), 1e-3), bridge.to_jax(params[-1].detach())
     slow(x, last).block_until_ready()
     for seed in range(20):
         expected = params[-1].detach().sum()
-        result = slow(x, bridge.to_jax(params[-1].detach()))  # runs while the step begins
+        result = slow(x, bridge.to_jax(params[-1].detach()))  # still runs when the step starts
         steps(params, optimizer, 1 + seed % 2)
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
 
 
 @needs_calls
-def test_what_the_others_wait_for_is_compiled_once_for_each_length():
+def test_token_program_is_compiled_once_per_length():
     device, numbers = jax.devices("cpu")[0], np.array([0.0, 0.1, np.inf, np.nan, 1e308])
     with x64():
         found = [streams.opened(numbers + n, device)[0] for n in range(2)]
@@ -127,7 +127,7 @@ def test_what_the_others_wait_for_is_compiled_once_for_each_length():
 
 @needs_calls
 @pytest.mark.parametrize("off", [False, True])
-def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, monkeypatch):
+def test_token_program_is_compiled_before_the_first_step_runs(off, monkeypatch):
     streams._ordered.cache_clear()
     monkeypatch.setattr(buckets, "ADDRESSED", 0)
     params, optimizer = built()
@@ -139,7 +139,7 @@ def test_what_the_others_wait_for_is_compiled_before_the_first_step_runs(off, mo
     assert streams._ordered.cache_info().misses == 1
 
 
-def test_what_was_asked_for_on_their_device_comes_first_whatever_the_default_device_is():
+def test_token_waits_on_the_given_device_for_every_default_device():
     code = """
         import jax, numpy as np
         from bridge._xla import streams

@@ -1,4 +1,4 @@
-"""The update equations against three oracles, each with a broken sibling that must be caught."""
+"""Elementwise update equations match three oracles; broken variants must be detected."""
 
 import itertools
 
@@ -20,8 +20,8 @@ STEPS = 25
 
 
 def run_rule(tx, params, grads, jit=True):
-    """A transformation in pure JAX, the way that an optax user would run it."""
-    with jax.numpy_dtype_promotion("standard"):  # optax's own rules promote int32 counts
+    """Run a transformation in pure JAX, as optax users do."""
+    with jax.numpy_dtype_promotion("standard"):  # optax's rules promote int32 counts
         return _run_rule(tx, params, grads, jit)
 
 
@@ -67,7 +67,7 @@ def our_adam(decoupled=False, **options):
 
 
 @pytest.mark.parametrize("options", ADAM_OPTIONS, ids=str)
-def test_adam_moves_as_the_paper_says(options):
+def test_adam_matches_the_paper(options):
     start, grads = data()
     oracle, p = NumpyAdam(0.01, (0.9, 0.99), **options), start
     for g in grads:
@@ -80,7 +80,7 @@ def test_adam_moves_as_the_paper_says(options):
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_sgd_moves_as_the_reference_says(options):
+def test_sgd_matches_the_reference(options):
     start, grads = data()
     oracle, p = NumpySGD(0.05, **options), start
     for g in grads:
@@ -101,7 +101,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_adam_is_caught_by_the_numpy_oracle(broken):
+def test_numpy_oracle_detects_a_broken_adam(broken):
     start, grads = data()
     oracle, p = NumpyAdam(0.01, (0.9, 0.99)), start
     for g in grads:
@@ -121,7 +121,7 @@ def test_a_broken_adam_is_caught_by_the_numpy_oracle(broken):
     ],
     ids=["adam", "adamw", "momentum", "nesterov"],
 )
-def test_where_optax_has_the_same_equation_the_movement_is_the_same(ours, theirs):
+def test_equal_equations_of_optax_give_equal_movement(ours, theirs):
     start, grads = data()
     with x64():
         a, _ = run_rule(ours, jnp.array(start), jnp.array(grads))
@@ -131,16 +131,16 @@ def test_where_optax_has_the_same_equation_the_movement_is_the_same(ours, theirs
     assert error(wrong, np.array(b), start) > 1e-5
 
 
-def test_float32_bias_corrections_lose_no_digits_without_x64():
+def test_float32_bias_corrections_are_precise_without_x64():
     start, grads = data(np.float32)
     oracle, p = NumpyAdam(0.01, (0.9, 0.999)), start.astype(np.float64)
     for g in grads[:1].astype(np.float64):
         p = oracle.step(p, g)
     ours, _ = run_rule(rules.adam(0.01, (0.9, 0.999)), jnp.array(start), jnp.array(grads[:1]))
-    assert error(np.asarray(ours, np.float64), p, start.astype(np.float64)) < 2e-6  # 1 - 0.999 in float32 alone gives 1e-5
+    assert error(np.asarray(ours, np.float64), p, start.astype(np.float64)) < 2e-6  # computing 1 - 0.999 in float32 would give 1e-5
 
 
-def test_each_leaf_counts_its_own_steps():
+def test_each_leaf_has_its_own_step_count():
     tx = rules.adam()
     params = {"a": jnp.ones(3), "b": jnp.ones(2)}
     state = tx.init(params)
@@ -153,7 +153,7 @@ def test_each_leaf_counts_its_own_steps():
 
 
 @pytest.mark.parametrize("tx", [rules.adam(), rules.sgd()], ids=["adam", "sgd"])
-def test_the_error_without_params_says_how_to_call_update(tx):
+def test_error_without_params_says_how_to_call_update(tx):
     with pytest.raises(ValueError, match=r"call update\(grads, state, params\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
@@ -165,8 +165,8 @@ def test_rules_compose_with_optax():
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-6)
 
 
-def both_sides(start, end, weight):
-    """`torch.lerp` as it is defined: two formulas, of which one is taken."""
+def lerp_by_definition(start, end, weight):
+    """`torch.lerp` by its definition: one of two formulas is selected."""
     return jnp.where(weight < 0.5, start + (end - start) * weight, end - (end - start) * (1 - weight))
 
 
@@ -175,13 +175,13 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 3.5, 1e30, -1e-30, np.inf, -np.inf, np.nan]
 
 @pytest.mark.parametrize("weight", [0.0, 1e-3, 0.1, 0.4999999, 0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_lerp_gives_the_bits_of_both_its_formulas(dtype, weight):
+def test_lerp_equals_its_definition_bit_for_bit(dtype, weight):
     rng = np.random.default_rng(0)
     pairs = np.array([*itertools.product(SPECIAL, SPECIAL), *rng.normal(size=(400, 2))], dtype)
     with x64(), jax.numpy_dtype_promotion("standard"):
         ours, plain, other = (
             np.asarray(jax.jit(f)(*map(jnp.asarray, pairs.T), dtype(weight)))
-            for f in (per_leaf.lerp, both_sides, lambda start, end, weight: start * (1 - weight) + end * weight)
+            for f in (per_leaf.lerp, lerp_by_definition, lambda start, end, weight: start * (1 - weight) + end * weight)
         )
     assert same_bits(ours, plain)
     torchs = torch.lerp(*map(torch.tensor, pairs.T), weight).numpy()

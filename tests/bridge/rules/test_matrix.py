@@ -1,4 +1,4 @@
-"""torch's equations in pure JAX against float64 NumPy written from the papers, each with broken siblings; Muon's rounding."""
+"""torch's matrix update equations in pure JAX match float64 NumPy from the papers; broken variants must be detected; Muon's rounding."""
 
 import functools
 
@@ -36,7 +36,7 @@ SHAPES = {"muon": (6, 4), "adafactor": (3, 6, 4)}
 
 
 def make(name, **options):
-    """The rule; Muon with its iteration in float64, so that bfloat16's rounding is out of the way."""
+    """Return the rule; Muon iterates in float64 here, so that bfloat16 rounding plays no part."""
     if name == "muon":
         defaults = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None}
         direction = functools.partial(
@@ -52,7 +52,7 @@ def data(shape):
 
 
 def run(tx, start, grads):
-    """A transformation in float64, as an optax user runs it: the end point and the state."""
+    """Run a transformation in float64 as optax users do; return the end point and the state."""
     step = jax.jit(lambda p, state, g: (lambda u, s: (optax.apply_updates(p, u), s))(*tx.update(g, state, p)))
     with x64(), jax.numpy_dtype_promotion("standard"):
         p = jnp.array(start)
@@ -77,14 +77,14 @@ def error(ours, theirs, start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "index"), [(n, i) for n, all_ in OPTIONS.items() for i in range(len(all_))])
-def test_each_rule_moves_as_its_paper_says(name, index):
+def test_each_rule_matches_its_paper(name, index):
     for shape in [SHAPES.get(name, (6, 4)), *([(7,), (2, 3, 1), (2, 9, 11)] if name == "adafactor" else [])]:
         start, grads = data(shape)
         expected, memory = reference(name, index, shape)
         ours, state = run(make(name, **OPTIONS[name][index]), start, grads)
         assert error(ours, expected, start) < 1e-12
         up, _ = run(make(name, **OPTIONS[name][index]), start, -grads)
-        assert error(up, expected, start) > 0.1  # the wrong sign
+        assert error(up, expected, start) > 0.1  # a wrong sign is detected
         if name == "asgd":
             np.testing.assert_allclose(state.ax, memory["ax"], rtol=1e-13)
 
@@ -105,7 +105,7 @@ BROKEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), [(n, b) for n, all_ in BROKEN.items() for b in all_], ids=str)
-def test_a_broken_rule_is_caught_by_its_paper(name, broken):
+def test_paper_reference_detects_a_broken_rule(name, broken):
     shape = SHAPES.get(name, (6, 4))
     start, grads = data(shape)
     expected, _ = reference(name, 0, shape)
@@ -113,13 +113,13 @@ def test_a_broken_rule_is_caught_by_its_paper(name, broken):
     assert error(ours, expected, start) > 1e-5
 
 
-def test_a_mean_of_three_is_written_out():
-    """A sum over an axis as short as a convolution's takes XLA on the CPU five times as long as the rest of the update."""
+def test_short_means_are_written_out():
+    """XLA's CPU code is slow for a sum over an axis as short as that of a convolution."""
     tx = matrix_rules.adafactor()
     for shape, means in {(5, 4, 3, 3): 0, (5, 4, 7, 8): 0, (4, 12): 1, (12, 12): 3}.items():
         p = jnp.ones(shape)
         names = [eqn.primitive.name for eqn in jax.make_jaxpr(tx.update)(p, tx.init(p), p).eqns]
-        assert names.count("reduce_sum") == 2 + means  # beside the root mean squares of the parameter and its update
+        assert names.count("reduce_sum") == 2 + means  # two more for the root mean squares of parameter and update
 
 
 def test_leaves_of_different_ranks_share_one_state():
@@ -138,7 +138,7 @@ def in_bfloat16(x):
 
 
 def newton_schulz_by_definition(g, steps, eps):
-    """Float64 NumPy, rounded to bfloat16 wherever torch stores a value: one rounding for each of its operations."""
+    """Compute in float64 NumPy and round to bfloat16 wherever torch stores a value: one rounding per torch operation."""
     a, b, c = matrix_rules.NS_COEFFICIENTS
     x = in_bfloat16(g.astype(np.float64))
     x = x.T if g.shape[0] > g.shape[1] else x
@@ -151,7 +151,7 @@ def newton_schulz_by_definition(g, steps, eps):
 
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("shape", [(4, 4), (16, 32), (48, 20), (1, 7)])
-def test_newton_schulz_rounds_as_torch_does(shape, steps):
+def test_newton_schulz_rounds_as_in_torch(shape, steps):
     theirs = pytest.importorskip("torch.optim._muon")._zeropower_via_newtonschulz
     ours = jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7))
     in_float32 = jax.jit(lambda x: matrix_rules.newton_schulz(x, matrix_rules.NS_COEFFICIENTS, steps, 1e-7, jnp.float32))
@@ -165,9 +165,9 @@ def test_newton_schulz_rounds_as_torch_does(shape, steps):
             differing[name].append(float(np.mean(found != expected)))
             assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
             if min(shape) > 1:
-                assert np.mean(np.asarray(in_float32(jnp.array(g.numpy()))) != expected) > 0.9  # without the rounding nearly all differ
-    # Of most matrices all but the few elements whose sum lies between two bfloat16 numbers. The order of the sum, another on each kind of
-    # processor, may decide one of them early, and later steps make of it up to 0.4 of all: so of three in twelve of (16, 32) on an EPYC.
+                assert np.mean(np.asarray(in_float32(jnp.array(g.numpy()))) != expected) > 0.9  # without rounding nearly all differ
+    # Most matrices differ only in the few elements whose sum lies between two bfloat16 numbers. The order of the sum depends on the
+    # processor. It may decide such an element early, and later steps may amplify that to a large part of the matrix.
     for fractions in differing.values():
         assert np.median(fractions) < 0.1
 
