@@ -1,6 +1,6 @@
 import os
 
-# Before a client is imported: nothing here may ask the network, or find a GPU that the tests are not about.
+# Set before a client is imported: clients must not use the network or a GPU.
 os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "ACCELERATE_USE_CPU"), "1")
 
 import pytest
@@ -8,4 +8,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _promotion(standard_promotion):
-    """As the clients' users run: optax itself is not clean under strict promotion."""
+    """Use standard promotion, as users of the clients do: optax itself fails under strict promotion."""

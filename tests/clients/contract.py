@@ -1,4 +1,4 @@
-"""What every client must give: the loss falls, a resumed run is the uninterrupted one bit for bit, frozen leaves keep their bits."""
+"""The contract of every client: the loss falls, a resumed run equals the uninterrupted one bit for bit, frozen leaves keep their bits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from oracles import movement_error
 
 import torch_api
 
-STEPS, SAVED = 12, 6  # of a run, and of its checkpoint
+STEPS, SAVED = 12, 6  # steps of a run, and the step of its checkpoint
 LR = 1e-2
-EPS = 1e-5  # above the noise that is the gradient of such a weight (see `flat`): Adam would make steps of it
+EPS = 1e-5  # larger than the noise in gradients that are truly zero (see `flat`), of which Adam would make full steps
 
 
 class Run(NamedTuple):
     start: dict[str, torch.Tensor]
     end: dict[str, torch.Tensor]
-    state: dict[str, Any]  # the optimizer's state_dict
+    state: dict[str, Any]  # state_dict of the optimizer
     losses: list[float]
 
 
@@ -42,7 +42,7 @@ def partitioned(named, frozen):
 
 
 def torch_adamw(named, frozen):
-    """torch's own; it has no mask, only an lr of 0."""
+    """torch's own AdamW, which has no mask: an lr of 0 freezes."""
     groups = [{"params": [p]} | ({"lr": 0.0} if name == frozen else {}) for name, p in named]
     return torch.optim.AdamW(groups, lr=LR, eps=EPS, weight_decay=0.1)
 
@@ -55,24 +55,24 @@ def network():
 
 
 def samples():
-    """Eight inputs and their classes, again for each step."""
+    """Return eight inputs and their classes, repeated for each step."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(5))
     return x.repeat(STEPS, 1), (x.sum(1) > 0).long().repeat(STEPS)
 
 
 def run(train, optimizer, folder, resume, model=network, frozen="2.weight", still="2.bias", seed=0):
-    """`train(model, make, folder, resume)` returns the optimizer, made by `make(named_parameters)`, and the losses."""
+    """Run `train(model, make, folder, resume)`, which returns the optimizer from `make(named_parameters)` and the losses."""
     torch.manual_seed(seed)
     module = model()
     module.get_parameter(still).requires_grad_(False)
     start = bits(module.state_dict())
-    torch.manual_seed(7)  # of the data's order and of dropout
+    torch.manual_seed(7)  # seeds data order and dropout
     made, losses = train(module, lambda named: optimizer(named, frozen), folder, resume)
     return Run(start, bits(module.state_dict()), made.state_dict(), losses)
 
 
 def check(train, optimizer, folder, frozen="2.weight", still="2.bias", other_seed=1, reference=None, **options):
-    """A whole run, one resumed from its checkpoint, and one with torch's own optimizer if there is a `reference`."""
+    """Check a whole run, a run resumed from its checkpoint, and torch's own optimizer if there is a `reference`."""
     reference = torch_adamw if optimizer is masked_adamw else reference
     whole = run(train, optimizer, folder / "run", False, frozen=frozen, still=still, **options)
     resumed = run(train, optimizer, folder / "run", True, frozen=frozen, still=still, seed=other_seed, **options)
@@ -90,7 +90,7 @@ def check(train, optimizer, folder, frozen="2.weight", still="2.bias", other_see
 
 
 def flat(tensors):
-    """As one vector: alone, a weight whose true gradient is zero (a bias of attention keys) would be compared by its noise."""
+    """Return the tensors as one vector, so that a weight with a truly zero gradient is not compared by its noise."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
 
 
@@ -99,7 +99,7 @@ def bits(tensors):
 
 
 def same(one, other, where="state"):
-    """Equal trees, tensors bit for bit."""
+    """Check that two trees are equal, with bitwise equal tensors."""
     assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype, where

@@ -36,5 +36,5 @@ def train(model, make, folder, resume):
 
 
 @pytest.mark.parametrize("optimizer", OURS)
-def test_accumulated_and_clipped(optimizer, tmp_path):
+def test_accumulation_and_clipping_meet_the_contract(optimizer, tmp_path):
     check(train, optimizer, tmp_path)

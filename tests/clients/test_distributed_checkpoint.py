@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in one process: the state dicts by name, and the files."""
+"""torch.distributed.checkpoint in one process: state dicts by name, and files."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch_api
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.8's own call
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.8 itself calls it
     pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable or uninitialized"),
 ]
 
@@ -25,7 +25,7 @@ def train(model, make, folder, resume):
     optimizer = make(list(model.named_parameters()))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
     before = bits(model.state_dict())
-    weights, state = get_state_dict(model, optimizer)  # runs step() with gradients and lr of 0, to have state to load into
+    weights, state = get_state_dict(model, optimizer)  # runs step() with zero gradients and lr to make state
     same(bits(model.state_dict()), before)
     if resume:
         tree = {"model": weights, "optimizer": state, "schedule": schedule.state_dict()}
@@ -49,7 +49,7 @@ def train(model, make, folder, resume):
 
 
 @pytest.mark.parametrize("optimizer", OURS)
-def test_saved_and_loaded(optimizer, tmp_path):
+def test_files_are_saved_and_loaded(optimizer, tmp_path):
     check(train, optimizer, tmp_path)
 
 
@@ -63,7 +63,7 @@ def trained(make, *arguments):
 
 
 def carry_over(source, target, **options):
-    """The state of one optimizer into another, both (model, optimizer); neither model's weights change."""
+    """Load the state of one optimizer into another, both given as (model, optimizer), and check that no weight changes."""
     options = StateDictOptions(**options)
     before = bits(source[0].state_dict()), bits(target[0].state_dict())
     set_optimizer_state_dict(*target, get_optimizer_state_dict(*source, options=options), options=options)
@@ -76,20 +76,20 @@ def carry_over(source, target, **options):
     ids=["plain", "flat", "full"],
 )
 @pytest.mark.parametrize("optimizer", OURS)
-def test_the_optimizers_alone(optimizer, options):
+def test_optimizer_state_is_carried_over_alone(optimizer, options):
     first, second = trained(optimizer, "2.weight"), trained(optimizer, "2.weight")
     carry_over(first, second, **options)
     same(second[1].state_dict()["state"], first[1].state_dict()["state"])
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["torch to ours", "ours to torch"])
-def test_torchs_state_is_ours(back):
+def test_state_loads_from_and_into_torch(back):
     first, second = (trained(make) for make in (torch.optim.AdamW, torch_api.MaskedAdamW)[:: -1 if back else 1])
     carry_over(first, second)
     same(second[1].state_dict()["state"], first[1].state_dict()["state"])
 
 
-def test_another_mask_is_no_obstacle():
+def test_state_loads_under_another_mask():
     masked, whole = trained(masked_adamw, "2.weight"), trained(torch_api.MaskedAdamW)
     moments = whole[1].state_dict()["state"]
     carry_over(whole, masked)

@@ -1,4 +1,4 @@
-"""flax: states and optimizers are saved and restored by `flax.serialization`, and its traversals select leaves."""
+"""flax: `flax.serialization` saves and restores states and optimizers, and its traversals select leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_state_is_saved_and_restored(kind):
+def test_state_is_saved_and_restored(kind):
     state = STATES[kind](2)
     restored = serialization.from_bytes(STATES[kind](0), serialization.to_bytes(state))
     (paths, leaves), (known, expected) = (zip(*jax.tree_util.tree_leaves_with_path(x), strict=True) for x in (restored, state))
@@ -56,7 +56,7 @@ def test_a_state_is_saved_and_restored(kind):
 
 
 @pytest.mark.filterwarnings("ignore:.*Traversal:DeprecationWarning")
-def test_a_traversal_of_flax_selects():
+def test_traversal_of_flax_selects_leaves():
     from flax.traverse_util import ModelParamTraversal
 
     kind = ModelParamTraversal(lambda path, _: path.endswith("/a"))

@@ -27,5 +27,5 @@ def train(model, make, folder, resume):
 
 
 @pytest.mark.parametrize("optimizer", OURS)
-def test_supervised_trainer(optimizer, tmp_path):
+def test_supervised_trainer_meets_the_contract(optimizer, tmp_path):
     check(train, optimizer, tmp_path)

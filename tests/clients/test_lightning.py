@@ -60,9 +60,9 @@ def trained_as(kind, **options):
 
 
 @pytest.mark.parametrize("optimizer", OURS)
-def test_automatic(optimizer, tmp_path):
+def test_automatic_optimization_meets_the_contract(optimizer, tmp_path):
     check(trained_as(Automatic, gradient_clip_val=1.0), optimizer, tmp_path)
 
 
-def test_manual(tmp_path):
+def test_manual_optimization_meets_the_contract(tmp_path):
     check(trained_as(Manual), masked_adamw, tmp_path)

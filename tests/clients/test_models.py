@@ -1,4 +1,4 @@
-"""Models of transformers and diffusers, as they are, as one program: output, loss and gradients beside eager torch's."""
+"""Unmodified models of transformers and diffusers as one program: output, loss and gradients match eager torch."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ BLOCKS = {"sample_size": 16, "block_out_channels": (8, 16), "norm_num_groups": 4
 
 
 def text():
-    """Tokens of two texts, the second shorter, which is what a mask is for."""
+    """Return the tokens of two texts; the second is shorter, so the mask matters."""
     ids, mask = torch.randint(3, 90, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[1, 9:] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -112,7 +112,7 @@ def made(name, given):
         return getattr(diffusers, name)(**given).eval()
     kind = getattr(transformers, name)
     config = kind.config_class(**given)
-    config.use_cache = False  # of what was computed before, which is no array
+    config.use_cache = False  # the cache is not an array
     return kind(config).eval()
 
 
@@ -122,7 +122,7 @@ def loss_of(model, batch):
 
 
 def main_output(out):
-    """Of the output as eager torch gives it, or of the plain dict that a pure function makes of it."""
+    """Return the main output of eager torch's result, or of the plain dict that a pure function returns."""
     return out["logits"] if "logits" in out else out["sample"]
 
 
@@ -134,7 +134,7 @@ def slopes(name, given, batch):
 
 
 def moved(name, given, batch):
-    """What a step of plain SGD with an lr of 1 has taken off."""
+    """Return the change by one step of plain SGD with an lr of 1."""
     model = made(name, given)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     loss = torch_api.JaxTrainStep(model, loss_of, torch_api.MaskedSGD(model.named_parameters(), lr=1.0))(batch)
@@ -142,7 +142,7 @@ def moved(name, given, batch):
 
 
 def check(ours, theirs):
-    """Relative to the largest number of all gradients: those of a layer before a softmax may be nothing but rounding."""
+    """Compare relative to the largest gradient: those of a layer before a softmax may be rounding noise."""
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     scale = max(float(slope.abs().max()) for slope in theirs[1].values())
     for n, slope in theirs[1].items():
@@ -150,13 +150,13 @@ def check(ours, theirs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_of_training(name):
+def test_train_step_matches_eager_torch(name):
     batch, given = CASES[name]
     batch = batch()
     check(moved(name, given, batch), slopes(name, given, batch))
 
 
-def test_a_step_on_other_labels_would_be_found():
+def test_comparison_detects_a_step_on_other_labels():
     batch, given = CASES["LlamaForCausalLM"]
     batch = batch()
     with pytest.raises(AssertionError):
@@ -164,7 +164,7 @@ def test_a_step_on_other_labels_would_be_found():
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "ViTForImageClassification", "UNet2DConditionModel"])
-def test_the_module_within_a_program(name):
+def test_module_function_matches_eager_torch(name):
     batch, given = CASES[name]
     model, batch = made(name, given), batch()
     batch.pop("labels", None)

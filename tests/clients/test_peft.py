@@ -1,4 +1,4 @@
-"""LoRA by peft: the base model is frozen by peft, an adapter by the mask; only the adapter is saved."""
+"""LoRA by peft: peft freezes the base model, the mask freezes an adapter, and only adapters are saved."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ LAYER = "base_model.model.{}.lora_{}.default.weight"
 
 
 def lora():
-    """The base is that of every seed: it comes from elsewhere, and peft does not save it."""
+    """Return a LoRA model; the base does not depend on the seed, because peft does not save it."""
     base = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
     for p in base.parameters():
         p.data = torch.linspace(-0.5, 0.5, p.numel()).sin().reshape(p.shape)
@@ -37,19 +37,19 @@ def train(model, make, folder, resume):
 
 
 @pytest.mark.parametrize("optimizer", [masked_adamw, lion])
-def test_adapters(optimizer, tmp_path):
+def test_adapters_meet_the_contract(optimizer, tmp_path):
     check(train, optimizer, tmp_path, model=lora, frozen=LAYER.format(0, "A"), still="base_model.model.0.base_layer.weight")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_the_trainer_saves_and_resumes_adapters(tmp_path):
+def test_trainer_saves_and_resumes_adapters(tmp_path):
     pytest.importorskip("transformers")
     from test_transformers import gpt2, with_class
 
     def model():
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            base = gpt2(initializer_range=0.3)  # else the frozen head could say nothing
+            base = gpt2(initializer_range=0.3)  # with smaller weights the frozen head would give constant outputs
         return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["c_fc", "c_proj"], fan_in_fan_out=True))
 
     block = "base_model.model.transformer.h.0.mlp.c_fc"

@@ -1,4 +1,4 @@
-"""skorch's NeuralNetClassifier: class and arguments by `optimizer__*`, scheduler, save_params and load_params."""
+"""skorch's NeuralNetClassifier: optimizer class and arguments by `optimizer__*`, scheduler, save_params and load_params."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ skorch = pytest.importorskip("skorch")
 
 
 def train(model, make, folder, resume):
-    """skorch makes the groups, by name but without giving the names on: a group's flag is the mask."""
+    """skorch makes the groups and drops names, so a group's flag is the mask."""
     net = skorch.NeuralNetClassifier(
         model,
         criterion=torch.nn.CrossEntropyLoss,
@@ -35,7 +35,7 @@ def train(model, make, folder, resume):
     return net.optimizer_, net.history[:, "train_loss"]
 
 
-def test_classifier(tmp_path):
+def test_classifier_meets_the_contract(tmp_path):
     assert STEPS == 2 * SAVED
     check(train, None, tmp_path)
 

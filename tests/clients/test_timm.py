@@ -12,7 +12,7 @@ import torch_api
 
 
 def timm_parts():
-    """timm.optim and timm.scheduler; where there is no torchvision, without the models and layers, which need it."""
+    """Return timm.optim and timm.scheduler; without torchvision, import them without the models and layers that need it."""
     found = importlib.util.find_spec("timm")
     if found is None:
         pytest.skip("could not import 'timm'", allow_module_level=True)
@@ -23,7 +23,7 @@ def timm_parts():
     sys.modules |= {"timm": package, "timm.models": models}
     try:
         return importlib.import_module("timm.optim"), importlib.import_module("timm.scheduler")
-    finally:  # nobody else may take this for timm
+    finally:  # other tests must not import the partial module
         for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
             del sys.modules[name]
 
@@ -41,12 +41,12 @@ def layer_decay(model):
 
 
 def ours(groups, frozen):
-    """timm's groups have no names: the frozen matrix is the only one of its shape."""
+    """timm's groups have no names; the frozen matrix is found by its shape."""
     return torch_api.MaskedAdamW(groups, lr=LR, eps=EPS, mask=lambda name, p: p.shape != (16, 16))
 
 
 def theirs(groups, frozen):
-    """In a group of its own with an lr_scale of 0; timm's schedulers multiply the lr by it."""
+    """The frozen matrix has its own group with an lr_scale of 0, by which timm's schedulers multiply the lr."""
     apart = [group | {"params": [p for p in group["params"] if p.shape != (16, 16)]} for group in groups]
     still = [{"params": [p], "lr": 0.0, "lr_scale": 0.0} for group in groups for p in group["params"] if p.shape == (16, 16)]
     return torch.optim.AdamW([*apart, *still], lr=LR, eps=EPS)
@@ -78,7 +78,7 @@ def trained_with(groups):
 
 
 @pytest.mark.parametrize("groups", [weight_decay, layer_decay])
-def test_groups_under_timms_scheduler(groups, tmp_path):
+def test_groups_under_timms_scheduler_meet_the_contract(groups, tmp_path):
     check(trained_with(groups), ours, tmp_path, reference=theirs)
 
 

@@ -22,7 +22,7 @@ def bert():
 
 
 def language():
-    """Counting modulo 16."""
+    """Return sequences that count modulo 16."""
     rows = [(torch.arange(8) + first) % 16 for first in range(16)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -50,7 +50,7 @@ def with_optimizers(data):
 
 
 def with_class(name, lr=LR):
-    """The Trainer makes groups and scheduler, as it does for `optim=`. Its groups have no names, and may be empty."""
+    """The Trainer makes groups and scheduler, as with `optim=`; its groups have no names and may be empty."""
 
     def train(model, make, folder, resume):
         frozen = model.get_parameter(name)
@@ -65,15 +65,15 @@ BERT = {"frozen": "bert.encoder.layer.0.attention.self.query.weight", "still": "
 
 
 @pytest.mark.parametrize("optimizer", [masked_adamw, lion])
-def test_gpt2_with_optimizers(optimizer, tmp_path):
+def test_gpt2_with_optimizers_meets_the_contract(optimizer, tmp_path):
     check(with_optimizers(language()), optimizer, tmp_path, model=gpt2, **GPT2)
 
 
-def test_gpt2_with_a_class_and_its_arguments(tmp_path):
+def test_gpt2_with_optimizer_class_meets_the_contract(tmp_path):
     check(with_class(GPT2["frozen"]), None, tmp_path, model=gpt2, **GPT2)
 
 
-def test_bert_with_optimizers(tmp_path):
+def test_bert_with_optimizers_meets_the_contract(tmp_path):
     check(with_optimizers(language()), masked_adamw, tmp_path, model=bert, **BERT)
 
 

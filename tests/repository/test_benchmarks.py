@@ -1,4 +1,4 @@
-"""The benchmark runs in every section and writes what it says. No test asserts a time."""
+"""Every section of the benchmark runs and writes its results. No test asserts a time."""
 
 import ast
 import importlib
@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 FILES = sorted(FOLDER.glob("*.py"))
 
-# A minute and more each: `make test-bench` runs them, `make test` does not.
+# Sections that take minutes: `make test-bench` runs them, `make test` does not.
 MINUTES = pytest.mark.skipif("MASKBRIDGE_BENCH" not in os.environ, reason="make test-bench runs it")
 
 
 def run(name, *arguments):
-    """What a script prints, with jax's own promotion, as a user runs it; LLVM optimizes nothing, as no figure is looked at."""
+    """Run a script with jax's own promotion, as users do, but without LLVM's optimizations; return what it prints."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard", "XLA_FLAGS": flags}
     command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
@@ -57,12 +57,12 @@ SIDES = {"maskbridge", "torch fused"}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The sections that need no other process and few programs, measured once."""
+    """Measure once the sections that need few programs and no other process."""
     path = tmp_path_factory.mktemp("results") / "cpu-test.json"
     return path, *measured(path, "subsets", "growth", "dlpack", "functions")
 
 
-def test_growth_has_all_curves(results):
+def test_growth_section_has_all_curves(results):
     growth = results[1]["growth"]
     for key in ("by leaves", "by size"):
         assert len(growth[key]) == 2
@@ -78,21 +78,21 @@ def test_subsets_count_programs(results):
     assert subsets["median ms"].keys() == SIDES
 
 
-def test_each_call_across_the_bridge_has_its_microseconds(results):
+def test_each_conversion_has_its_microseconds(results):
     assert all(value > 0 for value in results[1]["dlpack"]["microseconds per call"].values())
 
 
-def test_each_call_of_a_function_has_its_microseconds(results):
+def test_each_kind_of_function_call_has_its_microseconds(results):
     calls = results[1]["functions"]["microseconds per call"]
     assert {"program alone", "jax_function", "jax_function, no_grad", "jax_function, recording"} <= calls.keys()
     assert all(value > 0 for value in calls.values())
 
 
-def test_what_is_printed_says_that_quick_figures_mean_nothing(results):
+def test_quick_runs_print_that_their_figures_mean_nothing(results):
     assert results[2].count("these figures mean nothing") == 4
 
 
-def test_a_section_is_written_beside_the_others(results, tmp_path):
+def test_section_is_written_without_changing_others(results, tmp_path):
     path = tmp_path / "again.json"
     path.write_text(json.dumps({"large": {"kept": True}}))
     run("step", "--quick", "--rounds", 2, "--json", path, "--sections", "dlpack")
@@ -100,7 +100,7 @@ def test_a_section_is_written_beside_the_others(results, tmp_path):
     assert "dlpack" in json.loads(path.read_text())
 
 
-def test_the_report_stands_between_the_markers_and_nowhere_else(results, tmp_path):
+def test_report_is_written_between_the_markers_only(results, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text((FOLDER / "README.md").read_text())
     before = readme.read_text().split("<!-- figures")[0]
@@ -113,32 +113,32 @@ def test_the_report_stands_between_the_markers_and_nowhere_else(results, tmp_pat
     assert "| torch fused |" in once
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results(tmp_path):
+def test_figures_of_the_readme_are_those_of_the_results(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text((FOLDER / "README.md").read_text())
     run("report", "--readme", readme)
     assert readme.read_text() == (FOLDER / "README.md").read_text()
 
 
-def test_the_page_about_torchax_is_of_its_results(tmp_path):
+def test_page_about_torchax_is_that_of_its_results(tmp_path):
     run("against_torchax", "--report", "--page", tmp_path / "torchax.md")
     assert (tmp_path / "torchax.md").read_text() == (FOLDER.parent / "docs" / "torchax.md").read_text()
 
 
-def test_the_growth_is_drawn(results):
+def test_growth_is_drawn(results):
     pytest.importorskip("matplotlib")
     run("plots", "--results", results[0].parent)
     assert results[0].with_name("cpu-test-growth.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path):
+def test_run_without_a_gpu_measures_nothing_and_says_so(tmp_path):
     assert "Nothing measured: torch sees no CUDA device" in run("step", "--device", "cuda", "--json", tmp_path / "none.json")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_the_bound_has_our_candidates_and_torchs_alone(tmp_path):
+def test_bound_measures_only_our_candidates_and_torchs(tmp_path):
     path = tmp_path / "bound.json"
     found, printed = measured(path, "large", also=["--bound"])
     (table,) = found["large"]["tables"]
@@ -148,7 +148,7 @@ def test_the_bound_has_our_candidates_and_torchs_alone(tmp_path):
     assert "| large, GPT-2 small: maskbridge | 1.000 |" in run("bound", "--before", path, "--after", path)
 
 
-def test_what_ours_is_compared_with_for_the_bound(monkeypatch):
+def test_bound_has_a_baseline_for_each_unfused_optimizer(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     candidates, common = importlib.import_module("candidates"), importlib.import_module("common")
     found = {name: common.of_bound(*candidates.unfused(name, bound=True)[:2]) for name in ("Adamax", "Lion", "LAMB")}
@@ -165,7 +165,7 @@ def test_what_ours_is_compared_with_for_the_bound(monkeypatch):
 
 
 def written_ratios(path, **ratios):
-    """A results file of one section, with these ratios to torch by row."""
+    """Write a results file with one section whose rows have these ratios to torch."""
     rows = {"torch fused": {"ratio": 1.0, "median ms": 1.0}} | {f"maskbridge, {name}": {"ratio": x} for name, x in ratios.items()}
     path.write_text(json.dumps({"small": {"tables": [{"title": "tiny", "rows": rows}]}}))
     return path
@@ -176,12 +176,12 @@ def written_ratios(path, **ratios):
     [
         ([1.0, 1.01, 1.02], [1.0, 1.0, 1.0], "", 0),
         ([1.05, 1.06, 1.07], [1.0, 1.0, 1.0], "slower", 0),
-        ([1.05, 1.06, 1.07], [0.9, 1.0, 1.2], "", 0),  # as much as without a change
+        ([1.05, 1.06, 1.07], [0.9, 1.0, 1.2], "", 0),  # the same spread as without a change
         ([0.98, 1.06, 1.07, 0.97, 1.07], [1.0] * 5, "", 0),  # the lower quartile is below 1
         ([1.09, 1.1, 1.11], [1.0, 1.0, 1.0], "too slow", 1),
     ],
 )
-def test_the_verdict_of_the_bound(tmp_path, after, again, word, status):
+def test_verdict_of_the_bound(tmp_path, after, again, word, status):
     files = {
         name: [written_ratios(tmp_path / f"{name}{i}.json", a=0.5 * x, b=0.5, c=0.5, d=0.5) for i, x in enumerate(values)]
         for name, values in {"before": [1.0] * len(after), "after": after, "again": again}.items()
@@ -193,7 +193,7 @@ def test_the_verdict_of_the_bound(tmp_path, after, again, word, status):
     assert (done.returncode, "The bound is met." in done.stdout) == (status, status == 0), done.stderr
 
 
-def test_the_bound_holds_for_the_mean_of_a_section(tmp_path):
+def test_bound_applies_to_the_mean_of_a_section(tmp_path):
     before = written_ratios(tmp_path / "before.json", a=0.5, b=0.5)
     after = written_ratios(tmp_path / "after.json", a=0.53, b=0.51)
     command = [sys.executable, str(FOLDER / "bound.py"), "--before", str(before), "--after", str(after)]
@@ -207,7 +207,7 @@ def test_the_bound_holds_for_the_mean_of_a_section(tmp_path):
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    """The sections that are tables of one step, in one process: they share programs."""
+    """Measure the sections with tables of one step in one process, so that they share programs."""
     return measured(tmp_path_factory.mktemp("tables") / "tables.json", "large", "small", "middle", "tail", "loop", "unfused", "types")
 
 
@@ -230,7 +230,7 @@ def test_tables_have_all_candidates(tables):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_tails_and_loops(tables):
+def test_tails_and_loops_have_all_rows(tables):
     found, _ = tables
     for table in (*found["tail"]["tables"], *found["loop"]["tables"]):
         check_rows(table["rows"], {"maskbridge", table["baseline"]})
@@ -243,7 +243,7 @@ def test_tails_and_loops(tables):
 
 @pytest.mark.slow
 @MINUTES
-def test_pipelines(tmp_path):
+def test_pipelines_have_all_rows(tmp_path):
     found, printed = measured(tmp_path / "pipelines.json", "pipelines", also=["--compiled"])
     for table in found["pipelines"]["tables"]:
         check_rows(table["rows"], {"maskbridge", "maskbridge, eager backward", "torch fused", "torch compiled"})
@@ -254,7 +254,7 @@ def test_pipelines(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_what_torch_has_no_kernel_for(tables):
+def test_unfused_tables_have_a_fused_baseline_where_possible(tables):
     found, printed = tables
     names = [table["title"].split(",")[0] for table in found["unfused"]["tables"]]
     assert names == ["NAdam", "RAdam", "RMSprop", "Adagrad", "Adamax", "Lion", "LAMB", "Adafactor", "Muon"]
@@ -268,7 +268,7 @@ def test_what_torch_has_no_kernel_for(tables):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_other_types(tables):
+def test_tables_of_other_dtypes_have_all_rows(tables):
     found, _ = tables
     for table in found["types"]["tables"]:
         check_rows(table["rows"], SIDES | {"torch default"})
@@ -278,7 +278,7 @@ def test_other_types(tables):
 
 @pytest.mark.slow
 @MINUTES
-def test_fresh_processes(tmp_path):
+def test_fresh_processes_have_all_rows(tmp_path):
     found, _ = measured(tmp_path / "fresh.json", "first", "memory")
     for starts in found["first"]["sets"]:
         assert {*SIDES, "maskbridge, second start"} <= starts["starts"].keys()

@@ -1,7 +1,7 @@
-"""Contract tests know the project by its public names alone, and so do the support files that they import.
+"""Contract tests and the support files that they import use public names of the project only.
 
-conftest.py is loaded by pytest and imported by no test. Its fixtures decide how fast code is compiled for the tests that run, not what
-a test sees, so they may patch private modules.
+pytest loads conftest.py, and no test imports it. Its fixtures decide how code is compiled for the selected tests and not what a test
+sees, so they may patch private modules.
 """
 
 import ast
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.quick
 TESTS = Path(__file__).parents[1]
 CONTRACT = sorted((TESTS / "contract").rglob("*.py"))
 PUBLIC = {"bridge": bridge, "torch_api": torch_api, "bridge.rules": bridge.rules, "bridge.matrix_rules": bridge.matrix_rules}
-# The only file that may read private modules for contract tests: it counts bytes and executables, with the thresholds of 2 cores.
+# The only support file of contract tests that may read private modules: it counts bytes and executables with the thresholds of 2 cores.
 EXEMPT = TESTS / "support" / "cost_probe.py"
 
 
 def is_public(module, name):
-    """Whether a name of a public module is for users."""
+    """Return whether a name of a public module is for users."""
     if f"{module}.{name}" in PUBLIC or re.fullmatch(r"__\w+__", name):
         return True
     names = getattr(PUBLIC[module], "__all__", None)
@@ -35,7 +35,7 @@ def is_public(module, name):
 
 
 def private_part(dotted):
-    """The shortest beginning of a dotted name that is private; None if all of it is public."""
+    """Return the shortest private prefix of a dotted name; None if the whole name is public."""
     module, *names = dotted.split(".")
     for name in names:
         if not is_public(module, name):
@@ -47,7 +47,7 @@ def private_part(dotted):
 
 
 def imported(tree):
-    """(line, module, name or None, name that it is bound to) of each import."""
+    """Yield (line, module, name or None, bound name) for each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -62,7 +62,7 @@ def is_ours(dotted):
 
 
 def dotted_name(node, bound):
-    """What an expression of names and dots stands for, by what names are bound to; None where it is something else."""
+    """Return the dotted name of an expression of names and attributes, given what names are bound to; None for other expressions."""
     if isinstance(node, ast.Name):
         return bound.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -75,7 +75,7 @@ def dotted_name(node, bound):
 
 
 def programs_in(tree):
-    """The programs that a file has as text, for other processes."""
+    """Yield the parsed programs that a file holds as text, to run in other processes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\bimport\b", node.value):
             try:
@@ -85,7 +85,7 @@ def programs_in(tree):
 
 
 def names_of_ours(tree):
-    """(line, dotted name) of all that a tree reads of the project."""
+    """Yield (line, dotted name) for each name of the project that a tree reads."""
     bound = {}
     for line, module, name, alias in imported(tree):
         if is_ours(module):
@@ -104,13 +104,13 @@ def names_of_ours(tree):
 
 
 def found_in(folders, dotted):
-    """The file of a module in one of some folders; None if it is elsewhere."""
+    """Return the file of a module in one of the folders; None if it is elsewhere."""
     files = [folder / f"{dotted.replace('.', '/')}.py" for folder in folders]
     return next((file for file in files if file.exists()), None)
 
 
 def private_names(path, folders=(TESTS / "support", TESTS), seen=None):
-    """What a file reads of the project that is private, also through the files of `folders` that it imports."""
+    """Yield the private names of the project that a file reads, also through imported files of `folders`."""
     seen = {EXEMPT} if seen is None else seen
     if path in seen:
         return
@@ -149,7 +149,7 @@ def test_contract_tests_read_public_names_only(path):
         ("PROGRAM = '''\n    import torch_api\n    torch_api.cache.Cache('x')\n'''", "torch_api.cache"),
     ],
 )
-def test_a_private_name_is_found(tmp_path, text, found):
+def test_private_name_is_found(tmp_path, text, found):
     (tmp_path / "support.py").write_text(text)
     assert {each.split(": ")[1] for each in private_names(tmp_path / "support.py")} == {found}
     (tmp_path / "test_it.py").write_text("import torch_api\n\n\ndef test():\n    from support import helper\n")
@@ -164,12 +164,12 @@ def test_a_private_name_is_found(tmp_path, text, found):
         "import bridge.matrix_rules as m\nm.muon\nimport jax, torch\ntorch.nn.Linear\n'bridge.Adam'\n'import nothing'\n",
     ],
 )
-def test_public_names_are_let_through(tmp_path, text):
+def test_public_names_are_accepted(tmp_path, text):
     path = tmp_path / "test_it.py"
     path.write_text(text)
     assert list(private_names(path)) == []
 
 
-def test_the_exception_is_needed():
+def test_exempt_file_reads_private_names():
     tree = ast.parse(EXEMPT.read_text())
     assert any(private_part(dotted) for _, dotted in names_of_ours(tree))

@@ -1,4 +1,4 @@
-"""Every new line of docs/migrating.md and every block of docs/interop.md runs; what that page warns of is so."""
+"""Every new line of docs/migrating.md and every block of docs/interop.md runs, and the warnings of that page are true."""
 
 import os
 import re
@@ -52,12 +52,12 @@ def names(tmp_path):
     }
 
 
-def test_there_are_lines():
+def test_page_has_new_lines():
     assert len(new_lines()) > 30
 
 
 @pytest.mark.parametrize("line", new_lines())
-def test_the_new_line_runs(line, names):
+def test_new_line_runs(line, names):
     if line.endswith(".py"):
         assert (PAGE.parent.parent / line).exists()
         return
@@ -70,7 +70,7 @@ def test_the_new_line_runs(line, names):
 INTEROP = (DOCS / "interop.md").read_text()
 
 
-def test_the_blocks_of_the_interop_page_run_one_after_the_other():
+def test_blocks_of_the_interop_page_run_in_order():
     names = {}
     blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
     assert len(blocks) == 4
@@ -79,7 +79,7 @@ def test_the_blocks_of_the_interop_page_run_one_after_the_other():
             exec(compile(block, f"interop.md, block {number}", "exec"), names)
 
 
-def test_files_that_the_interop_page_names_exist_and_its_drawing_is_xml():
+def test_files_named_in_the_interop_page_exist_and_its_drawing_is_xml():
     from xml.etree import ElementTree
 
     for link in re.findall(r"\]\(([^)#]+)\)", INTEROP):
@@ -90,8 +90,8 @@ def test_files_that_the_interop_page_names_exist_and_its_drawing_is_xml():
         assert word in words
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of dispatch on the CPU")
-def test_a_call_returns_before_it_has_read_its_arguments_and_waiting_helps():
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests asynchronous dispatch on the CPU")
+def test_call_returns_before_reading_its_arguments_unless_one_waits():
     product = jax.jit(lambda m: (m @ m).sum())
     n = 1500
     product(bridge.to_jax(torch.ones(n, n))).block_until_ready()
@@ -105,10 +105,10 @@ def test_a_call_returns_before_it_has_read_its_arguments_and_waiting_helps():
         wrong = abs(float(out) - n**3) > 1e-3 * n**3
         assert not (wait and wrong)
         stale += wrong
-    assert stale, "jax waits by itself now: the page may say so"
+    assert stale, "jax itself waits now: the page may say so"
 
 
-def test_an_imported_array_is_not_donated():
+def test_imported_array_is_not_donated():
     t = torch.zeros(1000)
     a = bridge.to_jax(t)
     result = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)(a)
@@ -117,7 +117,7 @@ def test_an_imported_array_is_not_donated():
     assert not t.any()
 
 
-def test_an_array_that_torch_looks_into_is_not_donated():
+def test_array_aliased_by_torch_is_not_donated():
     x = jnp.zeros(1000)
     t = bridge.to_torch(x)
     result = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)(x)
@@ -125,13 +125,13 @@ def test_an_array_that_torch_looks_into_is_not_donated():
     assert not t.any()
 
 
-def test_what_torch_writes_into_the_memory_of_an_array_is_in_the_array():
+def test_write_by_torch_into_an_array_changes_the_array():
     x = jnp.zeros(1000)
     bridge.to_torch(x)[0] = 3.0
     assert float(x[0]) == 3.0
 
 
-def test_64_bits_become_32_but_not_by_to_jax(standard_promotion):
+def test_to_jax_keeps_64_bit_types_unlike_jnp(standard_promotion):
     assert jnp.asarray(np.zeros(2)).dtype == jnp.float32
     wide = bridge.to_jax(torch.zeros(2, dtype=torch.float64))
     assert str(wide.dtype) == "float64"
@@ -140,7 +140,7 @@ def test_64_bits_become_32_but_not_by_to_jax(standard_promotion):
         assert (wide + 1).dtype == jnp.float32
 
 
-def test_torch_shares_a_loaded_state_and_this_package_copies_it():
+def test_torch_shares_a_loaded_state_and_maskbridge_copies_it():
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     first, second, ours = torch.optim.Adam([p]), torch.optim.Adam([p]), torch_api.MaskedAdam([p])
@@ -152,7 +152,7 @@ def test_torch_shares_a_loaded_state_and_this_package_copies_it():
     assert ours.state[p]["exp_avg"].data_ptr() != place
 
 
-def test_a_view_keeps_a_parameter_where_it_is():
+def test_parameter_with_a_view_is_not_moved():
     p = torch.nn.Parameter(torch.ones(300, 300))
     view = p.detach()
     opt = torch_api.MaskedAdam([p])
@@ -160,8 +160,8 @@ def test_a_view_keeps_a_parameter_where_it_is():
     assert opt.report().rows[0]["write-back"].startswith("copy")
 
 
-def test_the_page_of_drop_in_classes_lists_each_class():
-    """A new class needs no line of documentation: `make docs` writes the table from the modules."""
+def test_page_of_drop_in_classes_lists_each_class():
+    """`make docs` writes the table from the modules, so a new class needs no line of documentation."""
     rows = ["| counterpart in | classes |", "| --- | --- |"]
     for library, module in (("torch.optim", torch_optimizers), ("optax", optax_optimizers)):
         classes = [name for name in sorted(torch_api.__all__) if getattr(torch_api, name).__module__ == module.__name__]

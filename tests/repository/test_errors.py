@@ -1,4 +1,4 @@
-"""Each bad input is refused with the text of docs/errors.md and changes nothing; each `raise` of the packages is among them."""
+"""Each bad input raises the error in docs/errors.md and changes nothing, and each `raise` of the packages is provoked by one."""
 
 import ast
 import copy
@@ -21,10 +21,10 @@ PACKAGES = ("bridge", "torch_api")
 PAGE = ROOT / "docs" / "errors.md"
 TABLE = bad_inputs.TABLE | bad_inputs_jax.TABLE | bad_inputs_modules.TABLE | bad_inputs_train.TABLE
 CASES = {f"{section}: {bad.given}": bad for section, rows in TABLE.items() for bad in rows}
-# Texts quote jax, optax and torch: the page has those of one set of versions.
+# Error texts quote jax, optax and torch: the page has those of one set of versions.
 NEWEST = torch.__version__.startswith("2.13.") and jax.__version__ == "0.10.2" and optax.__version__ == "0.2.8"
 
-# Raises that no entry reaches: (file, beginning of the text, braces for what is filled in) -> why.
+# `raise` statements that no entry reaches: (file, start of the text with braces for filled-in values) -> why.
 OUT_OF_REACH = {
     ("bridge/_interop/dlpack.py", "jax sees {}, but a tensor is on {}:{}."): "needs a GPU that torch sees and jax does not",
     ("bridge/_interop/dlpack.py", "jax has no CPU device, but"): "needs a process without jax's CPU: tests/contract/test_flags_of_jax.py",
@@ -60,7 +60,7 @@ OUT_OF_REACH = {
 
 
 def state_of(net, made):
-    """Bytes of all parameters, and of an optimizer the state and the groups."""
+    """Return the bytes of all parameters, and of an optimizer also its state and groups."""
     params = list(net.parameters())
     state, groups = {}, []
     if isinstance(made, torch.optim.Optimizer):
@@ -71,7 +71,7 @@ def state_of(net, made):
 
 
 def provoke(bad):
-    """The exception, with what the parameters and the state were before and after."""
+    """Make the bad call; return the exception and the state of parameters and optimizer before and after."""
     net = bad_inputs.model()
     made = net if bad.make is None else bad.make(net)
     before = state_of(net, made)
@@ -83,7 +83,7 @@ def provoke(bad):
 
 
 def text_of(raised):
-    """The text of a `raise`, with braces for what is filled in; the expression itself where it has none."""
+    """Return the text of a `raise` with braces for filled-in values, or its expression if it has no text."""
     for node in ast.walk(raised):
         if isinstance(node, ast.JoinedStr):
             return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
@@ -94,7 +94,7 @@ def text_of(raised):
 
 @functools.cache
 def raises():
-    """(file, first line, last line, text) of each `raise` of something in the packages."""
+    """Yield (file, first line, last line, text) for each `raise` with an exception in the packages."""
     return [
         (path.relative_to(ROOT).as_posix(), node.lineno, node.end_lineno, text_of(node.exc))
         for package in PACKAGES
@@ -109,7 +109,7 @@ def excused(file, text):
 
 
 def raised_at(error):
-    """(file, line) in the packages where it was raised; None if foreign code raised it."""
+    """Return (file, line) in the packages where an error was raised; None if other code raised it."""
     at = None
     trace = error.__traceback__
     while trace is not None:
@@ -128,7 +128,7 @@ def _standard_promotion():
 
 @pytest.fixture(scope="module")
 def provoked():
-    """name -> what `provoke` returned, each once."""
+    """Return a function from a name to the result of `provoke`, which runs each entry once."""
     known = {}
 
     def result(name):
@@ -140,7 +140,7 @@ def provoked():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bad_input_is_refused_by_our_own_words_and_changes_nothing(name, provoked):
+def test_bad_input_raises_our_own_error_and_changes_nothing(name, provoked):
     error, before, after = provoked(name)
     at = raised_at(error)
     assert at is not None, f"foreign code raised {error!r}"
@@ -152,7 +152,7 @@ def test_a_bad_input_is_refused_by_our_own_words_and_changes_nothing(name, provo
         assert before[0] == after[0], "a parameter was moved by a construction that failed"
 
 
-def test_a_call_that_changes_something_or_raises_foreign_words_is_caught():
+def test_comparison_detects_changes_and_foreign_errors():
     for change in (lambda opt: opt.step(), lambda opt: opt.param_groups[0].update(lr=0.5)):
         error, before, after = provoke(bad_inputs.Bad("late", lambda opt, change=change: (change(opt), [].pop()), bad_inputs.stepped()))
         assert raised_at(error) is None
@@ -160,7 +160,7 @@ def test_a_call_that_changes_something_or_raises_foreign_words_is_caught():
 
 
 def test_every_raise_is_provoked(provoked):
-    """A new `raise` needs an entry in one of tests/bad_inputs*.py, or a reason in OUT_OF_REACH."""
+    """A new `raise` needs an entry in one of tests/support/bad_inputs*.py, or a reason in OUT_OF_REACH."""
     reached = {raised_at(provoked(name)[0]) for name in CASES}
     found = [(file, first, text, any((file, line) in reached for line in range(first, last + 1))) for file, first, last, text in raises()]
     missing = [f"{file}:{first}: {text}" for file, first, text, hit in found if not hit and not excused(file, text)]
@@ -200,7 +200,7 @@ def page(provoked):
 
 
 @pytest.mark.skipif(not NEWEST, reason="the page has the texts of the newest versions")
-def test_the_page_has_each_text(provoked):
+def test_page_lists_each_error(provoked):
     text = page(provoked)
     if os.environ.get("MASKBRIDGE_WRITE_DOCS"):
         PAGE.write_text(text)
@@ -209,7 +209,7 @@ def test_the_page_has_each_text(provoked):
     assert written == found, "run `make docs`"
 
 
-def test_no_text_shows_an_address_or_where_the_project_lies():
+def test_no_error_shows_an_address_or_a_path():
     assert not re.search(r"0x[0-9a-f]{6,}", PAGE.read_text())
     assert not re.search(r" at /|\.py:\d", PAGE.read_text())
 

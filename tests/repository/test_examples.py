@@ -1,4 +1,4 @@
-"""Each example, run as a user runs it."""
+"""Each example runs as a user runs it."""
 
 import base64
 import json
@@ -16,20 +16,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(name, folder, *arguments):
-    """What the example prints."""
+    """Run an example and return what it prints."""
     return run_script(ROOT / "examples" / f"{name}.py", folder, *arguments)
 
 
 def run_script(script, folder, *arguments):
-    """What it prints, from an empty folder and with warnings as errors; its own assertions hold."""
-    # With any -W, matplotlib's parser turns on its own debugging warnings, which matplotlib 3.8 trips.
+    """Run a script in an empty folder with warnings as errors, return what it prints; the script's own assertions must hold."""
+    # With any -W option, matplotlib's parser enables its own debugging warnings, which matplotlib 3.8 itself violates.
     old = ["-W", "ignore:::pyparsing"] if version("matplotlib").startswith("3.8.") else []
     # equinox 0.13.0 reads a name that jax 0.8 deprecates.
     old += ["-W", "ignore:jax.interpreters.batching.NotMapped"] if version("equinox") == "0.13.0" else []
-    # Thawing a body and players that take turns compile, and say so.
+    # Examples that thaw layers or alternate between networks give compilation warnings.
     old += [x for owner in ("PartitionedOptimizer", "MaskedAdamW") for x in ("-W", f"ignore:{owner}.step compiled")]
     command = [sys.executable, "-W", "error", *old, str(script), *arguments]
-    # jax's default, as a user has it: optax's own functions are not made for strict promotion.
+    # jax's default promotion: optax's functions fail under strict promotion.
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUMPY_DTYPE_PROMOTION": "standard", "MPLBACKEND": "agg"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -37,7 +37,7 @@ def run_script(script, folder, *arguments):
 
 
 @pytest.mark.slow
-def test_finetune_digits(tmp_path):
+def test_finetune_digits_runs(tmp_path):
     picture = tmp_path / "digits.png"
     printed = run("finetune_digits", tmp_path, "--output", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -69,13 +69,13 @@ PRINTED = {
 }
 
 
-# The others take a minute and a half together.
+# The other examples are slower.
 IN_EVERY_RUN = {"adam_weights_sgd_biases", "optimizer_in_ten_lines", "two_worlds"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [x if x in IN_EVERY_RUN else pytest.param(x, marks=pytest.mark.nightly) for x in PRINTED])
-def test_example(name, tmp_path):
+def test_example_runs(name, tmp_path):
     if name in ("equinox_filter_mask", "two_worlds", "backbone_and_head"):
         pytest.importorskip("equinox")
     printed = run(name, tmp_path)
@@ -89,7 +89,7 @@ def notebook():
 
 
 @pytest.mark.slow
-def test_the_cells_of_the_notebook_run(tmp_path):
+def test_cells_of_the_notebook_run(tmp_path):
     cells = ["".join(cell["source"]) for cell in notebook()["cells"] if cell["cell_type"] == "code"]
     script = tmp_path / "cells.py"
     script.write_text("\n\n".join([*cells, "print(plt.get_fignums())"]))
@@ -99,7 +99,7 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     assert printed.endswith("[1, 2, 3]\n")
 
 
-def test_the_notebook_holds_what_it_printed_and_drew():
+def test_notebook_holds_its_outputs():
     stored = notebook()
     assert (stored["nbformat"], stored["nbformat_minor"]) == (4, 5)
     code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
@@ -112,5 +112,5 @@ def test_the_notebook_holds_what_it_printed_and_drew():
     assert len({cell["id"] for cell in stored["cells"]}) == len(stored["cells"])
 
 
-def test_every_example_is_run_here():
+def test_every_example_has_a_test():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {"finetune_digits", *PRINTED}

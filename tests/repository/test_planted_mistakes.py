@@ -1,4 +1,4 @@
-"""The mistakes that `make mistakes` plants are where it plants them, and in each package. Not quick: it would catch them itself."""
+"""The mistakes of `make mistakes` fit the code, and every package has one. Not quick, because `make mistakes` would count these tests."""
 
 import planted_mistakes
 import pytest
@@ -6,7 +6,7 @@ from planted_mistakes import MISTAKES, ROOT
 
 
 @pytest.mark.parametrize(("path", "right", "wrong"), MISTAKES, ids=[path for path, *_ in MISTAKES])
-def test_each_mistake_has_its_place(path, right, wrong):
+def test_each_mistake_occurs_once_in_its_file(path, right, wrong):
     assert (ROOT / path).read_text().count(right) == 1
     assert right != wrong
 

@@ -1,4 +1,4 @@
-"""The project itself: import direction, silent import, README, metadata."""
+"""The project itself: import contracts, silent import, README, metadata."""
 
 import ast
 import os
@@ -16,8 +16,8 @@ PACKAGES = ("bridge", "torch_api")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def test_imports_point_downwards():
-    """The contracts of `[tool.importlinter]` in pyproject.toml."""
+def test_imports_follow_the_layers():
+    """The contracts are in `[tool.importlinter]` of pyproject.toml."""
     pytest.importorskip("importlinter")
     code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -25,13 +25,13 @@ def test_imports_point_downwards():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Names that others do not promise. `bridge/_compat` alone has them, so that a release which moves one breaks one file.
+# Private names of other packages. Only `bridge/_compat` may use them, so that a release that moves one breaks one file.
 PRIVATE = re.compile(r"\b_src\b|\b(from|import) jaxlib\b|\bjaxlib\.\w|\bxla_client\b|\btorch\._C\b|\b__code__\b")
 FOREIGN = ("torch", "jax", "jaxlib", "optax")
 
 
 def without_prose(tree):
-    """The code of a file without comments and docstrings."""
+    """Return the code of a file without comments and docstrings."""
     for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):
             node.body = [x for x in node.body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))] or [ast.Pass()]
@@ -39,7 +39,7 @@ def without_prose(tree):
 
 
 def private_names(tree):
-    """Names with an underscore that are imported from packages of others or read from their modules."""
+    """Yield private names that are imported from other packages or read from their modules."""
     plain = [a for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
     roots = {a.asname or a.name.split(".")[0] for a in plain if a.name.split(".")[0] in FOREIGN}
     for node in ast.walk(tree):
@@ -57,13 +57,13 @@ def private_names(tree):
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent.name != "_compat"], ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_private_names_stand_in_compat_alone(path):
+def test_private_names_occur_only_in_compat(path):
     tree = ast.parse(path.read_text())
     assert sorted(private_names(tree)) == []
     assert [line for line in without_prose(tree).splitlines() if PRIVATE.search(line)] == []
 
 
-def test_private_names_are_found_however_they_are_written():
+def test_private_names_are_found_in_every_form():
     found = "import torch\nfrom torch import nn\ntorch._foreach_add_(x)\nnn.modules.batchnorm._BatchNorm\ngetattr(torch, '_x', None)"
     assert sorted(private_names(ast.parse(found))) == ["nn.modules.batchnorm._BatchNorm", "torch._foreach_add_", "torch._x"]
     assert list(private_names(ast.parse("from torch.autograd import _profiler_enabled"))) == ["torch.autograd._profiler_enabled"]
@@ -80,21 +80,21 @@ def test_private_names_are_found_however_they_are_written():
     assert not PRIVATE.search(without_prose(ast.parse('"""torch._C"""\nx = 1  # jaxlib.x\nprint("this jaxlib does not know it")')))
 
 
-# How often the word `Any` may stand in the code, imports and docstrings included. The numbers only go down: a change that removes some
-# lowers them here.
+# How often the word `Any` may occur in the code, imports and docstrings included. A change that removes some lowers the number here;
+# nothing raises it.
 MOST_ANY = {"outside the operators of traced code": 450, "in them": 1560}
 
 
 @pytest.mark.parametrize("part", MOST_ANY)
-def test_annotations_name_more_and_more_classes(part):
+def test_number_of_any_does_not_grow(part):
     operators = ROOT / "bridge" / "_tracing" / "ops"
     files = [path for path in FILES if (operators in path.parents) is (part == "in them")]
     count = sum(len(re.findall(r"\bAny\b", path.read_text())) for path in files)
-    assert count <= MOST_ANY[part], f"`Any` stands {count} times here, at most {MOST_ANY[part]} are allowed: name the class instead."
+    assert count <= MOST_ANY[part], f"`Any` occurs {count} times here, at most {MOST_ANY[part]} are allowed: name the class instead."
 
 
-def test_each_package_of_tests_has_some_that_make_check_runs():
-    """Each folder that mirrors a package; those of `torch_api/_rules` and `torch_api/_train` are tested through the optimizers."""
+def test_each_package_of_tests_has_quick_tests():
+    """Every folder that mirrors a package has quick tests; `torch_api/_rules` and `torch_api/_train` are tested through optimizers."""
     for folder in {path.parent for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name not in ("clients", "_train")}:
         assert any("pytest.mark.quick" in path.read_text() for path in folder.glob("test_*.py")), folder
 
@@ -139,7 +139,7 @@ def test_each_python_block_of_the_readme_runs(index, tmp_path, monkeypatch):
     exec(compile(python_blocks()[index], f"README block {index}", "exec"), {})
 
 
-def test_the_package_is_typed_and_its_metadata_complete():
+def test_package_is_typed_and_its_metadata_is_complete():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
