@@ -1,9 +1,9 @@
-"""Own tracing beside torchax's: operators of torch's database, their gradients, models, and what each refuses.
+"""Compare our tracing with torchax's on the operators of torch's database, their gradients and whole models: what is right, what refused.
 
     make torchax    # in an environment of its own; writes benchmarks/torchax.json and docs/torchax.md
 
-Each side runs in processes of its own, on the same samples, in a program of `jax.jit`, and is compared with eager torch. torchax is
-in its accuracy mode, as its documentation names it: 64 bits and the dtypes of torch. Nothing here is a time.
+Each side runs in its own processes, on the same samples, in programs compiled by `jax.jit`, and its results are compared with eager
+torch's. torchax runs in what its documentation calls accuracy mode: with 64-bit types, and with torch's dtypes. No time is measured here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "torchax.json"
 PAGE = ROOT / "docs" / "torchax.md"
 SIDES = "maskbridge", "torchax"
-SAMPLES = 3  # of an operator
+SAMPLES = 3  # for each operator
 PACKAGES = "torch", "jax", "torchax", "transformers", "diffusers"
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "clients")]  # the runner of the operators and the models
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "clients")]  # for operator_runs and test_models
 
 
 def torchax_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch code as a function of arrays, by torchax."""
+    """Make a function of jax arrays from torch code, by torchax."""
     import jax
     import torch
     from torch.utils import _pytree as pytree
@@ -46,13 +46,13 @@ def torchax_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arrays: Any) -> Any:
         with env, env.override_property(prng=jax.random.key(0)):
             out = env.to_xla(function(*env.j2t_iso(list(arrays)), constant=as_constant))
-        return env.t2j_iso(pytree.tree_leaves(out))  # jax does not look into torch's named tuples
+        return env.t2j_iso(pytree.tree_leaves(out))  # jax does not take torch's named tuples apart
 
     return run
 
 
 def torchax_refusal(name: str, error: Exception) -> str | None:
-    """As `operator_runs.refusal`, of torchax's errors."""
+    """Classify an error of torchax, as `operator_runs.refusal` does for ours; None for a plain failure."""
     import jax
 
     if type(error).__name__ == "OperatorNotFound" or isinstance(error, NotImplementedError):
@@ -61,7 +61,7 @@ def torchax_refusal(name: str, error: Exception) -> str | None:
 
 
 def operators(side: str) -> dict[str, dict[str, Any]]:
-    """What came of each operator: counts by result, and the first error of each kind."""
+    """For each operator: how many samples had which result, and the first error of each kind."""
     from tqdm import tqdm
 
     from bridge._process import x64
@@ -80,7 +80,7 @@ def operators(side: str) -> dict[str, dict[str, Any]]:
 
 
 def models(side: str) -> dict[str, str]:
-    """What came of each model: "right", or how its output, loss or gradients differ, or the error."""
+    """For each model: "right", or how its output, loss or gradients differ from eager torch's, or the error."""
     import torch
 
     cases = import_module("test_models")
@@ -94,13 +94,13 @@ def models(side: str) -> dict[str, str]:
             trained = {name for name, p in model.named_parameters() if p.requires_grad}
             loss, grads = of_model(side, model, batch)
             found[name] = difference(loss, {name: grads[name] for name in trained}, expected)
-        except Exception as error:  # noqa: BLE001 - of either side, to name it
+        except Exception as error:  # noqa: BLE001 - reports any error of either side
             found[name] = one_line(error)
     return found
 
 
 def of_model(side: str, model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients by one compiled program."""
+    """Return loss and gradients, computed by one compiled program."""
     import jax
     import numpy as np
     import torch
@@ -135,7 +135,7 @@ def of_model(side: str, model: Any, batch: dict[str, Any]) -> tuple[float, dict[
             state, batch = env.j2t_iso(({**params, **buffers}, given))
 
             class Bound:
-                """The model with this state, as `torch.func.functional_call` binds it."""
+                """The model with this state: a call goes to `torch.func.functional_call`."""
 
                 def __call__(self, *args: Any, **kwargs: Any) -> Any:
                     return torch.func.functional_call(model, state, args, kwargs)
@@ -159,27 +159,27 @@ def difference(loss: float, grads: dict[str, Any], expected: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The error on one line, with files by their names alone."""
+    """The error as one line, with the folders removed from file paths."""
     text = re.sub(r"(?<=\s)/\S*/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:160]}"
 
 
 def run_side(side: str, path: Path) -> None:
-    """What a process of one side does."""
+    """Run all models and operators on one side, and write the results to `path`."""
     warnings.simplefilter("ignore")
     import jax
 
     if side == "torchax":
         import_module("torchax").enable_accuracy_mode()
         device: Any = import_module("torchax.device_module")
-        device.set_rng_state = lambda *_, **__: None  # torch's own samples with dropout call it
+        device.set_rng_state = lambda *_, **__: None  # torch's samples for dropout call it
     else:
         jax.config.update("jax_default_matmul_precision", "highest")
     path.write_text(json.dumps({"models": models(side), "operators": operators(side)}))
 
 
 def imported(stable: Path | None) -> str | None:
-    """What `import torchax` of the stable release says: None where it is not there, "" where it succeeds."""
+    """Return the error of `import torchax` for the stable release: "" if there is none, None if that release is not installed."""
     if stable is None:
         return None
     env = os.environ | {"PYTHONPATH": str(stable)}
@@ -193,7 +193,7 @@ def version_at(stable: Path) -> str:
 
 
 def state_of(entry: dict[str, Any] | None) -> str:
-    """One word for what came of an operator."""
+    """Sum up the results of an operator in one word."""
     if entry is None:
         return "nothing to compare"
     counts, wrong = Counter(entry["counts"]), entry["wrong"]

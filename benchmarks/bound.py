@@ -1,10 +1,10 @@
-"""Compare two versions by the speed bound: is a row or a section of `step.py --bound` slower than it was?
+"""Compare two versions against the speed bound: did any row or section of `step.py --bound` become slower?
 
     python benchmarks/bound.py --before B1.json B2.json ... --after A1.json A2.json ... [--again C1.json C2.json ...]
 
-Each file is the result of one process, and files in the same position are a pair: both versions in turn, then the next pair. `--again` is
-the version before once more in each turn (A/A): how far its ratios to itself lie from 1 is what a row varies by without any change.
-Ends with status 1 where the bound is not met.
+Each file is the result of one process. Files in the same position form a pair: run both versions, then both versions again for the next
+pair. `--again` names the results of a second run of the old version in each turn (A/A): how far the ratios of this run to the first lie
+from 1 shows how much a row varies without any change. The exit status is 1 if the bound is not met.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 
 from report import OURS, grid
 
-# A row is slower if its median is above 1 by more than this and by more than its A/A spread, and its lower quartile is above 1.
+# A row is slower if its median ratio is above 1 by more than this and by more than its A/A spread, and its lower quartile is above 1.
 SLOWER = 0.03
-# The largest ratio that a slower row may have, and the largest geometric mean of the rows of a section.
+# The largest ratio allowed for a slower row, and the largest geometric mean allowed for the rows of a section.
 ROW, SECTION = 1.08, 1.03
 
 Key = tuple[str, str]  # section, row
 
 
 class Row(NamedTuple):
-    """The ratios after / before of one row over the pairs; `spread`: how far the quartiles of A/A lie from 1."""
+    """The ratios after / before of one row over all pairs; `spread` is how far the quartiles of its A/A ratios lie from 1."""
 
     median: float
     low: float
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def times(results: dict[str, Any]) -> dict[Key, float]:
-    """Of each of our rows the ratio to torch within a round; its milliseconds where the table has no baseline."""
+    """For each of our rows, the ratio to torch within a round, or the milliseconds if the table has no baseline."""
     found: dict[Key, float] = {}
     for section, figures in results.items():
         if "ratio" in figures:
@@ -64,14 +64,14 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(numerators: Sequence[dict[Key, float]], denominators: Sequence[dict[Key, float]], key: Key) -> list[float]:
-    """The ratio of a row in each pair that has it."""
+    """The ratio of a row for each pair in which both sides have that row."""
     return [over[key] / under[key] for over, under in zip(numerators, denominators, strict=True) if key in over and key in under]
 
 
 def compared(
     before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], again: Sequence[dict[str, Any]] | None = None
 ) -> dict[Key, Row]:
-    """The rows that both versions have."""
+    """Compare the rows that both versions have."""
     old, new, same = list(map(times, before)), list(map(times, after)), list(map(times, again or before))
     found: dict[Key, Row] = {}
     for key in dict.fromkeys(key for each in old for key in each):
@@ -92,7 +92,7 @@ def means(rows: dict[Key, Row]) -> dict[str, float]:
 
 
 def verdict(rows: dict[Key, Row]) -> list[str]:
-    """What is above the bound; empty where it is met."""
+    """The rows and sections above the bound; empty if the bound is met."""
     too_slow = [f"{section}, {name}: {row.median:.3f} is above {ROW}" for (section, name), row in rows.items() if row.is_too_slow]
     return [
         *too_slow,
@@ -101,7 +101,7 @@ def verdict(rows: dict[Key, Row]) -> list[str]:
 
 
 def report(rows: dict[Key, Row]) -> Iterable[str]:
-    """Rows and sections as markdown, then the verdict."""
+    """Yield rows and sections as markdown tables, then the verdict."""
     words = {key: "too slow" if row.is_too_slow else "slower" if row.is_slower else "" for key, row in rows.items()}
     yield from grid(
         ["section, row", "after / before", "quartiles", "A/A", ""],

@@ -1,7 +1,7 @@
-"""The optimizers that are compared: torch.optim, optax in pure JAX, maskbridge, and the packages that others wrote.
+"""The optimizers to compare: torch.optim, optax in pure JAX, maskbridge, and packages by others.
 
-A maker takes parameters that have gradients and gives the call that makes one step. Packages that are not installed are
-left out, and the tables say so.
+A maker takes parameters that already have gradients, and returns the function that makes one step. Packages that are not installed
+are left out, and the tables say so.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ NOT_ASKED, NO_COMPILER, NOT_INSTALLED = "needs --compiled", "no C++ compiler her
 
 
 def stepping(factory: Callable[..., Any], **arguments: Any) -> Maker:
-    """The maker of an optimizer with torch's interface."""
+    """Return the maker of an optimizer that has torch's interface."""
     return lambda params: factory(params, **arguments).step
 
 
 def of_peer(package: str, name: str, **arguments: Any) -> Maker:
-    """The same for a class of an optional package, which is imported only when it takes part."""
+    """Like `stepping`, for a class of an optional package, which is imported only when the maker is called."""
     return lambda params: getattr(importlib.import_module(PEERS[package]), name)(params, **arguments).step
 
 
 def compiled(factory: Callable[..., Any], **arguments: Any) -> Maker:
-    """`torch.compile` of the step of torch's foreach implementation, as torch's own recipe has it."""
+    """`torch.compile` of the step of torch's foreach implementation, as in torch's own recipe."""
     return lambda params: torch.compile(factory(params, foreach=True, **arguments).step)
 
 
@@ -51,7 +51,7 @@ def adamw_in_jax(clip: bool = False) -> optax.GradientTransformation:
 
 
 def in_jax(tx: optax.GradientTransformation, average: bool = False) -> Maker:
-    """What one would write with optax alone: one jitted update, parameters and state donated."""
+    """What a user would write with optax alone: one jitted update that donates parameters and state."""
 
     def make(params: Params) -> Step:
         grads = bridge.to_jax([p.grad for p in params])
@@ -75,7 +75,7 @@ def in_jax(tx: optax.GradientTransformation, average: bool = False) -> Maker:
 
 
 def adamw(settings: Settings) -> tuple[dict[str, Maker], dict[str, str]]:
-    """AdamW in every way, and what is missing with the reason."""
+    """All candidates for AdamW, and for each missing one the reason."""
     torch_adamw = torch.optim.AdamW
     makers: dict[str, Maker] = {
         DEFAULT: stepping(torch_adamw, **HYPERPARAMS),
@@ -87,7 +87,7 @@ def adamw(settings: Settings) -> tuple[dict[str, Maker], dict[str, str]]:
     }
     optional = {
         "TorchOpt": ("TorchOpt", of_peer("TorchOpt", "AdamW", **HYPERPARAMS)),
-        # Its AdamW is torch's own class; this is the nearest that it wrote itself.
+        # Its AdamW is torch's class; this is the closest optimizer of its own.
         "pytorch_optimizer StableAdamW": ("pytorch_optimizer", of_peer("pytorch_optimizer", "StableAdamW", **HYPERPARAMS)),
         "HeavyBall": ("HeavyBall", of_peer("HeavyBall", "AdamW", consume_grad=False, **HYPERPARAMS)),
         COMPILED: (None, compiled(torch_adamw, **HYPERPARAMS)),
@@ -103,7 +103,7 @@ def adamw(settings: Settings) -> tuple[dict[str, Maker], dict[str, str]]:
 
 
 def absent(package: str | None, builds: bool, settings: Settings) -> str | None:
-    """Why a candidate cannot take part; None if it can. `builds`: torch.compile makes it on the spot."""
+    """Why a candidate cannot take part; None if it can. `builds`: torch.compile builds it when it first runs."""
     if package is not None and not installed(package):
         return NOT_INSTALLED
     if builds and not settings.compiled:
@@ -112,9 +112,9 @@ def absent(package: str | None, builds: bool, settings: Settings) -> str | None:
     return NO_COMPILER if builds and not any(map(shutil.which, compilers)) else None
 
 
-# ------------------------------------------------------------------ what torch has no fused kernel for
+# ------------------------------------------------------------------ optimizers for which torch has no fused kernel
 
-# The class of torch.optim, None where it has none; ours; that of pytorch_optimizer where it wrote one itself; optax's.
+# Names of the classes: in torch.optim (None if it has none), ours, in pytorch_optimizer (None unless it has its own); optax's maker.
 UNFUSED: dict[str, tuple[str | None, str, str | None, Callable[[], optax.GradientTransformation] | None]] = {
     "NAdam": ("NAdam", "MaskedNAdam", None, lambda: optax.nadam(2e-3)),
     "RAdam": ("RAdam", "MaskedRAdam", "RAdam", lambda: optax.radam(1e-3)),
@@ -126,9 +126,9 @@ UNFUSED: dict[str, tuple[str | None, str, str | None, Callable[[], optax.Gradien
     "Adafactor": ("Adafactor", "MaskedAdafactor", "AdaFactor", None),
     "Muon": ("Muon", "MaskedMuon", None, None),
 }
-NO_FOREACH = {"Muon", "Adafactor"}  # torch's Muon has no such implementation; that of Adafactor is its default
-LEARNING_RATE = {"Lion": 1e-4, "LAMB": 1e-3}  # ours have no default, as in optax
-# What a fused kernel would make of them: one of torch's own that reads and writes as many bytes, 28 and 20 a parameter.
+NO_FOREACH = {"Muon", "Adafactor"}  # Muon has no foreach implementation in torch; for Adafactor it is the default
+LEARNING_RATE = {"Lion": 1e-4, "LAMB": 1e-3}  # our classes have no default, like optax's
+# The time a fused kernel would take: that of a fused optimizer of torch which reads and writes as many bytes, 28 or 20 per parameter.
 YARDSTICK = "torch fused, as many bytes"
 OF_28: Maker = stepping(torch.optim.AdamW, fused=True)
 OF_20: Maker = stepping(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
@@ -136,9 +136,9 @@ AS_MANY_BYTES = {"NAdam": OF_28, "RAdam": OF_28, "Adamax": OF_28, "RMSprop": OF_
 
 
 def unfused(name: str, bound: bool = False) -> tuple[dict[str, Maker], str | None, dict[str, str]]:
-    """Candidates, the baseline if there is one, and what is missing, for one of `UNFUSED`.
+    """For one entry of `UNFUSED`: the candidates, the name of the baseline if there is one, and what is missing with the reason.
 
-    `bound`: for the speed bound, with a candidate of torch in any case: a ratio within a round varies less than milliseconds.
+    `bound`: for the speed bound, which always needs a candidate of torch: a ratio within a round varies less than milliseconds do.
     """
     theirs, ours, other, in_optax = UNFUSED[name]
     lr = {"lr": LEARNING_RATE[name]} if name in LEARNING_RATE else {}
@@ -165,9 +165,9 @@ def unfused(name: str, bound: bool = False) -> tuple[dict[str, Maker], str | Non
     return makers, next((name for name in (DEFAULT, "pytorch_optimizer") if name in makers), None), missing
 
 
-# ------------------------------------------------------------------ other types, and an odd length
+# ------------------------------------------------------------------ other dtypes, and odd lengths
 
-# Of each table the set, the type of the parameters, the class of torch.optim and its arguments, and how ours is asked besides.
+# For each table: title, set, dtype of the parameters, torch.optim's class, its arguments, and further variants of ours by name.
 TYPES: list[tuple[str, str, torch.dtype, str, dict[str, Any], dict[str, dict[str, Any]]]] = [
     ("AdamW, an odd length", "odd", torch.float32, "AdamW", HYPERPARAMS, {}),
     ("AdamW", "large", torch.float32, "AdamW", HYPERPARAMS, {"state in bfloat16": {"state_dtype": torch.bfloat16}}),
@@ -190,7 +190,7 @@ TYPES: list[tuple[str, str, torch.dtype, str, dict[str, Any], dict[str, dict[str
 
 
 def of_types() -> list[tuple[str, str, torch.dtype, dict[str, Maker]]]:
-    """Title, set, type and candidates of each table."""
+    """Title, set, dtype and candidates of each table."""
     tables = []
     for title, shapes, dtype, rule, arguments, besides in TYPES:
         theirs, ours = getattr(torch.optim, rule), getattr(torch_api, f"Masked{rule}")
@@ -204,11 +204,11 @@ def of_types() -> list[tuple[str, str, torch.dtype, dict[str, Maker]]]:
     return tables
 
 
-# ------------------------------------------------------------------ the tail of a training step
+# ------------------------------------------------------------------ the end of a training step
 
 
 class Holder(torch.nn.Module):
-    """A module of given parameters: torch's AveragedModel takes no less."""
+    """A module that holds given parameters, because torch's AveragedModel takes only modules."""
 
     def __init__(self, params: Params) -> None:
         super().__init__()
@@ -216,9 +216,9 @@ class Holder(torch.nn.Module):
 
 
 def torch_tail(average: dict[str, Any] | None) -> Maker:
-    """Clip, fused AdamW, and an average of the weights as `torch.optim.swa_utils` keeps it; None for no average.
+    """Clip, step by fused AdamW, and average the weights as `torch.optim.swa_utils` does; `average` None: no average.
 
-    Clipping writes to the gradients that all share; after the first time their norm is the bound and stays there.
+    Clipping changes the gradients, which all candidates share: from the second time on, their norm is at the limit and stays there.
     """
 
     def make(params: Params) -> Step:
@@ -238,7 +238,7 @@ def torch_tail(average: dict[str, Any] | None) -> Maker:
 
 
 def tail() -> dict[str, tuple[dict[str, Maker], str]]:
-    """Each tail with its candidates and the baseline among them."""
+    """For each table of this section: its candidates, and which of them is the baseline."""
     swa = torch.optim.swa_utils
     norm = {"max_grad_norm": MAX_NORM, **HYPERPARAMS}
     clipped = "torch clip_grad_norm_, fused"
@@ -273,16 +273,16 @@ def tail() -> dict[str, tuple[dict[str, Maker], str]]:
 
 
 def scaled(factory: Callable[..., Any]) -> Maker:
-    """A step through GradScaler that leaves unscaling to the optimizer, as `fused=True` asks for.
+    """A step by GradScaler that leaves unscaling to the optimizer, as `fused=True` requests.
 
-    The scale is 1: torch's kernel writes the unscaled gradients back, and the candidates share them.
+    The scale is 1, because torch's kernel writes the unscaled gradients back, and the candidates share them.
     """
 
     def make(params: Params) -> Step:
         device = params[0].device.type
         optimizer = factory(params, fused=True, **HYPERPARAMS)
         scaler = torch.amp.GradScaler(device, init_scale=1.0, growth_interval=1 << 30)
-        scaler.scale(torch.zeros((), device=device))  # this is what makes its scale a tensor
+        scaler.scale(torch.zeros((), device=device))  # the first call creates the scaler's tensor for the scale
 
         def step() -> None:
             scaler.step(optimizer)

@@ -1,4 +1,4 @@
-"""What every section shares: parameter sets, the interleaved clock, the description of the machine, the results file."""
+"""What all sections share: parameter sets, interleaved timing, the description of the machine, the results file."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ Maker = Callable[[Params], Step]
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = {"TorchOpt": "torchopt", "pytorch_optimizer": "pytorch_optimizer", "HeavyBall": "heavyball"}
-# Rounds that are not counted: the first compiles, the second may still allocate, and RAdam leaves out most of its work in the first five.
+# Rounds that are not counted: the first compiles, the second may still allocate, and RAdam skips most of its work in the first five.
 WARM_UP = 6
-# How often the candidates of a pair are made, and for the speed bound. Seconds of a first step beyond which they are made once:
-# torch.compile builds them.
+# How often both candidates of a pair are made anew, in general and for the speed bound. If the first step takes longer than LONG seconds,
+# they are made only once: torch.compile is building them.
 BUILDS, BOUND_BUILDS, LONG = 8, 2, 5.0
 BLOCK = 1 << 22  # elements
-FLOAT = 4  # bytes of a float32
+FLOAT = 4  # bytes per float32
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for on the command line.
+    """The options of the command line.
 
     Args:
-      rounds: how often each candidate steps, where the section does not say otherwise.
-      quick: shrink every set and count, to see that a section works; its figures mean nothing.
+      rounds: how many rounds of steps are counted, unless the section says otherwise.
+      quick: shrink all sets and counts, only to see that a section works; its figures mean nothing.
       device: "cpu" or "cuda".
-      compiled: also candidates that torch.compile must build first, which takes a minute and more for each set.
-      patience: seconds after which the section of ever-changing subsets stops counting.
-      bound: our candidates beside the baseline of torch alone, as the speed bound has them.
+      compiled: include candidates that torch.compile must build first, which takes a minute or more for each set.
+      patience: seconds after which the section of changing subsets stops.
+      bound: only our candidates and a baseline of torch, for the speed bound.
     """
 
     rounds: int = 15
@@ -62,13 +62,13 @@ class Settings:
     bound: bool = False
 
     def shapes(self, title: str) -> list[Shape]:
-        """The shapes of a set; with `quick` a few of them, an eighth as long in each dimension."""
+        """The shapes of a set; with `quick` only the last five, with each dimension divided by eight."""
         shapes = SETS[title]()
         return [tuple(max(1, n // 8) for n in shape) for shape in shapes[-5:]] if self.quick else shapes
 
     @property
     def builds(self) -> int:
-        """How often the candidates of a pair are made."""
+        """How often both candidates of a pair are made anew."""
         return self.count(BOUND_BUILDS if self.bound else BUILDS, 1)
 
     def count(self, normal: int, quick: int) -> int:
@@ -128,7 +128,7 @@ def elements(shapes: Sequence[Shape]) -> int:
 
 
 def random_tensors(shapes: Sequence[Shape], scale: float, device: str, seed: int = 0) -> list[torch.Tensor]:
-    """The same numbers on every device and in every process; what is larger than a block repeats it, which saves minutes."""
+    """The same numbers on every device and in every process. A large tensor repeats one block of them, which saves minutes."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(shape: Shape) -> torch.Tensor:
@@ -140,30 +140,30 @@ def random_tensors(shapes: Sequence[Shape], scale: float, device: str, seed: int
 
 
 def gradients(shapes: Sequence[Shape], device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Random and nonzero. All candidates share them: a step does not change them, but for torch's clipping, once."""
+    """Random nonzero gradients, shared by all candidates: steps do not change them, except torch's clipping, the first time."""
     return [x.to(dtype) for x in random_tensors(shapes, 1e-3, device, seed=1)]
 
 
 def parameters(shapes: Sequence[Shape], grads: Sequence[torch.Tensor], device: str = "cpu") -> Params:
-    """Of the types that the gradients have."""
+    """Parameters with the dtypes of their gradients."""
     params = [torch.nn.Parameter(x.to(grad.dtype)) for x, grad in zip(random_tensors(shapes, 0.02, device), grads, strict=True)]
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad
     return params
 
 
-# ------------------------------------------------------------------ the clock
+# ------------------------------------------------------------------ timing
 
 
 @dataclass
 class Timing:
-    """Milliseconds of each candidate by round, and the seconds of its first, uncounted step."""
+    """Milliseconds of each candidate in each round, and seconds of its first step, which is not counted."""
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
 
     def add(self, later: Timing) -> None:
-        """Further rounds of the same candidates."""
+        """Append further rounds of the same candidates."""
         for name, ms in later.ms.items():
             self.ms.setdefault(name, []).extend(ms)
             self.first.setdefault(name, later.first[name])
@@ -171,7 +171,7 @@ class Timing:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Garbage is collected before, and not meanwhile: a collection would hit whichever candidate runs then."""
+    """Collect garbage before, and not during the measurement, where a collection would slow whichever candidate is running."""
     gc.collect()
     gc.disable()
     try:
@@ -181,12 +181,12 @@ def no_collection() -> Iterator[None]:
 
 
 def waiter(device: str) -> Callable[[], None]:
-    """What makes the host wait for the device, both torch's streams and jax's; on the CPU a step returns when it is done."""
+    """The function that waits for all work of torch and jax on the device; on the CPU nothing needs to wait."""
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
 class Turn(NamedTuple):
-    """At least so many steps and so many seconds; the time of a turn is the median of its steps but the first three eighths."""
+    """How many steps and seconds a turn lasts at least. Its time is the median of its steps without the first three eighths."""
 
     steps: int
     seconds: float
@@ -204,16 +204,16 @@ def interleaved(
     turn: Turn = ONE_STEP,
     seconds: float = 0.0,
 ) -> Timing:
-    """In each round every candidate takes its turn, in an order that is drawn anew, so that none always comes after the same one.
+    """In each round, let every candidate take its turn, in a new random order, so that none always follows the same one.
 
     Args:
       steps: the candidates.
-      rounds: how many are counted, after `WARM_UP`, but no more than those, that are not.
-      title: for the progress bar.
-      device: "cuda" waits for the device inside the timed region.
-      synchronised: False times the call alone and waits outside the timed region.
-      turn: how long a candidate steps when it is its turn.
-      seconds: further rounds, until so much time has passed: short steps are over before threads have found their cores.
+      rounds: how many rounds are counted. Before them come `WARM_UP` rounds that are not, or `rounds` if that is less.
+      title: shown with the progress bar.
+      device: for "cuda", wait for the device within the timed region.
+      synchronised: if False, time the call alone and wait outside the timed region.
+      turn: how long a candidate steps in its turn.
+      seconds: add rounds until this time has passed, since short steps may be done before their threads have settled on cores.
     """
     timing = Timing({name: [] for name in steps})
     names, wait, warm_up, order = list(steps), waiter(device), min(WARM_UP, rounds), random.Random(0)
@@ -238,12 +238,12 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """By interpolation between the values, so that few rounds give no quartile beyond all of them."""
+    """Quartiles by interpolation, so that they lie within the values even for few rounds."""
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def rows(timing: Timing, baseline: str | None) -> dict[str, dict[str, Any]]:
-    """Per candidate the median, and the median and quartiles of its ratio to the baseline within a round."""
+    """For each candidate, the median time, and the median and quartiles of its ratio to the baseline within a round."""
     table: dict[str, dict[str, Any]] = {}
     for name, ms in timing.ms.items():
         table[name] = {"median ms": statistics.median(ms), "first step s": timing.first[name]}
@@ -255,7 +255,7 @@ def rows(timing: Timing, baseline: str | None) -> dict[str, dict[str, Any]]:
 
 
 def of_bound(makers: dict[str, Maker], baseline: str | None) -> tuple[dict[str, Maker], str | None]:
-    """Our candidates, and one of torch as the baseline: that of the table, else a fused one; None where there is neither."""
+    """Our candidates and a baseline of torch: the table's own, or else a fused one; None if there is neither."""
     if baseline is None or not baseline.startswith("torch"):
         baseline = next((name for name in makers if name.startswith("torch fused")), None)
     return {name: maker for name, maker in makers.items() if name == baseline or name.startswith("maskbridge")}, baseline
@@ -270,18 +270,18 @@ def compare(
     rounds: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """One table: each candidate beside the baseline alone, over parameters of these shapes. The baseline's row is of all its rounds.
+    """Make one table: each candidate runs paired with the baseline, on parameters of these shapes. The baseline has one row for all pairs.
 
-    Threads that one candidate leaves behind (OpenMP's, which spin) would cost whoever comes next: here that is its pair. Which pages of
-    memory the system gives decides about some hundredths of a step's time, and who comes first gets what is left in pieces: so both are
-    made `settings.builds` times, by turns one or the other first.
+    Threads that a candidate leaves spinning (OpenMP's) would slow the next one, so there are only these two at a time. The memory pages
+    that the system hands out change the time of a step by a few percent, and whoever is made first gets what fragments are left. So both
+    are made `settings.builds` times, and take turns in being first.
     """
     gc.collect()
     if settings.bound:
         makers, baseline = of_bound(makers, baseline)
     grads, table = gradients(shapes, settings.device, dtype), {}
     alone, builds, asked = Timing(), settings.builds, rounds or settings.rounds
-    each_time = max(-(-asked // builds), min(asked, WARM_UP))  # fewer would be warmed up less
+    each_time = max(-(-asked // builds), min(asked, WARM_UP))  # at least as many as the warm-up, or candidates would start colder
     for name in [name for name in makers if name != baseline] or makers:
         pair = list(dict.fromkeys([name] if baseline is None else [baseline, name]))
         timing, steps = Timing(), {}
@@ -308,19 +308,19 @@ def installed(peer: str) -> bool:
 
 
 def resident(what: str = "VmRSS") -> float:
-    """MiB of this process: "VmRSS" now, "VmHWM" the most that it ever was."""
+    """MiB of memory of this process: "VmRSS" for now, "VmHWM" for the highest value so far."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(what)) / 1024
 
 
 def available() -> float:
-    """Bytes of memory that can still be had."""
+    """Bytes of memory still available."""
     with open("/proc/meminfo") as info:
         return next(int(line.split()[1]) for line in info if line.startswith("MemAvailable")) * 1024
 
 
 def copy_bandwidth(device: str = "cpu", quick: bool = False) -> float:
-    """Bytes read and written per second by the best of ten copies between two buffers that no cache holds."""
+    """Bytes read and written per second: the best of ten copies between two buffers too large for any cache."""
     source = torch.ones((1 << 20) if quick else (1 << 27), device=device)
     target, wait, seconds = torch.empty_like(source), waiter(device), []
     for _ in range(10):
@@ -338,14 +338,14 @@ def _processor() -> str:
 
 
 def machine(device: str) -> str:
-    """The class of machine; never its name."""
+    """A description of the hardware, never the machine's name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     host = f"{os.cpu_count()} cores of {_processor()}, {memory:.0f} GiB"
     return f"{torch.cuda.get_device_name()}, {host}" if device == "cuda" else host
 
 
 def file_name(device: str) -> str:
-    """The results file of this class of machine."""
+    """The name of the results file for this kind of machine."""
     name = re.sub(r"\(\w+\)| processor", "", _processor().lower()) if device == "cpu" else torch.cuda.get_device_name().lower()
     count = f"{os.cpu_count()}-cores-" if device == "cpu" else ""
     return f"{device}-{count}{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}.json"
@@ -368,7 +368,7 @@ def environment(section: str, settings: Settings) -> dict[str, Any]:
 
 
 def save(path: Path, section: str, figures: dict[str, Any]) -> None:
-    """Put one section into the results file; the others stay as they are."""
+    """Write one section into the results file and leave the others as they are."""
     known = json.loads(path.read_text()) if path.exists() else {}
     known[section] = figures
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A GPU only: the call without waiting for it, the share of the memory's bandwidth, and whether it heeds torch's queue."""
+"""For a GPU only: the time of the call alone, the share of the memory's bandwidth, and whether steps keep the order of torch's stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch_api
 
 
 def calls(title: str, settings: Settings) -> dict[str, Any]:
-    """What the host is held up by a step: the call alone, the device waited for outside the timed region."""
+    """How long a step holds up the host: the call is timed, and the device is waited for outside the timed region."""
     makers = candidates.adamw(settings)[0]
     chosen = {name: makers[name] for name in (candidates.FUSED, candidates.FOREACH, candidates.OURS)}
     shapes = settings.shapes(title)
@@ -24,7 +24,7 @@ def calls(title: str, settings: Settings) -> dict[str, Any]:
 
 
 def bandwidth(settings: Settings) -> dict[str, Any]:
-    """Bytes that a step must move, per second, against a copy on the same device."""
+    """Bytes that a step must move, per second, compared with a copy on the same device."""
     makers = candidates.adamw(settings)[0]
     shapes = settings.shapes("gpt2")
     chosen = {name: makers[name] for name in (candidates.FUSED, candidates.OURS)}
@@ -42,9 +42,9 @@ def bandwidth(settings: Settings) -> dict[str, Any]:
 
 
 def stress(settings: Settings) -> dict[str, Any]:
-    """Gradients behind a slow kernel in torch's queue, freed and overwritten at once: the result must be torch's.
+    """Compute gradients behind a slow kernel in torch's stream, then free and overwrite them at once: the result must be torch's.
 
-    Another result means that a step read a gradient before torch had written it, or after its memory was given away.
+    Otherwise a step read a gradient before torch had written it, or after its memory was reused.
     """
     size, side, steps = settings.count(1 << 24, 1 << 16), settings.count(8192, 512), settings.count(50, 5)
     p = torch.nn.Parameter(torch.zeros(size, device="cuda"))
@@ -64,5 +64,5 @@ def stress(settings: Settings) -> dict[str, Any]:
 
 
 def device(settings: Settings) -> dict[str, Any]:
-    """All that only a GPU has."""
+    """All measurements that only a GPU has."""
     return {"tables": [calls("gpt2", settings), calls("tiny", settings)], "bandwidth": bandwidth(settings), "stress": stress(settings)}

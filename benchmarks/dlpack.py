@@ -1,6 +1,6 @@
-"""Microseconds per tensor across the bridge: ours against the public calls of jax and torch.
+"""Microseconds to pass a tensor between torch and jax: ours, and by the public calls of jax and torch.
 
-A section of `benchmarks/step.py`. Interleaved in one process; medians of many short rounds.
+A section of `benchmarks/step.py`. The calls are interleaved in one process; each figure is the median of many short rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def crossings() -> dict[str, Step]:
 
 
 def interop(settings: Settings) -> dict[str, Any]:
-    """One tensor of 64x64, there and back."""
+    """Pass one tensor of 64x64 from torch to jax, and one back."""
     functions, calls = crossings(), settings.count(1000, 10)
     with no_collection():
         rounds = [{name: microseconds(function, calls) for name, function in functions.items()} for _ in range(settings.rounds)]

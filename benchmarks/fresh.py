@@ -1,8 +1,8 @@
-"""What must be measured in a process of its own: the time to the first step, the peak of memory, what a long run leaves, a whole loop.
+"""Measurements that need a fresh process: time to the first step, peak memory, memory after many steps, a whole training loop.
 
     python benchmarks/fresh.py first --candidate maskbridge --set gpt2
 
-prints one line of JSON. The sections call it through `alone`.
+prints one line of JSON. The sections run it through `alone`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loops import IN_LOOPS, LOOPS, iteration
 CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 
-# Transformations that must see all leaves at once.
+# Candidates with a transformation that must see all leaves at once.
 CLIPPED = {
     candidates.OPTAX_CHAIN: candidates.tail()["clip, AdamW"][0][candidates.OPTAX_CHAIN],
     "optax.chain in pure JAX": candidates.tail()["clip, AdamW"][0][candidates.OPTAX],
@@ -37,7 +37,7 @@ CLIPPED = {
 
 
 def alone(task: str, name: str, title: str, settings: Settings, cache: str | None = None) -> dict[str, Any]:
-    """Run one task in a fresh process, with jax's compilation cache in the folder `cache` or switched off."""
+    """Run one task in a fresh process, with jax's compilation cache in the folder `cache`, or without it."""
     command = [sys.executable, __file__, task, "--candidate", name, "--set", title, "--device", settings.device]
     command += ["--quick"] if settings.quick else []
     given = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))}
@@ -55,9 +55,9 @@ def alone(task: str, name: str, title: str, settings: Settings, cache: str | Non
 
 
 def first_step(name: str, title: str, settings: Settings) -> dict[str, Any]:
-    """Seconds of the construction and of the first step, the start of jax's client included; then of one warm step.
+    """Seconds for the construction and for the first step, including the start of jax's client; then for a second, warm step.
 
-    torch imports its compiler when the first optimizer of a process is constructed; that is over before the clock starts.
+    torch imports its compiler when a process constructs its first optimizer; this happens before the timed part.
     """
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     shapes = settings.shapes(title)
@@ -77,7 +77,7 @@ def first_step(name: str, title: str, settings: Settings) -> dict[str, Any]:
 
 
 def peak(name: str, title: str, settings: Settings) -> dict[str, Any]:
-    """The most that parameters, gradients, construction and five steps take, above what the process had before them."""
+    """The peak memory of parameters, gradients, construction and five steps, above what the process used before."""
     _warm(settings)
     before = resident()
     shapes = settings.shapes(title)
@@ -92,13 +92,13 @@ def peak(name: str, title: str, settings: Settings) -> dict[str, Any]:
         "parameters and gradients MiB": with_params,
     }
     if settings.device == "cuda":
-        free, total = torch.cuda.mem_get_info()  # of torch and jax together
+        free, total = torch.cuda.mem_get_info()  # counts torch and jax together
         found["on the device MiB"] = (total - free) / 2**20
     return found | {"state bytes": _state_bytes(step)}
 
 
 def endurance(name: str, title: str, settings: Settings) -> dict[str, Any]:
-    """Resident memory over ten thousand steps of a small set."""
+    """Resident memory during ten thousand steps of a small set."""
     shapes = settings.shapes(title)
     params = parameters(shapes, gradients(shapes, settings.device), settings.device)
     step = candidates.adamw(settings)[0][name](params)
@@ -113,10 +113,10 @@ def endurance(name: str, title: str, settings: Settings) -> dict[str, Any]:
 
 
 def leftovers(name: str, title: str, settings: Settings) -> dict[str, Any]:
-    """Arrays of jax and resident memory before an optimizer is made, with it, after `del` of it, and after `del` of the parameters.
+    """Number of jax arrays and resident memory: before an optimizer is made, with it, after it is deleted, after its parameters are.
 
-    Last comes what stays when the C library gives back all that is free in its heap: what is above torch's then has leaked,
-    the rest was only kept for the next allocation.
+    The last figure is taken after the C library has given back all free memory of its heap: if it is above torch's, memory has leaked;
+    if not, the heap only kept it for later.
     """
     _warm(settings)
     found: dict[str, Any] = {}
@@ -136,14 +136,14 @@ def leftovers(name: str, title: str, settings: Settings) -> dict[str, Any]:
     mark("optimizer deleted")
     del params
     mark("parameters deleted")
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc's
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # exists in glibc
         ctypes.CDLL(None).malloc_trim(0)
         mark("heap trimmed")
     return found
 
 
 def loop(name: str, title: str, settings: Settings) -> dict[str, Any]:
-    """The median time of an iteration, and the pages of memory that one takes from the system, as the C library gave them back before."""
+    """Median time of an iteration, and its page faults: it must get back from the system the pages that the C library had returned."""
     step, _ = iteration(LOOPS[title], IN_LOOPS[name], settings)
     wait, count = waiter(settings.device), settings.count(60, 3)
     for _ in range(settings.count(10, 2)):
@@ -160,14 +160,14 @@ def loop(name: str, title: str, settings: Settings) -> dict[str, Any]:
 
 
 def _warm(settings: Settings) -> None:
-    """One small step of torch, so that its threads and libraries are not counted."""
+    """Make one small step with torch, so that the memory of its threads and libraries is not counted."""
     start_clients(settings.device)
     shapes = [(8, 8), (8,)]
     torch.optim.AdamW(parameters(shapes, gradients(shapes)), fused=True).step()
 
 
 def _state_bytes(step: Any) -> int:
-    """All tensors in the state of an optimizer with torch's interface."""
+    """Bytes of all tensors in the state of an optimizer with torch's interface."""
     return sum(t.numel() * t.element_size() for fields in step.__self__.state.values() for t in fields.values() if torch.is_tensor(t))
 
 
@@ -182,7 +182,7 @@ PEAKS = [*PAIR, "maskbridge, copying", candidates.DEFAULT, candidates.FOREACH]
 
 
 def first(settings: Settings) -> dict[str, Any]:
-    """Time to the first step: cold, and with an earlier process's programs in jax's persistent cache; the middle of three rounds."""
+    """Time to the first step: cold, and with programs of an earlier process in jax's persistent cache; the median of three rounds."""
     found = []
     for title in ["gpt2"] if settings.quick else ["gpt2", "resnet50", "tiny", "squares", "mixed"]:
         rounds = [_starts(title, settings) for _ in range(settings.count(3, 1))]
@@ -193,7 +193,7 @@ def first(settings: Settings) -> dict[str, Any]:
 
 
 def _starts(title: str, settings: Settings) -> dict[str, dict[str, float]]:
-    """`first_step` of every candidate in a process of its own, by name."""
+    """Run `first_step` for each candidate in its own process; results by name."""
     names = PAIR if settings.quick else [*STARTING, *CLIPPED]
     starts = {name: alone("first", name, title, settings) for name in names}
     for name in [n for n in (candidates.OURS, candidates.OPTAX, candidates.OPTAX_CHAIN) if n in names]:
@@ -205,7 +205,7 @@ def _starts(title: str, settings: Settings) -> dict[str, dict[str, float]]:
 
 
 def _middle(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """The run whose total is the median of several, and all their totals."""
+    """The run with the median total, with the totals of all runs."""
     runs = sorted(runs, key=_total)
     return runs[len(runs) // 2] | {"totals s": list(map(_total, runs))}
 
@@ -215,7 +215,7 @@ def _total(start: dict[str, float]) -> float:
 
 
 def memory(settings: Settings) -> dict[str, Any]:
-    """Peaks, state, growth over many steps, and what is left when an optimizer is gone."""
+    """Peak memory, memory of the state, growth over many steps, and what is left once an optimizer is deleted."""
     names = PAIR if settings.quick else PEAKS
     shapes = settings.shapes("gpt2")
     return {

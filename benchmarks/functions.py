@@ -1,8 +1,8 @@
-"""Microseconds of a call of `jax_function`, of a small function: ours, the same in torch, and the compiled program alone.
+"""Microseconds for a call of `jax_function` with a small function; for comparison, torch's own and the compiled program alone.
 
-A section of `benchmarks/step.py`. Interleaved in one process; medians of many short rounds. What the bridge costs is the
-difference to the program alone, which is called with its arguments already in jax and waited for. That program gives the
-output alone: what a recording call adds for its residuals counts as the bridge's.
+A section of `benchmarks/step.py`. The calls are interleaved in one process; each figure is the median of many short rounds. The bridge's
+cost is the difference to the program alone, which gets its arguments as jax arrays, and is waited for. That program returns only the
+output: residuals that a recording call also returns count as a cost of the bridge.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SIDE = 16
 
 
 def small(a: Any, b: Any) -> Any:
-    """Two arguments, one output; the backward makes two residuals anew of the arguments."""
+    """Two arguments, one output; both residuals of the backward pass are recomputed from the arguments."""
     return jnp.sin(a) * b
 
 
 def turned(a: Any, b: Any) -> Any:
-    """The same of the rows in reverse order, which the backward does not make anew: two residuals are kept."""
+    """The same on the rows in reverse order, which the backward pass does not recompute: two residuals are kept."""
     return jnp.sin(a[::-1]) * b
 
 
@@ -67,7 +67,7 @@ def backwards(device: str) -> dict[str, Step]:
 
 
 def functions(settings: Settings) -> dict[str, Any]:
-    """A call of a function of two matrices of 16x16: forward without and with recording, and backward."""
+    """Calls with two matrices of 16x16: forward with and without recording, and backward."""
     steps, calls = forwards(settings.device) | backwards(settings.device), settings.count(200, 5)
     for step in steps.values():
         step()

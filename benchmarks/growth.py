@@ -1,4 +1,4 @@
-"""How the time of a step grows: with the number of leaves, and with the size of one leaf."""
+"""How the time of a step grows with the number of leaves, and with the size of a single leaf."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import candidates
 from common import FLOAT, Maker, Settings, Shape, available, compare, copy_bandwidth, elements
 
 LEAVES = [1, 3, 10, 30, 100, 300, 1000, 3000]
-LEAF = 1024  # elements of each of them
-SIZES = [2**k for k in range(8, 29, 2)]  # elements of the only leaf: 1 KB to 1 GB
-BYTES_PER_PARAMETER = 28  # of AdamW: three arrays read and written, the gradient read
+LEAF = 1024  # elements of each leaf
+SIZES = [2**k for k in range(8, 29, 2)]  # elements of the single leaf: 1 KB to 1 GB
+BYTES_PER_PARAMETER = 28  # for AdamW: three arrays are read and written, the gradient is read
 
 
 def rounds_for(count: int, settings: Settings) -> int:
-    """Many where a step takes microseconds, few where it takes seconds."""
+    """Many rounds where a step takes microseconds, few where it takes seconds."""
     return settings.count(min(15 * settings.rounds, max(7, int(3e8 / max(count, 1e6)))), 3)
 
 
@@ -25,7 +25,7 @@ def curve(point: str, values: list[int], shapes_of: Any, settings: Settings) -> 
     for value in values:
         shapes: list[Shape] = shapes_of(value)
         count = elements(shapes)
-        # Of the largest, two candidates at a time with foreach's temporaries, and the gradients.
+        # For the largest sets, which run in pairs: two candidates with the temporaries of foreach, and the gradients.
         needed = (2 * 4 + 3) * FLOAT * count
         if settings.device == "cpu" and needed > available():
             print(f"  left out: {value} {point}, which needs {needed / 2**30:.0f} GiB of memory")
@@ -41,7 +41,7 @@ def curve(point: str, values: list[int], shapes_of: Any, settings: Settings) -> 
 
 
 def growth(settings: Settings) -> dict[str, Any]:
-    """Both curves, and the bandwidth of a copy on this machine, which bounds the large end."""
+    """Both curves, and the bandwidth of a copy on this machine, which limits the speed for large sizes."""
     leaves = LEAVES[:2] if settings.quick else LEAVES
     sizes = SIZES[:2] if settings.quick else SIZES
     return {

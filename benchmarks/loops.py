@@ -1,4 +1,4 @@
-"""Two small networks, and the loop that trains them: forward, backward, step."""
+"""Two small networks and the loop that trains them: forward, backward, step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch_api
 
 
 class Transformer(torch.nn.Module):
-    """Blocks over 64 characters: small enough that the step is a visible part of the loop."""
+    """A transformer over 64 characters, so small that the step is a visible part of the loop."""
 
     def __init__(self, vocabulary: int = 128, width: int = 256, depth: int = 4) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Residual(torch.nn.Module):
 
 
 def convolutional(depth: int = 8) -> torch.nn.Module:
-    """Up to eight residual blocks with BatchNorm: with all of them 62 leaves, most of them small."""
+    """Up to eight residual blocks with BatchNorm; all eight have 62 leaves, most of them small."""
     widths = [(32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
     blocks = [Residual(*width) for width in widths[:depth]]
     start = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3, padding=1, bias=False), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
@@ -74,7 +74,7 @@ IN_LOOPS: dict[str, Callable[[Any], Any]] = {
 
 
 def iteration(task: Callable[[Settings], Any], factory: Callable[[Any], Any], settings: Settings) -> tuple[Step, int]:
-    """Zero the gradients, forward, backward, step; from the same weights and data for each candidate."""
+    """An iteration: zero the gradients, forward, backward, step. All candidates start from the same weights and data."""
     torch.manual_seed(0)
     model, loss = task(settings)
     model = model.to(settings.device)

@@ -1,4 +1,4 @@
-"""The section of whole training steps: forward, backward and update as one XLA program, beside eager torch's."""
+"""The section of whole training steps: forward, backward and update as one XLA program, compared with eager torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch_api
 Batch = tuple[torch.Tensor, ...]
 Task = tuple[nn.Module, Callable[..., Any], Batch]
 BESIDE = f"{candidates.OURS}, eager backward"
-# Steps in a row, as in training. The first ones meet what another candidate has left behind, and threads that have slept
-# while it ran: the system may put both on one core for tens of steps.
+# Steps in a row, as in training. The first ones suffer from what another candidate has left behind, and from threads that slept
+# meanwhile: the system may keep two of them on one core for tens of steps.
 TURN = Turn(8, 0.25)
 
 
@@ -35,7 +35,7 @@ def digits_net() -> nn.Module:
 
 
 class CharacterModel(nn.Module):
-    """Two blocks over bytes, as in examples/character_model.py; without dropout, so that losses can be compared."""
+    """Two blocks over bytes, as in examples/character_model.py, but without dropout, so that losses can be compared."""
 
     def __init__(self, width: int = 96, length: int = 64) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def characters(settings: Settings) -> Task:
 
 
 class Block(nn.Module):
-    """A block of a ResNet."""
+    """A residual block of a ResNet."""
 
     def __init__(self, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM whose last output is classified."""
+    """An LSTM with a classifier on its last output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -126,12 +126,12 @@ TASKS: dict[str, Callable[[Settings], Task]] = {
 
 
 def eager(task: Task, optimizer: torch.optim.Optimizer, forward: Callable[..., Any] | None = None) -> Step:
-    """The loop body of torch; `forward` may be what torch.compile made of the model."""
+    """The body of torch's training loop; `forward` is the model compiled by torch.compile, if given."""
     model, loss_fn, batch = task
 
     def step() -> Any:
         optimizer.zero_grad()
-        loss = loss_fn(model if forward is None else forward, *batch)  # not `or`: what torch.compile makes refuses len()
+        loss = loss_fn(model if forward is None else forward, *batch)  # not `or`: a compiled model does not support len()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -159,7 +159,7 @@ MAKERS: dict[str, Callable[[Task], Step]] = {
 
 
 def made(task: Callable[[Settings], Task], make: Callable[[Task], Step], settings: Settings) -> Step:
-    """A candidate's step, from the same weights and data as the others'."""
+    """Make the step of a candidate, from the same weights and data as the others."""
     torch.manual_seed(0)
     model, loss_fn, batch = task(settings)
     return make((model.to(settings.device), loss_fn, tuple(x.to(settings.device) for x in batch)))

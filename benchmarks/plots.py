@@ -1,4 +1,4 @@
-"""The growth curves as a picture beside each results file.
+"""Draw the growth curves, as a picture beside each results file.
 
 python benchmarks/plots.py [--results FOLDER]
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # no window: a build machine has no screen
+mpl.use("Agg")  # no window, because a build machine has no screen
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -32,11 +32,11 @@ STYLE: Any = {
     "text.color": INK,
     "figure.facecolor": "white",
 }
-APART = 0.19  # decades between two labels at the least
+APART = 0.19  # least distance between two labels, in decades
 
 
 def size_of(count: float) -> str:
-    """Bytes of so many float32, in a unit that keeps the number short."""
+    """The size in bytes of that many float32 numbers, in a unit that keeps the number short."""
     value, unit = 4 * count, "B"
     for larger in ("KB", "MB", "GB"):
         if value < 1024:
@@ -52,7 +52,7 @@ def duration(ms: float, _: Any = None) -> str:
 
 
 def spaced(values: dict[str, float]) -> dict[str, float]:
-    """Heights for the labels at the ends of curves: at the curve's own, or as far above the one below as can be read."""
+    """Heights for the labels at the ends of the curves: at the end of its curve, or higher if it would overlap the label below."""
     from math import log10
 
     found: dict[str, float] = {}
@@ -64,7 +64,7 @@ def spaced(values: dict[str, float]) -> dict[str, float]:
 
 
 def panel(axes: Axes, points: list[dict[str, Any]], key: str, limit: Any) -> None:
-    """One curve for each candidate, named at its end, and the line that no step over memory can pass."""
+    """A curve for each candidate, labelled at its end, and a line for the limit that memory bandwidth sets."""
     at = [point[key] for point in points]
     bound = [limit(point["parameters"]) for point in points]
     ends: dict[str, float] = {}
@@ -95,7 +95,7 @@ def panel(axes: Axes, points: list[dict[str, Any]], key: str, limit: Any) -> Non
 
 
 def growth(figures: dict[str, Any], path: Path) -> None:
-    """Both curves of one results file."""
+    """Draw both curves of one results file."""
     about, speed = figures["environment"], figures["copy bytes per second"]
     moved = figures["bytes per parameter"]
     with plt.rc_context(STYLE):

@@ -1,8 +1,8 @@
-"""The results as markdown: what `step.py` prints, and the figures in README.md, which nobody types.
+"""Turn results into markdown: what `step.py` prints, and the figures in README.md, which nobody types by hand.
 
     python benchmarks/report.py [--results FOLDER] [--readme PATH]
 
-Replaces what stands between the markers in the README by tables of every results file in the folder.
+Replaces the text between the markers in the README by tables of all results files in the folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TITLES = {
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, without exponents."""
+    """A number with three significant digits, without exponent."""
     if value is None:
         return "-"
     size = abs(value)
@@ -52,7 +52,7 @@ def grid(head: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
 
 
 def spread(row: dict[str, Any]) -> str:
-    """A ratio with its quartiles; that of the baseline to itself is plainly 1."""
+    """A ratio with its quartiles; just "1" for the baseline's ratio to itself."""
     if "ratio" not in row:
         return "-"
     low, high = row["ratio quartiles"]
@@ -67,7 +67,7 @@ def missing(table: dict[str, Any]) -> list[str]:
 
 
 def steps(table: dict[str, Any]) -> list[str]:
-    """One table of candidates."""
+    """The table of one set of candidates."""
     size = f", {table['parameters']:,} parameters" if "parameters" in table else ""
     lines = ([name, number(row["median ms"]), spread(row), number(row["first step s"])] for name, row in table["rows"].items())
     title = f"**{table['title']}** ({table['leaves']} leaves{size})"
@@ -75,7 +75,7 @@ def steps(table: dict[str, Any]) -> list[str]:
 
 
 def large(figures: dict[str, Any]) -> list[str]:
-    if "bytes" not in figures:  # `--bound`
+    if "bytes" not in figures:  # results of `--bound`
         return tabled(figures)
     counted = ([row["optimizer"], number(row["bytes"]), number(row["fewest"])] for row in figures["bytes"])
     text = "Bytes that a step moves per parameter by the compiler's count, and the fewest that there can be:"
@@ -87,11 +87,11 @@ def tabled(figures: dict[str, Any]) -> list[str]:
 
 
 def loop(figures: dict[str, Any]) -> list[str]:
-    """The tables, and behind each what its candidates take where each has a process, and the heap of the C library, for itself."""
+    """The tables; after each one the results of candidates that had a process, and so the C library's heap, to themselves."""
     found = []
     for table in figures["tables"]:
         found += steps(table)
-        if "apart" in table:  # results of before had one process
+        if "apart" in table:  # missing in older results, which come from one process
             lines = (
                 [name, *(f"{number(statistics.median(runs[key]))} ({number(min(runs[key]))} to {number(max(runs[key]))})" for key in runs)]
                 for name, runs in table["apart"].items()
@@ -102,7 +102,7 @@ def loop(figures: dict[str, Any]) -> list[str]:
 
 
 def unfused(figures: dict[str, Any]) -> list[str]:
-    """One line for each optimizer."""
+    """One line per optimizer."""
     columns = ["torch default", "torch foreach", "pytorch_optimizer", "optax in pure JAX", YARDSTICK, OURS]
     times_faster = lambda row: number(1 / row["ratio"]) if "ratio" in row else "-"  # noqa: E731
     lines = []
@@ -124,7 +124,7 @@ def first(figures: dict[str, Any]) -> list[str]:
     for found in figures["sets"]:
         for name, start in found["starts"].items():
             total = start["construction s"] + start["first step s"]
-            totals = start.get("totals s", [total])  # results of before had one run
+            totals = start.get("totals s", [total])  # older results have one run
             between = f" ({number(totals[0])} to {number(totals[-1])})" if len(totals) > 1 else ""
             lines.append(
                 [f"{found['title']}: {name}", number(total) + between, *map(number, (start["construction s"], start["first step s"]))]
@@ -204,21 +204,21 @@ WRITERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 
 def section(name: str, figures: dict[str, Any]) -> list[str]:
-    """One section, as markdown."""
+    """One section as markdown."""
     about = figures["environment"]
     quick = ["", "Shrunken sets: these figures mean nothing."] if about["quick"] else []
     return [f"### {TITLES[name]}", *quick, "", *WRITERS.get(name, tabled)(figures), f"`{about['command']}`", ""]
 
 
-# ------------------------------------------------------------------ all in one place
+# ------------------------------------------------------------------ all sections together
 
 
-# How many times as many bytes the peer's operations move: docs/performance.md.
+# How many times the bytes of ours the other package moves: see docs/performance.md.
 BY_BYTES = {"NAdam": "3.1", "RAdam": "4.0", "RMSprop": "2.6", "Adagrad": "2.2", "Adamax": "2.3", "Lion": "2.2", "LAMB": "2.2"}
 
 
 def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, str, str]]:
-    """What this project wants to reach: text, figure, target, and the ratio of the bytes that both sides move."""
+    """The goals of this project: text, figure, target, and the ratio of the bytes that both sides move."""
     for part, index, text, target in (
         ("large", 0, "AdamW, GPT-2 small: time against torch fused", "at most 1.05"),
         ("small", 0, "AdamW, 300 tiny leaves: time against torch fused", "at most 0.7"),
@@ -231,7 +231,7 @@ def goals(results: dict[str, Any]) -> Iterator[tuple[str, float, str, str]]:
         ("pipelines", 1, "character model as one program: time against eager torch", "at most 1.0"),
     ):
         if part in results:
-            by_bytes = {"large": "1", "small": "1", "middle": "1", "tail": "0.77"}.get(part, "-")  # 40 of 52 for the tail
+            by_bytes = {"large": "1", "small": "1", "middle": "1", "tail": "0.77"}.get(part, "-")  # tail: ours moves 40 bytes, torch 52
             yield text, results[part]["tables"][index]["rows"][OURS]["ratio"], target, by_bytes
     for text, table in zip(("transformer", "convolutional network"), results.get("loop", {}).get("tables", ()), strict=False):
         if "apart" in table:
@@ -281,7 +281,7 @@ def machine_report(stem: str, results: dict[str, Any], folder: Path) -> list[str
 
 
 def written(text: str, folder: Path) -> str:
-    """The README with the figures of all results files of the folder; files of one machine's own (`*-local.json`) are left out."""
+    """The README with the figures of all results files in the folder, except those of a developer's own machine (`*-local.json`)."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     files = [path for path in sorted(folder.glob("*.json")) if not path.stem.endswith("-local")]

@@ -1,10 +1,10 @@
-"""The benchmark: one optimizer step, side by side, in all the situations that the sections name.
+"""The benchmark: times of optimizer steps, compared side by side in the situations that the sections name.
 
     python benchmarks/step.py [--sections large small ...] [--rounds 15] [--compiled | --bound] [--device cuda] [--json PATH]
 
-One process; in each round every candidate takes one step, in an order that is drawn anew. Times are medians; a ratio is the
-median of the ratios to the baseline within a round, with its quartiles. Each section is written into the results file as soon
-as it is done, and may be run again alone.
+Everything runs in one process. In each round, every candidate takes one step, in a new random order. Times are medians. A ratio is the
+median of the ratios to the baseline within a round, with quartiles. Each section is written to the results file as soon as it is done,
+and can be run again on its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before jax starts: torch needs memory of the device too
-os.environ.setdefault("MASKBRIDGE_XLA_FLAGS", "1")  # the peers in pure JAX have our loops as well
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # must be set before jax starts: torch needs the device's memory too
+os.environ.setdefault("MASKBRIDGE_XLA_FLAGS", "1")  # the candidates in pure JAX get our fused loops too
 
 import device
 import dlpack
@@ -51,7 +51,7 @@ SECTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "device": device.device,
 }
 ON_DEVICE = [name for name in SECTIONS if name != "dlpack"]
-# What the speed bound is measured with, where the command line does not say otherwise.
+# What the speed bound is measured with, unless the command line says otherwise.
 BOUND = {
     "sections": ["large", "small", "tail", "unfused", "subsets"],
     "rounds": 7,
@@ -61,7 +61,7 @@ BOUND = {
 
 
 def no_device() -> str | None:
-    """Why nothing can be measured on a GPU here; None if it can."""
+    """Why no GPU can be measured here; None if one can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if jax.default_backend() != "gpu":
@@ -91,9 +91,9 @@ def main() -> None:
         return
     if given.rounds < 2:
         parser.error("--rounds: quartiles need two rounds at least")
-    torch.optim.AdamW([torch.zeros(1)])  # imports torch's compiler
+    torch.optim.AdamW([torch.zeros(1)])  # makes torch import its compiler
     gc.collect()
-    gc.freeze()  # what the imports have left stays: each collection before a candidate would look through it, for a quarter of a second
+    gc.freeze()  # else each collection before a candidate would scan all that was imported, in a quarter of a second
     settings = Settings(given.rounds, given.quick, given.device, given.compiled, given.patience, given.bound)
     path = given.json or RESULTS / (file_name(given.device) if not given.quick else "quick-local.json")
     everything = ON_DEVICE if given.device == "cuda" else [name for name in SECTIONS if name != "device"]

@@ -1,4 +1,4 @@
-"""Ever-changing subsets: at each step another random third of the leaves has no gradient, as in a mixture of experts."""
+"""Changing subsets: at each step a different random third of the leaves has no gradient, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SIDES = {candidates.FUSED: torch.optim.AdamW, candidates.OURS: torch_api.MaskedA
 
 
 def subsets(settings: Settings) -> dict[str, Any]:
-    """Programs compiled over 200 steps, and time against torch's fused AdamW at the same subset.
+    """Programs compiled during 200 steps, and the time compared with torch's fused AdamW on the same subsets.
 
-    Both sides take their gradients from one pool, set outside the timed region. The section stops counting when its
-    patience is over: compiling a program for each subset would take hours.
+    Both sides take their gradients from one pool; setting them is not timed. The section stops once its patience is over, since
+    compiling a program for each subset would take hours.
     """
     shapes = settings.shapes("squares")
     grads = gradients(shapes, settings.device)

@@ -1,5 +1,5 @@
-"""The sections that are tables of one step: large, small and middle leaves, the tail of a step, unfused optimizers, other types, whole
-loops."""
+"""The sections that are tables of single steps: large, small and middle leaves, the end of a training step, optimizers that torch has not
+fused, other dtypes, and whole loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def adamw_table(title: str, settings: Settings) -> dict[str, Any]:
 
 
 def large(settings: Settings) -> dict[str, Any]:
-    """Large leaves: bytes that the compiler counts, and time against torch's fused AdamW."""
+    """Large leaves: the bytes counted by the compiler, and the time compared with torch's fused AdamW."""
     bytes_ = {} if settings.bound else {"bytes": bytes_per_parameter(settings)}
     return bytes_ | {"tables": [adamw_table("gpt2", settings)]}
 
@@ -35,7 +35,7 @@ def small(settings: Settings) -> dict[str, Any]:
 
 
 def middle(settings: Settings) -> dict[str, Any]:
-    """Many equal leaves of middle size, and large ones of a prime number of elements."""
+    """Many equal leaves of middle size, and large leaves whose number of elements is prime."""
     makers = candidates.adamw(settings)[0]
     few = {name: makers[name] for name in (candidates.FUSED, candidates.FOREACH, candidates.OPTAX, candidates.OURS)}
     clip, clipped = candidates.tail()["clip, AdamW"]
@@ -69,15 +69,15 @@ BYTES: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, clip, optax.chain": ("OptaxOptimizer", {"tx": candidates.adamw_in_jax(clip=True)}),
     "schedule-free AdamW, optax": ("OptaxOptimizer", {"tx": optax.contrib.schedule_free_adamw(1e-3)}),
 }
-# Bytes that are read a second time, since a norm must be known before the first element is updated: the gradient for
-# clipping; for a trust ratio all that the update is made of.
+# Bytes that are read a second time, because a norm must be known before the first element is updated: for clipping, the gradient;
+# for a trust ratio, all that the update is computed from.
 TWICE = {"LAMB": 16, "AdamW, clip": 4, "AdamW, clip, average": 4, "AdamW, clip, optax.chain": 4}
 
 
 def bytes_per_parameter(settings: Settings) -> list[dict[str, Any]]:
-    """Bytes per parameter of two large leaves, beside the fewest that there can be.
+    """Bytes moved per parameter for two large leaves, and the fewest possible.
 
-    The fewest: the parameter and its state read and written once, the gradient read once, and what is read twice.
+    The fewest: the parameter and its state are read and written once, the gradient is read once, plus what must be read twice.
     """
     shapes: list[Shape] = [(settings.count(1 << 22, 1 << 14),), (settings.count(1 << 21, 1 << 13),)]
     found = []
@@ -93,7 +93,7 @@ def bytes_per_parameter(settings: Settings) -> list[dict[str, Any]]:
 
 
 def tail(settings: Settings) -> dict[str, Any]:
-    """What follows the backward pass: clipping to a global norm, the update, an average of the weights, a scaled loss."""
+    """The part after the backward pass: clip the global norm, update, average the weights, unscale gradients."""
     tails, first = candidates.tail(), "clip, AdamW"
     wanted = [*((title, "gpt2") for title in tails), *((first, name) for name in ("tiny", "resnet50"))]
     return {
@@ -104,7 +104,7 @@ def tail(settings: Settings) -> dict[str, Any]:
 
 
 def matrices(shapes: list[Shape]) -> list[Shape]:
-    """Those that Muon is for, convolutions seen as matrices."""
+    """The shapes that Muon updates; convolutions count as matrices."""
     return [(shape[0], int(torch.Size(shape[1:]).numel())) for shape in shapes if len(shape) > 1]
 
 
@@ -122,7 +122,7 @@ def unfused(settings: Settings) -> dict[str, Any]:
 
 
 def types(settings: Settings) -> dict[str, Any]:
-    """Parameters and state in other types, and such as have an odd number of elements."""
+    """Parameters and state in other dtypes, and leaves with an odd number of elements."""
     return {
         "tables": [
             compare(f"{title}, {NAMES[name]}", makers, settings.shapes(name), settings, candidates.FUSED, dtype=dtype)
@@ -135,7 +135,7 @@ def types(settings: Settings) -> dict[str, Any]:
 
 
 def loop(settings: Settings) -> dict[str, Any]:
-    """Forward, backward and step of two small networks: in turns in one process, and each candidate in processes of its own."""
+    """Forward, backward and step of two small networks: taking turns in one process, and each candidate in processes of its own."""
     tables = []
     for title, task in LOOPS.items():
         made = {name: iteration(task, factory, settings) for name, factory in IN_LOOPS.items()}

@@ -1,7 +1,7 @@
-"""Adam for the weights and SGD for the biases: the example of optax.partition's documentation, on a torch module.
+"""Adam for the weights and SGD for the biases: the example from the documentation of optax.partition, on a torch module.
 
-One `PartitionedOptimizer` with labels by pattern trains a network of two layers. Beside it pure optax, `optax.partition` with the
-label function of its documentation, makes the same steps from the same gradients, and must end at the same weights.
+One `PartitionedOptimizer` with labels by pattern trains a network of two layers. For comparison, pure optax makes the same steps from the
+same gradients, using `optax.partition` and the label function of its documentation; both must end at the same weights.
 
     python examples/adam_weights_sgd_biases.py
 
@@ -24,12 +24,12 @@ STEPS = 200
 
 
 def by_own_name(nested: dict[str, Any]) -> dict[str, Any]:
-    """The labels of optax's documentation: each leaf of a nested dict has its own last name."""
+    """The labels of optax's documentation: each leaf of a nested dict is labelled with the last part of its name."""
     return {key: by_own_name(value) if isinstance(value, dict) else key for key, value in nested.items()}
 
 
 def own_copy(tree: Any) -> Any:
-    """What `module_tree` and `to_jax` give is torch's memory, which the next step changes."""
+    """Copy a tree, because `module_tree` and `to_jax` share torch's memory, which the next step changes."""
     return jax.tree.map(lambda x: jax.numpy.array(x, copy=True), tree)
 
 
@@ -66,7 +66,7 @@ def main() -> None:
         params = optax.apply_updates(params, updates)
 
     print(f"Loss: {losses[0]:.3f} before the first step, {losses[-1]:.4f} before the last.")
-    assert losses[-1] < 0.15  # the variance of y is 0.7
+    assert losses[-1] < 0.15  # for comparison, the variance of y is 0.7
     results = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(module_tree(model)), jax.tree.leaves(start), strict=True)
     for (path, theirs), ours, begun in results:
         moved = np.linalg.norm(theirs - begun)

@@ -1,9 +1,8 @@
-"""A torch vision backbone and a JAX head in one program: forward, backward and update, batch norm's statistics included.
+"""A torch vision backbone and a JAX head in one program: forward, backward and update, including batch norm's statistics.
 
-The backbone is an ordinary `nn.Module` with batch norm; `bridge.module_function` makes a pure JAX function of it. The head is
-an Equinox model. One `jax.jit` takes a batch of scikit-learn's digits through both, differentiates both, and updates both by
-optax. In the end the weights and the running statistics are back in the module, in place, and torch alone computes the same
-features.
+The backbone is an ordinary `nn.Module` with batch norm; `bridge.module_function` makes a pure JAX function of it. The head is an Equinox
+model. One `jax.jit` passes a batch of scikit-learn's digits through both, differentiates both, and updates both by optax. Finally the
+weights and the running statistics are written back into the module, in place, and torch alone computes the same features.
 
     python examples/backbone_and_head.py               # about 20 seconds on two CPU cores (needs `pip install equinox`)
 """

@@ -1,8 +1,8 @@
-"""A character model on the help texts that come with Python, each training step one XLA program; then it writes a text itself.
+"""Train a character model on the help texts that come with Python, each step as one XLA program; then let it write a text.
 
-The model, its loss and the sampling are plain torch. `JaxTrainStep` traces the loss once, with dropout and all, and runs
-forward, backward and AdamW (masked decay, clipped gradients) in the memory of the very parameters that the sampling reads.
-The rate follows a torch scheduler; nothing is compiled again for it.
+The model, its loss and the sampling are plain torch. `JaxTrainStep` traces the loss once, including dropout, and runs forward, backward and
+AdamW (with masked weight decay and clipped gradients) in the memory of the parameters from which torch then samples. The learning rate
+follows a torch scheduler, which needs no new compilation.
 
     python examples/character_model.py --steps 400    # half a minute on two CPU cores
 """
@@ -46,7 +46,7 @@ class CharacterModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-        return F.linear(self.norm(self.blocks(x)), self.token.weight)  # the embedding is the head too
+        return F.linear(self.norm(self.blocks(x)), self.token.weight)  # the embedding is also the head
 
 
 def loss_of(model: CharacterModel, rows: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""The digits job of finetune_digits.py with each training step as one XLA program, beside eager torch and torch.compile.
+"""The training of finetune_digits.py with each step as one XLA program, compared with eager torch and torch.compile.
 
-Forward, backward, batch norm's statistics and the masked AdamW are one program, `JaxTrainStep`, over the parameters that
-torch goes on seeing. Pretraining on the digits 0 to 4 and fine-tuning of the head are the same as there, once by
-JaxTrainStep, once by the eager loop with torch's fused AdamW: same batches, same losses, same accuracy.
+Forward, backward, batch norm's statistics and the masked AdamW are one program, `JaxTrainStep`, on parameters that torch can still use.
+Pretraining on the digits 0 to 4 and fine-tuning of the head are as in that example, once by JaxTrainStep and once by an eager loop with
+torch's fused AdamW: with the same batches, the losses and the accuracy must be the same.
 
     python examples/digits_train_step.py               # half a minute on two CPU cores
     python examples/digits_train_step.py --compiled    # also torch.compile of forward and backward, which takes a minute to build
 
-It prints the accuracy, the largest difference of losses, and the time of one step each way.
+It prints the accuracy, the largest difference of losses, and the time that a step takes each way.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def compiled_step(model: DigitsNet, mask: str | None) -> Step:
 
 
 def eager_step(model: DigitsNet, mask: str | None, forward: Callable[..., torch.Tensor] | None = None) -> Step:
-    """The loop body of torch; `forward` may be what torch.compile made of the model."""
+    """The body of torch's training loop; `forward` is the model compiled by torch.compile, if given."""
     params = list(model.parameters() if mask is None else model.head.parameters())
     optimizer = torch.optim.AdamW(params, lr=2e-3, weight_decay=0.05, fused=True)
     for p in model.parameters():
@@ -53,7 +53,7 @@ def eager_step(model: DigitsNet, mask: str | None, forward: Callable[..., torch.
 
 
 def train(step: Step, data: Data, epochs: int) -> list[float]:
-    """The loss of each step; what does not fill a batch is left for another epoch."""
+    """Train, and return the loss of each step; images that do not fill a batch are left out of that epoch."""
     order, losses = torch.Generator().manual_seed(0), []
     for _ in range(epochs):
         for batch in torch.randperm(len(data.labels), generator=order).split(BATCH):
@@ -63,7 +63,7 @@ def train(step: Step, data: Data, epochs: int) -> list[float]:
 
 
 def run(model: DigitsNet, make: Callable[[DigitsNet, str | None], Step], data: Data, epochs: int) -> tuple[list[float], list[float]]:
-    """The losses of pretraining with all parameters, and of fine-tuning the head alone."""
+    """Pretrain all parameters, then fine-tune the head alone; returns the losses of both."""
     low = data.labels <= 4
     model.train()
     pretraining = train(make(model, None), Data(data.images[low], data.labels[low]), epochs)
@@ -73,7 +73,7 @@ def run(model: DigitsNet, make: Callable[[DigitsNet, str | None], Step], data: D
 
 
 def milliseconds(steps: dict[str, Step], data: Data, rounds: int = 60) -> dict[str, float]:
-    """The median time of one step of each, taken in turn, so that a busy moment hits all of them."""
+    """The median time of a step of each kind; they take turns, so that a busy moment affects all of them."""
     images, labels = data.images[:BATCH], data.labels[:BATCH]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds):
@@ -93,7 +93,7 @@ def main() -> None:
     torch.manual_seed(0)
     training, test = load_data()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the barriers of more would spin while the machine is busy; for the clock there are all again
+    torch.set_num_threads(1)  # more threads would spin at barriers while the machine is busy; the timing below uses all
     model = DigitsNet()
     twin, third = deepcopy(model), deepcopy(model)
     ours, theirs = run(model, compiled_step, training, options.epochs), run(twin, eager_step, training, options.epochs)

@@ -1,8 +1,8 @@
 """An Equinox filter, a tree of bools made by `tree_at`, as the mask of a torch optimizer (needs `pip install equinox`).
 
-A torch network learns scikit-learn's digits in two phases: first its last layer alone, then the layer before it as well. The
-filter is the one of Equinox's page on freezing parameters, over the nested dict of the torch module's parameters. The same
-filter then lets `equinox.partition` tell apart what was trained and what kept its bits.
+A torch network learns scikit-learn's digits in two phases: first only its last layer, then also the layer before. The filter is the one
+from Equinox's page on freezing parameters, applied to the nested dict of the torch module's parameters. Afterwards `equinox.partition`
+uses the same filter to separate the parameters that were trained from those that must have kept their bits.
 
     python examples/equinox_filter_mask.py
 
@@ -35,7 +35,7 @@ def snapshot(model: nn.Module) -> Any:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, layers: list[str]) -> float:
-    """Ten epochs, after which the filter splits old and new parameters as in Equinox; returns the accuracy on the last 597 images."""
+    """Train for ten epochs, check by the filter what changed and what did not, and return the accuracy on the last 597 images."""
     digits: Any = load_digits()
     images, targets = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     before = snapshot(model)

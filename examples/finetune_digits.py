@@ -1,14 +1,14 @@
 """Fine-tune the head of a small convolutional network while a mask keeps its backbone frozen, bit for bit.
 
-The network first learns the handwritten digits 0 to 4 with all its parameters. Then a mask freezes the backbone, and the
-head learns all ten digits on the features that are there. A checkpoint is written half-way; a new model and optimizer
-resume from it and end with exactly the same weights.
+The network first learns the handwritten digits 0 to 4 with all its parameters. Then a mask freezes the backbone, and the head learns all
+ten digits from the features that the backbone already has. A checkpoint is written half-way; a new model and optimizer resume from it and
+end with exactly the same weights.
 
     python examples/finetune_digits.py                      # about 20 seconds on two CPU cores
     python examples/finetune_digits.py --epochs 30 --seed 1 --output my.png
 
-It prints what the optimizer does with each parameter, the test accuracy before and after, and what stayed as it was; it
-draws the losses and how far each parameter moved to finetune_digits.png.
+It prints what the optimizer does with each parameter, the test accuracy before and after, and what stayed unchanged. It draws the losses,
+and how far each parameter moved, to finetune_digits.png.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class DigitsNet(nn.Module):
 
 @dataclass
 class Run:
-    """One phase of training: what a checkpoint holds, but for torch's random state, which decides the shuffling."""
+    """One phase of training: all that a checkpoint holds, except torch's random state, which determines the shuffling."""
 
     model: DigitsNet
     optimizer: torch_api.MaskedAdamW
@@ -76,7 +76,7 @@ class Run:
 
 
 def load_data() -> tuple[Data, Data]:
-    """1797 images of 8x8 pixels: two thirds to train on, one third to test on, in the same shares of each digit."""
+    """1797 images of 8x8 pixels: two thirds for training, one third for testing, each digit split in the same ratio."""
     digits: Any = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(digits.target)
     train, test = train_test_split(torch.arange(len(labels)), test_size=1 / 3, stratify=labels, random_state=0)
@@ -106,7 +106,7 @@ def train_epoch(run: Run, data: Data) -> float:
 def train(run: Run, trained: nn.Module, data: Data, until: int, title: str) -> list[float]:
     """Train to the end of epoch `until`; returns the mean loss of each epoch.
 
-    Only `trained` is in training mode: the mask freezes parameters, but batch norm would go on updating its statistics.
+    Only `trained` is in training mode: the mask freezes parameters, but batch norm in training mode would still update its statistics.
     """
     run.model.eval()
     trained.train()
@@ -210,7 +210,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     torch.manual_seed(options.seed)
-    torch.set_num_threads(1)  # a network this small gains little from more, and their barriers spin when the machine is busy
+    torch.set_num_threads(1)  # a small network gains little from more threads, which spin at barriers when the machine is busy
     training, test = load_data()
     model, pretraining = pretrain(training, options.epochs)
     before, accuracy_before = snapshot(model), accuracy(model, test)

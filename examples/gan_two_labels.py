@@ -1,9 +1,9 @@
-"""Train a small GAN with one optimizer, in which each of the two networks has its own transformation and learning rate.
+"""Train a small GAN by one optimizer that has a separate transformation and learning rate for each of the two networks.
 
-The generator learns eight Gaussians on a ring. The networks take turns, and yet there is one `PartitionedOptimizer`, one
-scheduler and one state_dict: a parameter whose `.grad` is None keeps its bits, its moments and its step count.
+The generator learns eight Gaussians on a ring. The networks take turns, yet there is only one `PartitionedOptimizer`, one scheduler and one
+state_dict, because a parameter whose `.grad` is None keeps its bits, its moments and its step count.
 
-    python examples/gan_two_labels.py     # prints what is done with each parameter, the losses, the spread over the ring
+    python examples/gan_two_labels.py     # prints what is done with each parameter, the losses, and how the points spread over the ring
 """
 
 import math
@@ -29,7 +29,7 @@ def real_points() -> torch.Tensor:
 
 
 def turn(optimizer: torch_api.PartitionedOptimizer, loss: torch.Tensor, player: nn.Module) -> float:
-    """A step of one network, in whose parameters alone the loss leaves gradients."""
+    """Make a step of one network: the loss leaves gradients only in its parameters."""
     optimizer.zero_grad()
     loss.backward(inputs=list(player.parameters()))
     optimizer.step()
@@ -69,7 +69,7 @@ def main() -> None:
     assert not set(bits(discriminator, optimizer)) & set(before[1])
     with torch.no_grad():
         distance, mode = torch.cdist(generator(torch.randn(4000, 2)), CENTRES).min(1)
-    near = distance < 0.2  # as all real points are; of points spread evenly along the ring 51% would be
+    near = distance < 0.2  # true for all real points, and for 51% of points spread evenly along the ring
     shares = (torch.bincount(mode[near], minlength=8) / len(mode)).tolist()
     print("Generated points near each of the Gaussians:", " ".join(f"{share:.1%}" for share in shares), f"(together {sum(shares):.1%})")
     assert min(shares) > 0.02, "a Gaussian was left out"

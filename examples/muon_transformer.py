@@ -1,9 +1,9 @@
 """Muon for the matrices and AdamW for the rest: a small character transformer on the help texts that come with Python.
 
-`muon_labels` finds the matrices of the hidden layers. One `PartitionedOptimizer` updates these by optax's Muon, and embeddings,
-norms, biases and head by optax's AdamW, each with its own lr under one scheduler. torch's AdamW alone sees the same batches.
+`muon_labels` finds the matrices of the hidden layers. One `PartitionedOptimizer` updates these by optax's Muon, and embeddings, norms,
+biases and head by optax's AdamW, each with its own lr, under one scheduler. For comparison, torch's AdamW alone trains on the same batches.
 
-    python examples/muon_transformer.py     # prints which parameter has which label, both losses, and a sample
+    python examples/muon_transformer.py     # prints the label of each parameter, both losses, and a sample
 """
 
 from copy import deepcopy
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
 
 
 def train(model: Transformer, optimizer: torch.optim.Optimizer) -> float:
-    """The mean loss of the last 20 steps, in nats a character."""
+    """Train, and return the mean loss of the last 20 steps, in nats per character."""
     random, losses, scheduler = torch.Generator().manual_seed(0), [], torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     for _ in range(STEPS):
         rows = TEXT[torch.randint(len(TEXT) - LENGTH, (BATCH, 1), generator=random) + torch.arange(LENGTH + 1)]

@@ -1,10 +1,10 @@
-"""A physics loss in JAX trains a torch network: the unknown friction of a pendulum, learned from a noisy film of its angle.
+"""A physics loss in JAX trains a torch network: it learns the unknown friction of a pendulum from a noisy film of its angle.
 
     angle'' = -(g / length) * sin(angle) - friction(velocity)
 
-`friction` is a torch network. The equation is integrated in JAX, by Runge-Kutta steps in a `lax.scan`, and its loss is a
-torch function through `bridge.jax_function`: torch's backward runs through the whole integration into the network, which
-`MaskedAdamW` updates. The network itself is evaluated in torch, on a grid of velocities; JAX interpolates between them.
+`friction` is a torch network. JAX integrates the equation, by Runge-Kutta steps in a `lax.scan`, and `bridge.jax_function` makes a torch
+function of the loss: torch's backward runs through the whole integration into the network, which `MaskedAdamW` updates. torch evaluates the
+network itself, on a grid of velocities; JAX interpolates between them.
 
     python examples/ode_physics.py                     # about 10 seconds on two CPU cores
 """
@@ -26,12 +26,12 @@ GRID = np.linspace(-6.0, 6.0, 61, dtype=np.float32)
 
 
 def true_friction(velocity: Any) -> Any:
-    """What the network is to find: proportional for slow motion, quadratic for fast."""
+    """The friction that the network has to find: proportional to the velocity if slow, to its square if fast."""
     return 0.3 * velocity + 0.08 * velocity * jnp.abs(velocity)
 
 
 def integrate(friction: Any, start: Any) -> Any:
-    """The angle at each step, from (angle, velocity) at the start."""
+    """The angle at each step, for a start at (angle, velocity)."""
 
     def slope(state: Any) -> Any:
         angle, velocity = state
@@ -49,7 +49,7 @@ def integrate(friction: Any, start: Any) -> Any:
 
 
 def misfit(friction_on_grid: Any, starts: Any, films: Any) -> Any:
-    """Mean square difference between the films and the angles that this friction gives."""
+    """The mean square difference between the filmed angles and those that result from this friction."""
 
     def friction(velocity: Any) -> Any:
         return jnp.interp(velocity, GRID, friction_on_grid)
@@ -59,7 +59,7 @@ def misfit(friction_on_grid: Any, starts: Any, films: Any) -> Any:
 
 
 def films(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Four pendulums let go at different angles, filmed with noise."""
+    """Films of four pendulums let go at different angles, with noise in the measured angles."""
     starts = np.array([[0.5, 0.0], [1.5, 0.0], [2.5, 0.0], [-1.0, 3.0]], np.float32)
     angles = np.asarray(jax.vmap(lambda start: integrate(true_friction, start))(jnp.asarray(starts)))
     seen = angles + noise * np.random.default_rng(0).standard_normal(angles.shape).astype(np.float32)
@@ -87,7 +87,7 @@ def main() -> None:
 
     with torch.no_grad():
         found = net(grid / 6)[:, 0].numpy()
-    visited = np.abs(GRID) < 4  # velocities that the films show
+    visited = np.abs(GRID) < 4  # the velocities that occur in the films
     apart = np.abs(found - np.asarray(true_friction(GRID)))[visited].max()
     print(f"The friction is found to {apart:.2f}, of at most {true_friction(4.0):.1f}; {loss_of.programs} program(s) compiled")
     assert loss.item() ** 0.5 < 0.03, "as good as the noise, 0.02, allows"

@@ -1,8 +1,8 @@
-"""A new optimizer in ten lines: `bridge.OptimizerDef` asks for the state of one parameter and for its update.
+"""A new optimizer in ten lines: `bridge.OptimizerDef` asks only for the state of one parameter and for its update.
 
-The one here is Signum (Bernstein et al., arXiv:1802.04434): a step by the sign of the average gradient. It trains a torch network on
-scikit-learn's digits, first alone, then for the weights only, with flax's Momentum for the biases. Its hyperparameters are
-in `param_groups`: a torch scheduler changes the learning rate at every step, and nothing is compiled anew.
+The example is Signum (Bernstein et al., arXiv:1802.04434), which steps by the sign of the average gradient. It trains a torch network on
+scikit-learn's digits, first for all parameters, then for the weights only, with flax's Momentum for the biases. Its hyperparameters are in
+`param_groups`: a torch scheduler changes the learning rate at every step, and nothing is compiled again.
 
     python examples/optimizer_in_ten_lines.py
 """
@@ -36,7 +36,7 @@ class Signum(bridge.OptimizerDef):
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, peaks: list[float]) -> float:
-    """Ten epochs in which each group's lr climbs to its peak and comes down again; returns the accuracy on the last 597 images."""
+    """Train for ten epochs, in which each group's lr rises to its peak and falls; returns the accuracy on the last 597 images."""
     digits: Any = load_digits()
     images, targets = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     scheduler = OneCycleLR(optimizer, max_lr=peaks, total_steps=10 * 19, cycle_momentum=False)

@@ -1,8 +1,8 @@
-"""A torch network and an Equinox network learn scikit-learn's digits side by side, each from the labels and from the other.
+"""A torch network and an Equinox network learn scikit-learn's digits side by side, from the labels and from each other.
 
-Both read one batch, which lies in memory once, and see each other's predictions without a copy: the torch network is updated
-by `MaskedAdam`, the Equinox network by optax. Then torch hands its network and its optimizer's state over to optax, which
-trains for an epoch in pure JAX and hands both back, in place: the same weights as if torch had gone on.
+Both read the same batch, which is in memory only once, and see each other's predictions without a copy. `MaskedAdam` updates the torch
+network, optax the Equinox network. Then torch hands its network and the state of its optimizer over to optax, which trains for an epoch in
+pure JAX and hands both back, in place: the weights are the same as if torch had continued.
 
     python examples/two_worlds.py                      # about 15 seconds on two CPU cores (needs `pip install equinox`)
 """
@@ -28,7 +28,7 @@ RATE, TRAINING = 3e-3, 1200
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images as 64 numbers, labels as rows with a 1, labels as numbers."""
+    """The images, each as 64 numbers; the labels as one-hot rows; the labels as numbers."""
     digits: Any = load_digits()
     order = torch.randperm(len(digits.data), generator=torch.Generator().manual_seed(0))
     labels = torch.tensor(digits.target)[order]
@@ -40,12 +40,12 @@ def batches(epoch: int) -> Iterator[torch.Tensor]:
 
 
 def learn_from(logits: Any, rows: Any, other: Any) -> Any:
-    """Cross entropy with the labels, and with what the other network predicts; in JAX."""
+    """In JAX, the cross entropy with the labels, plus that with the predictions of the other network."""
     return (optax.softmax_cross_entropy(logits, rows) + optax.softmax_cross_entropy(logits, jax.nn.softmax(other))).mean()
 
 
 def together(net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tensor, epochs: int) -> tuple[torch_api.MaskedAdam, Any]:
-    """One loop over both worlds; the torch network's optimizer, and the trained Equinox model."""
+    """Train both networks in one loop; returns the optimizer of the torch network, and the trained Equinox model."""
     optimizer = torch_api.MaskedAdam(net.named_parameters(), lr=RATE)
     tx = optax.adam(RATE)
     state = tx.init(eqx.filter(model, eqx.is_array))
@@ -73,16 +73,16 @@ def together(net: nn.Module, model: Any, images: torch.Tensor, rows: torch.Tenso
 
 
 def forward(params: Any, x: Any) -> Any:
-    """The torch network in JAX, over the nested dict of its parameters."""
+    """Compute the torch network in JAX, from the nested dict of its parameters."""
     hidden = jax.nn.relu(x @ params["hidden"]["weight"].T + params["hidden"]["bias"])
     return hidden @ params["out"]["weight"].T + params["out"]["bias"]
 
 
 def epoch_in_jax(net: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, rows: torch.Tensor, epoch: int) -> None:
-    """Network and optimizer handed to optax for an epoch, and back."""
+    """Hand network and optimizer over to optax for one epoch, and take them back."""
     tx = optax.adam(RATE)
     params = bridge.to_jax(net)
-    state = torch_api.to_optax_state(optimizer, tx)  # exp_avg is mu, exp_avg_sq nu, step count
+    state = torch_api.to_optax_state(optimizer, tx)  # exp_avg becomes mu, exp_avg_sq nu, step count
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
 
     @jax.jit
@@ -115,7 +115,7 @@ def main() -> None:
     optimizer, model = together(net, model, images, rows, 9)
 
     def accuracies() -> tuple[float, float]:
-        """Of the torch network and of the Equinox model, on the images that neither has learned."""
+        """The accuracy of the torch network and of the Equinox model on the images that neither was trained on."""
         new, expected = images[TRAINING:], labels[TRAINING:].numpy()
         guesses = jax.vmap(model)(jnp.asarray(new.numpy())).argmax(-1)
         return float((net(new).argmax(-1).numpy() == expected).mean()), float((np.asarray(guesses) == expected).mean())
@@ -126,11 +126,11 @@ def main() -> None:
 
     twin = copy.deepcopy(net)
     going_on = torch.optim.Adam(twin.parameters(), lr=RATE)
-    going_on.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch.optim would share the tensors
+    going_on.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # copied, because torch.optim would share the tensors
     places = [p.data_ptr() for p in net.parameters()]
     epoch_in_jax(net, optimizer, images, rows, 9)
     epoch_in_torch(twin, going_on, images, rows, 9)
-    epoch_in_torch(net, optimizer, images, rows, 10)  # back in torch
+    epoch_in_torch(net, optimizer, images, rows, 10)  # torch continues
     epoch_in_torch(twin, going_on, images, rows, 10)
     apart = max((a - b).abs().max().item() for a, b in zip(net.parameters(), twin.parameters(), strict=True))
     print(f"An epoch in optax and one in torch: weights at most {apart:.1e} from those of two epochs in torch; {accuracies()[0]:.1%}")
