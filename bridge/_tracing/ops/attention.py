@@ -1,11 +1,11 @@
-"""softmax(scores) v with the gradient of FlashAttention, which reads the weights once and not their product with a softmax's own.
+"""softmax(scores) @ value with the gradient of FlashAttention, which reads the weights once.
 
-Dao et al., https://arxiv.org/abs/2205.14135, algorithm 4: with D the sum of g * o over a row, the scores have the gradient P * (g v^T - D).
-It is written as a tangent, whose transpose that is, so that forward mode and second derivatives are there as well.
+Dao et al., https://arxiv.org/abs/2205.14135, algorithm 4: the scores have the gradient P * (g v^T - D), where D is the sum of g * o over a
+row. The rule is written as a tangent, and its transpose is this gradient. So forward mode and second derivatives work too.
 
-The weights P are not divided by their sums: what is stored are the powers, and a row of the product, or of its gradient, is
-divided. XLA's CPU library then sums, multiplies and divides in one pass over the powers, and multiplies, bounds and takes the
-powers of the scores in another: it takes minima and maxima, and no selection.
+The stored weights are exponentials that are not divided by their row sums. The rows of the product, or of its gradient, are divided
+instead. XLA's CPU library then sums, multiplies and divides in one pass over the exponentials. A second pass multiplies the scores,
+applies the mask and takes the exponentials. It fuses minima and maxima but no selects, so the mask is a minimum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bridge._tracing.materialize import gradient_once, on_cpu, once
 
 @jax.custom_jvp
 def bounded(scores: Any, mask: Any) -> jax.Array:
-    """Scores where the mask (bool) is True, else -inf, where their gradient is zero since the weight is."""
+    """Return the scores where `mask` (bool) is True, else -inf. There the gradient is zero, because the weight is zero."""
     return jnp.minimum(scores, jnp.where(mask, jnp.inf, -jnp.inf).astype(scores.dtype))
 
 
@@ -33,9 +33,9 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def attended(scores: Any, kept: Any, value: Any) -> jax.Array:
-    """The mean of values, weighted by the softmax of the scores' last dim, in the type of the values; zeros where all are -inf.
+    """Return the mean of the values, weighted by the softmax over the last dim of the scores, in the dtype of the values.
 
-    kept: factors of the weights (dropout), or None.
+    A row of scores that are all -inf gives zeros. `kept`: factors of the weights (dropout), or None.
     """
     return _attended(on_cpu(), scores, kept, value)
 
@@ -51,7 +51,7 @@ def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
     (scores, kept, value), (d_scores, _, d_value) = primals, tangents
     powers = _powers(stored, scores)
     out, parts = _mean(powers, _share(powers), kept, value), []
-    powers = once(powers, stored)  # else both sums are one, and a product with many readers is not fused with what it divides
+    powers = once(powers, stored)  # else XLA merges the two row sums and does not fuse the product with its division
     share = _share(powers)
     if not isinstance(d_scores, SymbolicZero):
         change = powers * d_scores
@@ -63,19 +63,19 @@ def _(stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
 
 
 def _shared(change: Any, out: Any) -> jax.Array:
-    """What the weights of a row lose together, since they sum to one: transposed, D."""
+    """Return the change that all weights of a row share, because they sum to one. Its transpose is D."""
     return jnp.sum(change, -1, keepdims=True) * out.astype(change.dtype)
 
 
 def _powers(stored: bool, scores: Any) -> jax.Array:
-    """e to the scores, the largest of a row being 1, stored once, for the product with the values and for the gradient."""
+    """Return exp(scores - row maximum), stored once for the product with the values and for the gradient."""
     top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
-    top = jnp.maximum(top, jnp.finfo(scores.dtype).min)  # where all are -inf
+    top = jnp.maximum(top, jnp.finfo(scores.dtype).min)  # where all scores are -inf
     return once(jnp.exp(scores - top), stored)
 
 
 def _share(powers: Any) -> jax.Array:
-    """One by the sum of a row, which is at least 1, or 0 where all powers are."""
+    """Return 1 / row sum. The sum is at least 1, or 0 where all scores are -inf: the bound avoids a division by zero."""
     return 1 / jnp.maximum(jnp.sum(powers, -1, keepdims=True), 0.5)
 
 
@@ -88,5 +88,5 @@ def _times(weights: Any, kept: Any) -> Any:
 
 
 def _product(weights: Any, value: Any) -> jax.Array:
-    """In the type of the weights: what is not divided yet may be too large for a half one."""
+    """Return weights @ value in the dtype of the weights: rows that are not divided yet may overflow a half type."""
     return jnp.matmul(weights.astype(value.dtype), value, preferred_element_type=weights.dtype)

@@ -14,7 +14,7 @@ from bridge._tracing.promotion import jax_dtype
 
 from .layers import rows_of
 
-_SUM, _MEAN, _MAX = 0, 1, 2  # as torch.embedding_bag has them
+_SUM, _MEAN, _MAX = 0, 1, 2  # the values of `mode` in torch.embedding_bag
 
 
 @primitive("embedding_bag")
@@ -29,7 +29,10 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """The reduced rows; the bag of each index; how many count in each bag; where the largest of each bag came from."""
+    """Return the reduced rows, the bag of each index, the size of each bag, and the index of each maximum (the sizes in other modes).
+
+    Indices equal to `padding_idx` do not count.
+    """
     long, bags = jax_dtype(torch.int64), offsets.shape[0] - bool(include_last_offset)
     n = indices.shape[0]
     bag = jnp.searchsorted(offsets, jnp.arange(n, dtype=offsets.dtype), side="right") - 1
@@ -50,7 +53,10 @@ def embedding_bag(
 
 
 def _largest(rows: Any, indices: Any, counts: Any, bag: Any, bags: int) -> tuple[Any, Any]:
-    """By the place of the first that is as large, as its gradient goes to one; zero for an empty bag."""
+    """Return the maximum of each bag and its index in the weight, or zeros for an empty bag.
+
+    The first of equal elements is gathered, so that the gradient goes to one element.
+    """
     n, values = rows.shape[0], lax.stop_gradient(rows)
     if n == 0:
         return jnp.zeros((bags, rows.shape[1]), rows.dtype), jnp.zeros((bags, rows.shape[1]), int)

@@ -1,4 +1,4 @@
-"""Torch functions that make tensors or change their type."""
+"""Torch functions that create tensors or change their dtype."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from bridge._tracing.op_registry import Op, add_ops, arrays, functions_named, op
 from bridge._tracing.promotion import jax_dtype, promoted, torch_dtype
 from bridge._tracing.tensor import as_array
 
-# Below this many elements a new constant is computed at once and not in the program, so that torch code may branch on it.
+# A new constant of at most this many elements is computed while tracing, so that torch code may branch on its values.
 AT_ONCE = 4096
 
 
 def flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """Sizes given as numbers or as one sequence."""
+    """Return sizes, given as numbers or as one sequence, as a tuple."""
     if len(sizes) == 1 and isinstance(sizes[0], tuple | list):
         sizes = tuple(sizes[0])
     return tuple(int(n) for n in sizes)
 
 
 def create(make: Callable[[], Any], size: int) -> Any:
-    """A new array; a small one with its value known while tracing."""
+    """Return a new array. The values of a small one are known while tracing."""
     if size > AT_ONCE:
         return make()
     with jax.ensure_compile_time_eval():
@@ -63,7 +63,7 @@ def _dtype_of(x: Any) -> Any:
 
 
 def always(name: str, handler: Any) -> None:
-    """Register what has no traced argument, or need have none."""
+    """Register a function that may have no traced argument."""
     op(name, always=True)(handler)
 
 
@@ -72,7 +72,7 @@ _register_filled()
 
 @op("full", always=True)
 def full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    """One value everywhere."""
+    """Return a tensor filled with one value."""
     if dtype is None:
         dtype = torch_dtype(fill_value) if isinstance(fill_value, jax.Array) else torch.tensor(fill_value).dtype
     return _filled(tuple(size), fill_value, jax_dtype(dtype))
@@ -80,19 +80,19 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
 
 @op("full_like", always=True)
 def full_like(input: jax.Array, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    """One value everywhere, in this shape."""
+    """Return one value in the shape of `input`."""
     return _filled(input.shape, fill_value, jax_dtype(dtype) if dtype else input.dtype)
 
 
 @op("new_full", always=True)
 def new_full(input: jax.Array, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    """One value everywhere, of this dtype."""
+    """Return a tensor filled with one value, in the dtype of `input`."""
     return _filled(tuple(size), fill_value, jax_dtype(dtype) if dtype else input.dtype)
 
 
 @op("tensor", "as_tensor", "asarray", "scalar_tensor", always=True, raw=True)
 def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
-    """Numbers, arrays, or lists of them. A number of numpy keeps its dtype, which it has nowhere else."""
+    """Return an array of numbers, arrays, or lists of them. A NumPy scalar keeps its dtype."""
     values = arrays(data)
     if isinstance(values, jax.Array):
         return values if dtype is None else values.astype(jax_dtype(dtype))
@@ -108,13 +108,13 @@ def tensor(data: Any, dtype: Any = None, **_: Any) -> Any:
 
 @op("new_tensor", always=True, raw=True)
 def new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Any:
-    """As `tensor`, of the dtype of input."""
+    """Return `tensor(data)` in the dtype of `input`."""
     return tensor(data, dtype or input.dtype)
 
 
 @op("new", always=True, raw=True)
 def new(input: Any, *size: Any, **_: Any) -> Any:
-    """A tensor of these sizes, or of these numbers, of the dtype of input."""
+    """Return a tensor of these sizes, or of these numbers, in the dtype of `input`."""
     if len(size) == 1 and isinstance(size[0], list | tuple) and type(size[0]) is not torch.Size:
         return tensor(size[0], input.dtype)
     return _filled(flat(_.get("size") or size or (0,)), 0, jax_dtype(input.dtype))
@@ -122,7 +122,7 @@ def new(input: Any, *size: Any, **_: Any) -> Any:
 
 @op("arange", always=True)
 def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, **_: Any) -> Any:
-    """Numbers in steps."""
+    """Return numbers from `start` to `end` (exclusive) in steps."""
     if end is None:
         start, end = 0, start
     if dtype is None:
@@ -134,19 +134,19 @@ def arange(start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None,
 
 @op("linspace", always=True)
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, **_: Any) -> Any:
-    """Numbers at equal distances."""
+    """Return `steps` equally spaced numbers."""
     return create(lambda: _evenly(start, end, steps, jax_dtype(dtype or torch.get_default_dtype()), lambda x: x), steps)
 
 
 @op("logspace", always=True)
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, **_: Any) -> Any:
-    """Powers of the base at equal distances of the exponent."""
+    """Return powers of `base` at equally spaced exponents."""
     power = lambda x: jnp.power(jnp.asarray(base, x.dtype), x)  # noqa: E731
     return create(lambda: _evenly(start, end, steps, jax_dtype(dtype or torch.get_default_dtype()), power), steps)
 
 
 def _evenly(start: Any, end: Any, steps: int, dtype: Any, function: Callable[[Any], Any]) -> Any:
-    """A function of numbers at equal distances, for integers counted from the nearer end in a wider type and cut off, as torch does."""
+    """Apply a function to equally spaced numbers. Integers are counted from the nearer end in a wider dtype and truncated, as in torch."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return function(jnp.linspace(start, end, steps, dtype=dtype))
     wide = jax_dtype(torch.float64)
@@ -157,13 +157,13 @@ def _evenly(start: Any, end: Any, steps: int, dtype: Any, function: Callable[[An
 
 @op("eye", always=True)
 def eye(n: int, m: int | None = None, *, dtype: Any = None, **_: Any) -> Any:
-    """The identity."""
+    """Return the identity matrix."""
     return create(lambda: jnp.eye(n, m, dtype=jax_dtype(dtype or torch.get_default_dtype())), n * (m or n))
 
 
 @op("fill")
 def fill(input: jax.Array, value: Any) -> jax.Array:
-    """One value everywhere."""
+    """Return one value in the shape and dtype of `input`."""
     return jnp.full(input.shape, value, input.dtype)
 
 
@@ -177,7 +177,7 @@ add_ops({torch.Tensor.copy_: Op(_copied, None, inplace=True)})
 
 @op("type", raw=True)
 def type_(input: Any, dtype: Any = None, **_: Any) -> Any:
-    """Another dtype, or the name that torch has for this one."""
+    """Return `input` in another dtype, or torch's name of its dtype."""
     if dtype is None:
         with torch.DisableTorchFunction():
             return torch.empty(0, dtype=input.dtype).type()
@@ -186,7 +186,7 @@ def type_(input: Any, dtype: Any = None, **_: Any) -> Any:
 
 @op("to", raw=True)
 def to(input: Any, *args: Any, dtype: Any = None, copy: bool = False, **_: Any) -> Any:
-    """Another dtype; devices are jax's own affair."""
+    """Return `input` in another dtype. Devices are ignored: jax places the arrays."""
     for x in args:
         if isinstance(x, torch.dtype):
             dtype = x
@@ -211,25 +211,25 @@ _register_casts()
 
 @op("type_as", raw=True)
 def type_as(input: Any, other: Any) -> Any:
-    """The dtype of another."""
+    """Return `input` in the dtype of `other`."""
     return to(input, other)
 
 
 @op("clone")
 def clone(input: Any, **_: Any) -> Any:
-    """The same values, memory of its own."""
+    """Return the same values. The result shares no memory with `input`."""
     return input
 
 
 @op("is_floating_point", raw=True)
 def is_floating_point(input: Any) -> bool:
-    """Whether the dtype is a real floating one."""
+    """Return whether the dtype is a real floating dtype."""
     return torch_dtype(as_array(input)).is_floating_point
 
 
 @op("is_complex", raw=True)
 def is_complex(input: Any) -> bool:
-    """Whether the dtype is complex."""
+    """Return whether the dtype is complex."""
     return torch_dtype(as_array(input)).is_complex
 
 
@@ -237,7 +237,7 @@ def _differentiated(*_: Any, **__: Any) -> Any:
     raise no_graph("torch.autograd.grad belongs")
 
 
-# Whether torch's encoder may leave out padding, which it does only where no gradient is asked for: never.
+# torch's encoder asks whether it may drop padding. torch does so only without gradients; here the answer is always no.
 op("_nested_tensor_from_mask_left_aligned")(lambda t, mask: False)
 add_ops(
     {
@@ -254,5 +254,5 @@ for _name in ("is_conj", "is_neg", "is_inference"):
 
 @op("conj")
 def conj(input: Any) -> Any:
-    """The complex conjugate."""
+    """Return the complex conjugate."""
     return jnp.conj(input) if jnp.iscomplexobj(input) else input

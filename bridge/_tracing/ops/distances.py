@@ -1,4 +1,4 @@
-"""Distances and angles of torch.nn.functional over arrays."""
+"""Distances and the cosine similarity of torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .subgradients import root
 
 @op("cosine_similarity")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The cosine of the angle between."""
+    """Return the cosine of the angle between vectors along `dim`."""
     x1, x2 = jnp.broadcast_arrays(*promoted(x1, x2))
     if x1.ndim == 0:
         return cosine_similarity(x1[None], x2[None], 0, eps)
@@ -27,18 +27,18 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 @op("cdist")
 def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """The distances of all rows of one from all of the other, by their differences."""
+    """Return the distance of each row of `x1` to each row of `x2`, computed from their differences."""
     return norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
 
 
 @op("pairwise_distance")
 def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    """The distances of rows, eps added to each difference."""
+    """Return the distance of each pair of rows. `eps` is added to each difference."""
     return norm(add(sub(x1, x2), eps), p, -1, keepdim)
 
 
 @op("pdist")
 def pdist(input: jax.Array, p: float = 2.0) -> Any:
-    """The distances of all pairs of rows."""
+    """Return the distances of all pairs of rows."""
     one, other = np.triu_indices(input.shape[0], 1)
     return norm(input[one] - input[other], p, -1)

@@ -1,4 +1,4 @@
-"""Torch functions over arrays, as torch computes them: element by element, reductions, creation, random numbers."""
+"""Elementwise torch functions and common reductions, and the helpers that the other operator modules share."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Dims = int | Sequence[int] | None
 
 
 def floating(x: Any) -> Any:
-    """x in a floating type, as torch's functions of real numbers take integers."""
+    """Return x in a floating dtype: torch's functions of real numbers accept integers."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(default_float())
 
 
 def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of floating arrays that computes half types in float32: jax's series is coarse for them, or refuses them."""
+    """Wrap a function of floating arrays so that it computes half types in float32. jax's series are coarse for them, or reject them."""
 
     @functools.wraps(function)
     def wide(*xs: Any) -> Any:
@@ -42,12 +42,12 @@ def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """x in this dtype; x itself for None."""
+    """Return x in this dtype, or x itself for None."""
     return x if dtype is None else x.astype(jax_dtype(dtype))
 
 
 def nonzero(x: Any) -> Any:
-    """Whether x is not zero; bools as they are."""
+    """Return whether each element is nonzero; bools as they are."""
     x = jnp.asarray(x)
     return x if x.dtype == bool else x != jnp.zeros((), x.dtype)
 
@@ -79,13 +79,13 @@ _register_unary()
 
 @op("round")
 def round_(input: Any, decimals: int = 0) -> jax.Array:
-    """Half to even, as torch."""
+    """Round half to even, as torch does."""
     return jnp.round(input, decimals)
 
 
 @op("frac")
 def frac(input: Any) -> jax.Array:
-    """What follows the point."""
+    """Return the fractional part."""
     return input - jnp.trunc(input)
 
 
@@ -104,7 +104,7 @@ def _register_binary() -> None:
         op(name)(lambda input, other, f=f: f(*promoted(input, other)))
     for aliases, f in {"atan2 arctan2": angle, "copysign": copysign}.items():
         op(*aliases.split())(lambda input, other, f=f: f(*map(floating, promoted(input, other))))
-    for name, f, unlike in (("__eq__", operator.eq, False), ("__ne__", operator.ne, True)):  # to None or a string, which is no error
+    for name, f, unlike in (("__eq__", operator.eq, False), ("__ne__", operator.ne, True)):  # with None or a string, no error
         op(name)(lambda input, other, f=f, unlike=unlike: unlike if isinstance(other, str | None) else f(*promoted(input, other)))
     for name in ("mul", "floordiv", "mod", "and", "or", "xor"):
         op(f"__r{name}__")(lambda input, other, f=table[f"__{name}__"]: f(*promoted(other, input)))
@@ -122,7 +122,10 @@ def _xlogy(a: Any, b: Any) -> jax.Array:
 
 
 def log_add_exp(a: Any, b: Any) -> jax.Array:
-    """log(exp(a) + exp(b)). Of complex numbers torch adds the one with the larger real part behind the logarithm: no angle is taken off."""
+    """Return log(exp(a) + exp(b)).
+
+    For complex numbers torch adds the one with the larger real part outside of the logarithm, so its angle keeps all turns.
+    """
     if not jnp.iscomplexobj(a):
         return jnp.logaddexp(a, b)
     first = a.real >= b.real
@@ -140,7 +143,7 @@ _register_binary()
 
 @op("add", "__add__", "__radd__")
 def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
-    """input + alpha * other."""
+    """Return input + alpha * other."""
     a, b = promoted(input, other)
     if a.dtype == bool:
         return jnp.logical_or(a, jnp.logical_and(b, bool(alpha)))
@@ -148,7 +151,7 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 
 def _times(x: Any, alpha: Any) -> Any:
-    """x multiplied by a number, which wraps around where the dtype has no negative ones, as in torch."""
+    """Return x * alpha. A negative alpha wraps around in unsigned dtypes, as in torch."""
     if isinstance(alpha, int | float) and alpha == 1:
         return x
     dtype = jax_dtype(torch.int64) if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else x.dtype
@@ -157,21 +160,21 @@ def _times(x: Any, alpha: Any) -> Any:
 
 @op("sub", "subtract", "__sub__")
 def sub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
-    """input - alpha * other."""
+    """Return input - alpha * other."""
     a, b = promoted(input, other)
     return a - _times(b, alpha)
 
 
 @op("rsub", "__rsub__")
 def rsub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
-    """other - alpha * input."""
+    """Return other - alpha * input."""
     a, b = promoted(input, other)
     return b - _times(a, alpha)
 
 
 @op("div", "divide", "true_divide", "__div__", "__truediv__")
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """Division; of integers in torch's default dtype unless it is rounded."""
+    """Return input / other. Integers give torch's default dtype, unless `rounding_mode` is set."""
     a, b = promoted(input, other)
     if rounding_mode == "floor":
         return jnp.floor_divide(a, b)
@@ -182,13 +185,13 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
 
 @op("__rtruediv__", "__rdiv__")
 def rdiv(input: Any, other: Any) -> Any:
-    """other / input."""
+    """Return other / input."""
     return div(other, input)
 
 
 @op("pow", "__pow__")
 def pow_(input: Any, exponent: Any) -> jax.Array:
-    """A power; a whole exponent by multiplication, whose derivative is right at zero too."""
+    """Return input ** exponent. A whole exponent becomes multiplications, whose derivative is also right at zero."""
     if isinstance(exponent, int | float) and not isinstance(exponent, bool) and abs(exponent) < 64 and exponent == int(exponent):
         base = promoted(input, exponent)[0]
         if exponent < 0 and not jnp.issubdtype(base.dtype, jnp.inexact):
@@ -204,7 +207,7 @@ def pow_(input: Any, exponent: Any) -> jax.Array:
 
 
 def _whole_power(a: Any, b: Any) -> jax.Array:
-    """A power of integers; a negative one is cut to an integer: 0 but for 1 and -1."""
+    """Return a ** b of integers. A negative exponent gives a truncated result: 0 except for the bases 1 and -1."""
     one = jnp.ones((), a.dtype)
     inverse = jnp.where(a == one, one, jnp.where(a == -one, 1 - 2 * (b % 2), jnp.zeros((), a.dtype)))
     return jnp.where(b < 0, inverse, jnp.power(a, jnp.maximum(b, jnp.zeros((), b.dtype))))
@@ -212,13 +215,16 @@ def _whole_power(a: Any, b: Any) -> jax.Array:
 
 @op("__rpow__")
 def rpow(input: Any, other: Any) -> jax.Array:
-    """other to the power of input."""
+    """Return other ** input."""
     return pow_(other, input)
 
 
 @op("clamp", "clip")
 def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
-    """Within bounds, NaN where the number or a bound is; the gradient passes at the bounds, and nowhere at NaN, as in torch."""
+    """Return `input` clamped to bounds, and NaN where it or a bound is NaN.
+
+    The gradient passes at the bounds and is zero at NaN, as in torch.
+    """
     given = [x for x in (min, max) if x is not None]
     input, *bounds = promoted(input, *given)
     low = None if min is None else bounds[0]
@@ -237,18 +243,18 @@ def clamp(input: Any, min: Any = None, max: Any = None) -> jax.Array:
 
 @op("clamp_min")
 def clamp_min(input: Any, min: Any) -> jax.Array:
-    """At least."""
+    """Clamp from below."""
     return clamp(input, min)
 
 
 @op("clamp_max")
 def clamp_max(input: Any, max: Any) -> jax.Array:
-    """At most."""
+    """Clamp from above."""
     return clamp(input, None, max)
 
 
 def where(condition: Any, input: Any = None, other: Any = None) -> Any:
-    """Elements of one or the other."""
+    """Return elements of `input` where the condition is True, else of `other`. Without both, return the indices of True."""
     if input is None:
         return jnp.where(condition)
     return jnp.where(condition, *promoted(input, other))
@@ -263,50 +269,50 @@ add_ops({torch.where: Op(where, inspect.signature(where)), torch.Tensor.where: O
 
 @op("masked_fill")
 def masked_fill(input: jax.Array, mask: Any, value: Any) -> jax.Array:
-    """The value where the mask is True."""
+    """Return `value` where the mask is True, else `input`."""
     return jnp.where(mask, jnp.asarray(value, input.dtype), input)
 
 
 @op("lerp")
 def lerp(input: Any, end: Any, weight: Any) -> Any:
-    """input + weight * (end - input)."""
+    """Return input + weight * (end - input)."""
     input, end, weight = promoted(input, end, weight)
     return input + weight * (end - input)
 
 
 @op("addcmul")
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-    """input + value * tensor1 * tensor2."""
+    """Return input + value * tensor1 * tensor2."""
     return add(input, _mul(*promoted(tensor1, tensor2)), alpha=value)
 
 
 @op("addcdiv")
 def addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-    """input + value * tensor1 / tensor2."""
+    """Return input + value * tensor1 / tensor2."""
     return add(input, div(tensor1, tensor2), alpha=value)
 
 
 @op("nan_to_num")
 def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> jax.Array:
-    """Numbers for what is none."""
+    """Replace NaN and infinities by numbers."""
     return jnp.nan_to_num(input, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
 def places(index: Any, size: int) -> Any:
-    """Indices of which none counts from the end: torch refuses a negative one, jax would take it; here it is out of range."""
+    """Replace negative indices by one that is out of range. torch rejects them, and jax would count them from the end."""
     if not jnp.issubdtype(index.dtype, jnp.signedinteger):
         return index
-    index = index if index.dtype.itemsize >= 4 else index.astype(jnp.int32)  # where size may be stored
+    index = index if index.dtype.itemsize >= 4 else index.astype(jnp.int32)  # a dtype that can hold `size`
     return jnp.where(index < 0, size, index)
 
 
 def axes(dim: Dims) -> Any:
-    """numpy's axes of torch's dim: None and () are all."""
+    """Return numpy's `axis` for torch's `dim`. None and () mean all dims."""
     return None if dim is None or (not isinstance(dim, int) and len(dim) == 0) else dim if isinstance(dim, int) else tuple(dim)
 
 
 def lines(handler: Any) -> Any:
-    """A function of lines along a dim, also of a number: torch takes it as a line of one element."""
+    """Wrap a function along a dim so that it accepts a 0-d input: torch treats it as a vector of one element."""
 
     @functools.wraps(handler)
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -316,14 +322,14 @@ def lines(handler: Any) -> Any:
 
 
 def numbers(out: Any) -> Any:
-    """Of vectors of one element, alone or in a tuple, the numbers in them."""
+    """Return vectors of one element, alone or in a tuple, as 0-d arrays."""
     return type(out)(list(map(numbers, out))) if isinstance(out, tuple) else out.reshape(())
 
 
 @op("sum")
 @lines
 def sum_(input: jax.Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """A sum; of bools and small integers in int64, as torch."""
+    """Return the sum. Bools and integers are summed in int64, as in torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
     input = cast(input, dtype)
@@ -333,14 +339,14 @@ def sum_(input: jax.Array, dim: Dims = None, keepdim: bool = False, *, dtype: to
 @op("mean")
 @lines
 def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """A mean."""
+    """Return the mean."""
     return jnp.mean(cast(input, dtype), axis=axes(dim), keepdims=keepdim)
 
 
 @op("prod")
 @lines
 def prod(input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """A product."""
+    """Return the product. Bools and integers are multiplied in int64, as in torch."""
     if dtype is None and not jnp.issubdtype(input.dtype, jnp.inexact):
         dtype = torch.int64
     input = cast(input, dtype)
@@ -350,7 +356,7 @@ def prod(input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dty
 @op("var")
 @lines
 def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> jax.Array:
-    """A variance, with Bessel's correction unless told otherwise."""
+    """Return the variance, by default with Bessel's correction."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     ddof: Any = correction if correction is not None else 1 if unbiased else 0
@@ -360,28 +366,28 @@ def var(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = Fals
 @op("std")
 @lines
 def std(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> jax.Array:
-    """The root of `var`."""
+    """Return the square root of `var`."""
     return root(var(input, dim, unbiased, keepdim, correction=correction))
 
 
 @op("var_mean")
 @lines
 def var_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
-    """Variance and mean."""
+    """Return the variance and the mean."""
     return var(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
 
 
 @op("std_mean")
 @lines
 def std_mean(input: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None) -> Any:
-    """Deviation and mean."""
+    """Return the standard deviation and the mean."""
     return std(input, dim, unbiased, keepdim, correction=correction), mean(input, None if isinstance(dim, bool) else dim, keepdim)
 
 
 @op("all")
 @lines
 def all_(input: Any, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    """Whether all are nonzero; of bytes as a byte."""
+    """Return whether all elements are nonzero, as uint8 for uint8 and as bool for other dtypes."""
     return jnp.all(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
 
 
@@ -391,42 +397,42 @@ def _answer(x: Any) -> Any:
 
 @op("_assert")
 def assert_(condition: Any, message: str) -> None:
-    """An assertion: of what is known. What is traced passes."""
+    """Assert a condition if its value is known. A traced condition passes."""
     if not isinstance(condition, Tracer):
         assert condition, message
 
 
 @op("_is_all_true")
 def is_all_true(input: Any) -> Any:
-    """What torch's own checks ask: answered where the values are known, passed while they are traced."""
+    """Return whether all elements are True, for torch's own checks. A traced input passes."""
     return isinstance(input, Tracer) or jnp.all(input)
 
 
 @op("any")
 @lines
 def any_(input: Any, dim: Dims = None, keepdim: bool = False) -> jax.Array:
-    """Whether one is nonzero; of bytes as a byte."""
+    """Return whether any element is nonzero, as uint8 for uint8 and as bool for other dtypes."""
     return jnp.any(nonzero(input), axis=axes(dim), keepdims=keepdim).astype(_answer(input))
 
 
 @op("amax")
 @lines
 def amax(input: Any, dim: Dims = (), keepdim: bool = False) -> jax.Array:
-    """The largest; the gradient is shared among equals, as in torch."""
+    """Return the largest element. Equal elements share the gradient, as in torch."""
     return jnp.max(input, axis=axes(dim), keepdims=keepdim)
 
 
 @op("amin")
 @lines
 def amin(input: Any, dim: Dims = (), keepdim: bool = False) -> jax.Array:
-    """The smallest."""
+    """Return the smallest element. Equal elements share the gradient, as in torch."""
     return jnp.min(input, axis=axes(dim), keepdims=keepdim)
 
 
 @op("linalg_vector_norm")
 @lines
 def norm(input: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """The p-norm of all elements or along dims."""
+    """Return the p-norm of all elements, or along dims."""
     p, x, axis = ord, cast(input, dtype), axes(dim)
     if p in (None, "fro", 2):
         return root(jnp.sum(jnp.square(absolute(x)), axis=axis, keepdims=keepdim))
@@ -436,7 +442,7 @@ def norm(input: Any, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, d
         return jnp.sum(x != 0, axis=axis, keepdims=keepdim).astype(x.dtype)
     if p == 1:
         return jnp.sum(absolute(x), axis=axis, keepdims=keepdim)
-    if p < 0:  # where one element is zero, so is the whole, and its derivative
+    if p < 0:  # one zero element makes the norm and its derivative zero
         zero = x == 0
         whole = pow_(jnp.sum(pow_(absolute(jnp.where(zero, jnp.ones_like(x), x)), p), axis=axis, keepdims=keepdim), 1 / p)
         return jnp.where(jnp.any(zero, axis=axis, keepdims=keepdim), jnp.zeros_like(whole), whole)

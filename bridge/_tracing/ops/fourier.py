@@ -1,4 +1,4 @@
-"""Torch's Fourier transforms, whole and of frames in time, and complex numbers."""
+"""Torch's Fourier transforms, short-time Fourier transforms, and constructors of complex numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_WAY = {None: "forward", "backward": "forward", "forward": "backward", "or
 
 
 def _transform(f: Callable[..., Any], input: Any, s: Any, dim: Dims, norm: str | None) -> Any:
-    """A transform along dims. In `s`, -1 is the size as it is: in the last dim of half a spectrum, that of the whole."""
+    """Apply a transform along dims. -1 in `s` keeps the size of a dim; for the last dim of a half spectrum, the size of the full one."""
     x = floating(input)
     dims = list(range(x.ndim)) if dim is None and s is None else list(range(-len(s), 0)) if dim is None else dim
     dims = [dims] if isinstance(dims, int) else list(dims)
@@ -65,14 +65,14 @@ op("fft_ifftshift")(lambda input, dim=None: jnp.fft.ifftshift(input, dim))
 
 
 def _window(window: Any, win_length: int, n_fft: int, dtype: Any) -> jax.Array:
-    """The window in the middle of a frame."""
+    """Return the window, centered in a frame of `n_fft` samples."""
     window = jnp.ones(win_length, dtype) if window is None else window
     left = (n_fft - win_length) // 2
     return jnp.pad(window, (left, n_fft - win_length - left))
 
 
 def _frames(size: int, n_fft: int, hop: int) -> Any:
-    """The places of each frame in the signal."""
+    """Return the indices of each frame in the signal."""
     return np.arange(0, size - n_fft + 1, hop)[:, None] + np.arange(n_fft)
 
 
@@ -87,10 +87,10 @@ def stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Any:
-    """Spectra of frames; the signal is padded already."""
+    """Return the spectrum of each frame. torch pads the signal before this call."""
     win_length = win_length or n_fft
     window = _window(window, win_length, n_fft, input.dtype)
-    if align_to_window:  # the first window begins where the signal does
+    if align_to_window:  # the first window starts at the first sample
         left = (n_fft - win_length) // 2
         input = jnp.pad(input, [(0, 0)] * (input.ndim - 1) + [(left, n_fft - win_length - left)])
     frames = jnp.take(input, _frames(input.shape[-1], n_fft, hop_length or n_fft // 4), -1) * window
@@ -116,7 +116,7 @@ def istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> jax.Array:
-    """The signal whose frames have spectra nearest to these: Griffin and Lim, https://doi.org/10.1109/TASSP.1984.1164317."""
+    """Return the signal whose frames have the spectra nearest to these: Griffin and Lim, https://doi.org/10.1109/TASSP.1984.1164317."""
     hop = hop_length or n_fft // 4
     window = _window(window, win_length or n_fft, n_fft, input.real.dtype)
     norm = "ortho" if normalized else None
@@ -135,13 +135,13 @@ def istft(
 
 @op("complex")
 def complex_(real: Any, imag: Any) -> jax.Array:
-    """A number of its parts."""
+    """Return complex numbers of real and imaginary parts."""
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @op("polar")
 def polar(abs: Any, angle: Any) -> jax.Array:
-    """A number of its length and angle; without a derivative at zero, as torch's."""
+    """Return complex numbers of absolute values and angles. The derivative at zero is zero, as in torch."""
     size, angle = promoted(abs, angle)
     size = jnp.where(size == 0, lax.stop_gradient(size), size)
     return lax.complex(size * jnp.cos(angle), size * jnp.sin(angle))

@@ -1,4 +1,4 @@
-"""torch's indexing, `x[key]` and `x[key] = value`."""
+"""Torch's indexing: `x[key]` and `x[key] = value`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bridge._tracing.tensor import Traced, View, as_array
 
 
 def _key(key: Any) -> Any:
-    """torch's index as jax's: tensors and lists as arrays."""
+    """Convert torch's index to jax's: tensors and lists become arrays."""
     if isinstance(key, tuple):
         return tuple(map(_key, key))
     if isinstance(key, list):
@@ -29,7 +29,7 @@ def _key(key: Any) -> Any:
     key = as_array(key)
     if getattr(key, "dtype", None) != jnp.uint8:
         return key
-    with nullcontext() if isinstance(key, Tracer) else jax.ensure_compile_time_eval():  # torch's older masks
+    with nullcontext() if isinstance(key, Tracer) else jax.ensure_compile_time_eval():  # a uint8 mask, torch's older form
         return key.astype(bool)
 
 
@@ -44,9 +44,9 @@ def _is_tensor(k: Any) -> bool:
 
 
 def _parted(key: Any) -> tuple[Any, Any]:
-    """An index of torch's with numbers and tensors as two of jax's: numbers, slices and new dims first, then tensors.
+    """Split torch's index of integers and tensors into two jax indices: first integers, slices and new dims, then tensors.
 
-    numpy counts a number among the tensors, and puts what they choose in front where a slice lies between.
+    NumPy treats an integer like a tensor. If a slice lies between them, NumPy moves the indexed dims to the front.
     """
     if not isinstance(key, tuple) or not any(map(_is_number, key)) or not any(map(_is_tensor, key)):
         return key, None
@@ -82,7 +82,7 @@ def _of_values() -> NotImplementedError:
 
 
 def getitem(input: Any, key: Any) -> Any:
-    """input[key]: a view where no tensor is in the key."""
+    """Return input[key]. The result is a view unless the key contains a tensor."""
     array, made = as_array(input), _key(key)
     _in_range(array, made)
     if isinstance(input, Traced) and not any(isinstance(k, jax.Array | np.ndarray) for k in leaves(made)):
@@ -91,7 +91,7 @@ def getitem(input: Any, key: Any) -> Any:
 
 
 def _in_range(array: Any, key: Any) -> None:
-    """jax clamps an index that is out of range; torch has an error."""
+    """Raise IndexError for an integer that is out of range. jax would clamp it."""
     dim = 0
     for k in key if isinstance(key, tuple) else (key,):
         if k is Ellipsis or (isinstance(k, jax.Array) and k.dtype == bool):
@@ -102,7 +102,7 @@ def _in_range(array: Any, key: Any) -> None:
 
 
 def setitem(input: Any, key: Any, value: Any) -> None:
-    """input[key] = value."""
+    """Execute input[key] = value."""
     if not isinstance(input, Traced):
         raise ValueError(
             f"a traced value is written into a plain torch tensor {where_now()}. Register it as a buffer, or make it inside forward."
@@ -122,9 +122,10 @@ def setitem(input: Any, key: Any, value: Any) -> None:
 
 
 def _chosen(key: Any, shape: tuple[int, ...], value: tuple[int, ...]) -> Any:
-    """An index of one mask, among whole dims at most, as a mask of all dims of an array of this shape; None for another.
+    """Return an index of one mask and full slices as a mask over all dims of an array of this shape, or None for another index.
 
-    None too where a value of that shape does not fit behind what the mask chooses: it may have numbers for each element there.
+    Return None too if a value of that shape does not broadcast over the dims behind the mask: it may have one number for each masked
+    element.
     """
     keys = key if isinstance(key, tuple) else (key,)
     masks = [i for i, k in enumerate(keys) if isinstance(k, jax.Array) and k.dtype == bool]

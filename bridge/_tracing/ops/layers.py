@@ -1,4 +1,4 @@
-"""Layers and activations of torch.nn.functional over arrays."""
+"""Layers, activations, dropout, normalization and attention of torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _register_activations()
 
 @op("gelu")
 def gelu(input: Any, *, approximate: str = "none") -> jax.Array:
-    """x * Phi(x), or its approximation by tanh."""
+    """Return x * Phi(x), or its approximation by tanh."""
     if approximate == "tanh":
         return jax.nn.gelu(input, approximate=True)
     return _gelu(on_cpu(), input)
@@ -56,7 +56,7 @@ def gelu(input: Any, *, approximate: str = "none") -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gelu(again: bool, x: Any) -> jax.Array:
-    """jax's own, by erfc, takes three times as long with its gradient. `again`: the gradient takes erf again, where it would be stored."""
+    """Return gelu by erf; jax's own by erfc is slower with its gradient. `again`: the gradient computes erf again instead of storing it."""
     half, root = (jnp.asarray(y, x.dtype) for y in (0.5, math.sqrt(0.5)))
     return half * x * (1 + lax.erf(x * root))
 
@@ -71,83 +71,83 @@ def _(again: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]
 
 @op("leaky_relu")
 def leaky_relu(input: jax.Array, negative_slope: float = 0.01, inplace: bool = False) -> jax.Array:
-    """x, or slope * x below zero."""
+    """Return x, or slope * x below zero."""
     return jnp.where(input > 0, input, input * jnp.asarray(negative_slope, input.dtype))
 
 
 @op("elu")
 def elu(input: Any, alpha: float = 1.0, inplace: bool = False) -> jax.Array:
-    """x, or alpha * (exp(x) - 1) below zero."""
+    """Return x, or alpha * (exp(x) - 1) below zero."""
     return _exponential_below(input, alpha, 1.0)
 
 
 @op("celu")
 def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> jax.Array:
-    """x, or alpha * (exp(x / alpha) - 1) below zero."""
+    """Return x, or alpha * (exp(x / alpha) - 1) below zero."""
     return _exponential_below(input, alpha, 1 / alpha)
 
 
 def _exponential_below(x: Any, alpha: float, slope: float) -> jax.Array:
-    """x where it is above zero or NaN, so that the gradient passes at NaN, as in torch."""
+    """Return x, or alpha * (exp(slope * x) - 1) up to zero. The gradient passes at NaN, as in torch."""
     below = x <= 0
     return jnp.where(below, alpha * jnp.expm1(slope * jnp.where(below, x, jnp.zeros((), x.dtype))), x)
 
 
 @op("prelu")
 def prelu(input: jax.Array, weight: jax.Array) -> jax.Array:
-    """x, or weight * x below zero, weight by channel."""
+    """Return x, or weight * x below zero, with one weight for all channels or for each."""
     shape = (1, -1) + (1,) * (input.ndim - 2) if input.ndim > 1 and weight.size > 1 else (-1,) if input.ndim else ()
     return jnp.where(input > 0, input, input * weight.reshape(shape))
 
 
 @op("hardtanh")
 def hardtanh(input: jax.Array, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> jax.Array:
-    """Within bounds; no gradient at them, as in torch."""
+    """Return `input` clamped to bounds. The gradient at the bounds is zero, as in torch."""
     low, high = jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype)
     return jnp.where(input <= low, low, jnp.where(input >= high, high, input))
 
 
 @op("softplus")
 def softplus(input: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Array:
-    """log(1 + exp(beta x)) / beta; x itself beyond the threshold."""
+    """Return log(1 + exp(beta * x)) / beta, or x where beta * x exceeds the threshold."""
     scaled = input * jnp.asarray(beta, input.dtype)
     return jnp.where(scaled > threshold, input, jax.nn.softplus(scaled) / jnp.asarray(beta, input.dtype))
 
 
 @op("threshold")
 def threshold(input: jax.Array, threshold: float, value: float, inplace: bool = False) -> jax.Array:
-    """The value up to the threshold, x above it and where it is NaN."""
+    """Return `value` up to the threshold, and x above it or at NaN."""
     return jnp.where(input <= threshold, jnp.asarray(value, input.dtype), input)
 
 
 @op("hardshrink")
 def hardshrink(input: jax.Array, lambd: float = 0.5) -> jax.Array:
-    """Zero near zero; NaN stays."""
+    """Return zero where |x| <= lambd, else x. NaN stays NaN."""
     return jnp.where(jnp.abs(input) <= lambd, jnp.zeros((), input.dtype), input)
 
 
 @op("softshrink")
 def softshrink(input: jax.Array, lambd: float = 0.5) -> jax.Array:
-    """Moved towards zero; NaN stays."""
+    """Return x moved towards zero by at most lambd. NaN stays NaN."""
     shift = jnp.asarray(lambd, input.dtype)
     return jnp.where(jnp.abs(input) <= shift, jnp.zeros((), input.dtype), jnp.where(input > shift, input - shift, input + shift))
 
 
 @op("glu")
 def glu(input: Any, dim: int = -1) -> jax.Array:
-    """One half times the sigmoid of the other."""
+    """Return one half of the input times the sigmoid of the other."""
     return jax.nn.glu(input, axis=dim)
 
 
 def _shares(function: Any, input: Any, dim: int | None) -> Any:
-    """Along a dim; torch chooses one by itself where none is given."""
+    """Apply a function along `dim`; None means torch's legacy default."""
     return function(input, axis=dim if dim is not None else 0 if input.ndim in (1, 3) else 1)
 
 
 @op("softmax", "special_softmax")
 @lines
 def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """Shares that sum to one."""
+    """Return the softmax along a dim."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
     return _shares(jax.nn.softmax, cast(input, dtype), dim)
 
@@ -155,34 +155,34 @@ def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any
 @op("log_softmax", "special_log_softmax")
 @lines
 def log_softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """The logarithm of `softmax`."""
+    """Return the logarithm of `softmax`."""
     dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype
     return _shares(jax.nn.log_softmax, cast(input, dtype), dim)
 
 
 @op("softmin")
 def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    """`softmax` of -x."""
+    """Return `softmax` of -x."""
     return softmax(-input, dim, dtype=dtype)
 
 
 def _kept(shape: tuple[int, ...], p: float, what: str, input: Any) -> jax.Array:
-    """A mask over `shape`, divided by the share that it keeps."""
+    """Return a random mask of `shape`, divided by the probability to keep an element."""
     if p >= 1:
         return jnp.zeros(shape, input.dtype)
-    keep = jax.random.bernoulli(next_key(what), jnp.float32(1 - p), shape)  # else twice the bits under x64
+    keep = jax.random.bernoulli(next_key(what), jnp.float32(1 - p), shape)  # under x64 a float64 would draw twice the bits
     return jnp.where(keep, jnp.asarray(1 / (1 - p), input.dtype), jnp.zeros((), input.dtype))
 
 
 @op("dropout")
 def dropout(input: jax.Array, p: float = 0.5, training: bool = True, inplace: bool = False) -> jax.Array:
-    """Elements dropped by key; needs no key where nothing can be dropped."""
+    """Drop elements by the call's key. No key is needed if nothing can be dropped."""
     return input * _kept(input.shape, p, "dropout", input) if training and p > 0 else input
 
 
 @op("native_dropout")
 def native_dropout(input: jax.Array, p: float, training: bool | None) -> Any:
-    """`dropout`, and which elements it has kept."""
+    """Return `dropout`, and the mask of kept elements."""
     if training is False or p == 0:
         return input, jnp.ones(input.shape, bool)
     kept = _kept(input.shape, p, "dropout", input)
@@ -191,7 +191,7 @@ def native_dropout(input: jax.Array, p: float, training: bool | None) -> Any:
 
 @op("feature_dropout", "dropout1d", "dropout2d", "dropout3d")
 def feature_dropout(input: jax.Array, p: float = 0.5, training: bool = True, inplace: bool = False) -> jax.Array:
-    """Channels dropped by key."""
+    """Drop whole channels by the call's key."""
     shape = input.shape[:2] + (1,) * (input.ndim - 2)
     return input * _kept(shape, p, "dropout of channels", input) if training and p > 0 else input
 
@@ -209,19 +209,19 @@ def _to_the_floor(input: Any, p: float, training: bool, shape: tuple[int, ...], 
 
 @op("alpha_dropout")
 def alpha_dropout(input: jax.Array, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-    """Dropped to SELU's floor, mean and variance kept."""
+    """Replace random elements by SELU's lower limit, and keep mean and variance."""
     return _to_the_floor(input, p, training, input.shape, "alpha_dropout")
 
 
 @op("feature_alpha_dropout")
 def feature_alpha_dropout(input: jax.Array, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-    """As `alpha_dropout`, whole channels."""
+    """Apply `alpha_dropout` to whole channels."""
     return _to_the_floor(input, p, training, input.shape[:2] + (1,) * (input.ndim - 2), "feature_alpha_dropout")
 
 
 @op("rrelu")
 def rrelu(input: jax.Array, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> jax.Array:
-    """x, or below zero x times a slope drawn by key; by the middle one without training."""
+    """Return x, or x times a random slope below zero. Without training the slope is the mean of its bounds."""
     if not training:
         return leaky_relu(input, (lower + upper) / 2)
     slope = jax.random.uniform(next_key("rrelu"), input.shape, input.dtype, lower, upper)
@@ -230,20 +230,20 @@ def rrelu(input: jax.Array, lower: float = 1 / 8, upper: float = 1 / 3, training
 
 @op("linear")
 def linear(input: Any, weight: jax.Array, bias: Any = None) -> jax.Array:
-    """x @ W.T + b."""
+    """Return x @ W.T + b."""
     out = jnp.matmul(input, weight.T)
     return out if bias is None else out + bias
 
 
 @op("bilinear")
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> jax.Array:
-    """x1 @ W @ x2 + b."""
+    """Return x1 @ W @ x2 + b."""
     out = jnp.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias
 
 
 def rows_of(weight: Any, index: Any, by_frequency: bool = False) -> jax.Array:
-    """Rows of a weight, NaN for one that is not there. `by_frequency`: their gradient is divided by how often each is taken."""
+    """Return rows of a weight, NaN where the index is out of range. `by_frequency`: a row's gradient is divided by its number of uses."""
     index = places(index, weight.shape[0])
     rows = jnp.take(weight, index, axis=0)
     if not by_frequency:
@@ -261,9 +261,11 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    """Rows of the weight; none but a gradient's path is closed for `padding_idx`. NaN for a row that is not there."""
+    """Return rows of the weight, NaN where the index is out of range. The row of `padding_idx` gets no gradient."""
     if max_norm is not None:
-        raise NotImplementedError("embedding: max_norm, which changes the weight, is not there in jax.")
+        raise NotImplementedError(
+            "embedding: max_norm changes the weight in place and is not supported. Leave it out, and renormalize the weight before."
+        )
     rows = rows_of(weight, input, scale_grad_by_freq)
     if padding_idx is None:
         return rows
@@ -280,7 +282,7 @@ def _of_weight(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_f
 
 @op("layer_norm")
 def layer_norm(input: jax.Array, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Mean zero and variance one over the last dims; half types in float32 inside, as torch."""
+    """Normalize the last dims to mean zero and variance one. Half types are computed in float32, as in torch."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     out = _normalised(input, axes, eps)
     return _affine(out, weight, bias).astype(input.dtype)
@@ -292,22 +294,22 @@ def _normalised(input: Any, axes: tuple[int, ...], eps: float) -> jax.Array:
 
 
 def moments(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Mean and biased variance along axes, which stay with length one."""
+    """Return the mean and the biased variance along axes, which stay with size one."""
     return jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _standardised(axes: tuple[int, ...], x: Any, scale: Any, eps: Any) -> jax.Array:
-    """Mean zero and variance one along axes, times a scale that is the same along them; eps has no gradient."""
+    """Normalize to mean zero and variance one along axes, times a scale that is constant along them. `eps` has no gradient."""
     mean, var = moments(x, axes)
     return (x - mean) * lax.rsqrt(var + eps) * scale
 
 
 @functools.partial(_standardised.defjvp, symbolic_zeros=True)
 def _(axes: tuple[int, ...], primals: tuple[Any, Any, Any], tangents: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-    """Transposed: two sums over the gradient, the very ones that a bias and a scale have.
+    """Return the tangent. Its transpose has two sums over the gradient, the same as the gradients of a bias and a scale.
 
-    Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3; what is the same along the axes is multiplied last.
+    Ioffe and Szegedy, https://arxiv.org/abs/1502.03167, section 3. The transpose multiplies by what is constant along the axes last.
     """
     (x, scale, eps), (change, d_scale, _) = primals, tangents
     mean, var = moments(x, axes)
@@ -329,7 +331,7 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 @op("group_norm")
 def group_norm(input: jax.Array, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Mean zero and variance one over groups of channels."""
+    """Normalize groups of channels to mean zero and variance one."""
     grouped = input.reshape(input.shape[0], num_groups, math.prod(input.shape[1:]) // num_groups)
     out = _normalised(grouped, (2,), eps).reshape(input.shape)
     return _affine(out, *_by_channel(input.ndim, weight, bias)).astype(input.dtype)
@@ -341,7 +343,7 @@ def _by_channel(ndim: int, *arrays: Any) -> list[Any]:
 
 @op("rms_norm")
 def rms_norm(input: jax.Array, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Root mean square one over the last dims."""
+    """Normalize the last dims to root mean square one."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     x = input.astype(jnp.float32) if input.dtype.itemsize < 4 else input
     eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
@@ -359,19 +361,19 @@ def batch_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    """Mean zero and variance one of each channel over the batch, or by running statistics, which training moves on.
+    """Normalize each channel by statistics of the batch or by running statistics. Training updates the running statistics.
 
-    The running variance takes the unbiased one, as torch's.
+    The running variance is updated with the unbiased variance, as in torch.
     """
     return _channel_norm(input, running_mean, running_var, weight, bias, training, momentum, eps, tuple(range(input.ndim - 1)))
 
 
 def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: Any, eps: float, axes: Any) -> Any:
-    """`axes`: those that share statistics, with channels last."""
+    """Normalize with statistics that are shared along `axes`, which are counted with channels last."""
     raw = as_array(input)
     if raw.size == 0:
         return raw
-    # On a CPU convolutions compute with channels last: no transposition in between.
+    # XLA's CPU convolutions compute with channels last, so this layout needs no transposition between layers.
     x = jnp.moveaxis(raw.astype(jnp.float32) if raw.dtype.itemsize < 4 else raw, 1, -1)
     weight, bias = as_array(weight), as_array(bias)
     if not training and mean is not None:
@@ -392,7 +394,7 @@ def _channel_norm(input: Any, mean: Any, var: Any, weight: Any, bias: Any, train
 
 
 def _move(running: Any, new: Any, factor: Any) -> None:
-    """Over the batch too, where each instance had its own statistics."""
+    """Update a running statistic. Statistics of single instances are averaged over the batch."""
     old = running.value
     flat = jnp.mean(lax.stop_gradient(new), tuple(range(new.ndim - 1))).astype(old.dtype)
     factor = jnp.asarray(factor, old.dtype)
@@ -410,7 +412,7 @@ def instance_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    """As `batch_norm`, each instance by its own statistics."""
+    """Normalize as `batch_norm` does, each instance by its own statistics."""
     return _channel_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, tuple(range(1, input.ndim - 1)))
 
 
@@ -429,7 +431,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """softmax(q k^T * scale + mask) v; the softmax of half types in float32."""
+    """Return softmax(q k^T * scale + mask) v. The softmax of half types is computed in float32."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
     factor, half = 1 / math.sqrt(query.shape[-1]) if scale is None else scale, query.dtype.itemsize < 4
@@ -438,7 +440,7 @@ def scaled_dot_product_attention(
     query = query if half else query * factor
     scores = gradient_once(jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=wide))
     scores = scores * factor if half else scores
-    if is_causal:  # each query may look at the first key
+    if is_causal:  # each query attends to the first key at least
         scores = bounded(scores, jnp.tri(*scores.shape[-2:], dtype=bool))
     elif attn_mask is not None and attn_mask.dtype == bool:
         scores = bounded(scores, attn_mask)
@@ -450,6 +452,6 @@ def scaled_dot_product_attention(
 
 @op("_weight_norm")
 def weight_norm(v: jax.Array, g: Any, dim: int = 0) -> jax.Array:
-    """g * v / |v|, the norm over all dims but one."""
+    """Return g * v / |v|, where the norm is over all dims but one."""
     axes = tuple(range(v.ndim)) if dim == -1 else tuple(a for a in range(v.ndim) if a != dim % v.ndim)
     return v * (g / jnp.sqrt(jnp.sum(jnp.square(v), axes, keepdims=True)))

@@ -1,4 +1,4 @@
-"""Torch functions of matrices: factors, solutions, inverses and norms (`torch.linalg`, and torch's older names of them)."""
+"""Factorizations, solvers, inverses, determinants and norms of matrices: `torch.linalg`, and torch's older names of its functions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from bridge._tracing.promotion import jax_dtype
 from .elementwise import cast, norm
 
 named: Any = torch.return_types
-Atol = Any  # a number or an array of one for each matrix
+Atol = Any  # a number, or an array with one number for each matrix
 
 
 def adjoint(x: Any) -> jax.Array:
-    """Conjugate transposed."""
+    """Return the conjugate transpose."""
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
 def _batched(*matrices: Any) -> list[Any]:
-    """Matrices with the same dims in front."""
+    """Broadcast the batch dims of matrices."""
     lead = jnp.broadcast_shapes(*(x.shape[:-2] for x in matrices))
     return [jnp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in matrices]
 
@@ -41,7 +41,7 @@ def _no_info(x: Any) -> jax.Array:
 
 @op("linalg_svd")
 def svd(A: jax.Array, full_matrices: bool = True, *, driver: str | None = None) -> Any:
-    """Singular vectors and values. What fills up a full matrix has no derivative, as in torch."""
+    """Return singular vectors and values. Vectors that only complete a full matrix have no derivative, as in torch."""
     u, s, vh = linalg.svd(A, full_matrices=False)
     m, n = A.shape[-2:]
     if full_matrices and m != n:
@@ -54,7 +54,7 @@ def svd(A: jax.Array, full_matrices: bool = True, *, driver: str | None = None) 
 
 @op("svd")
 def svd_of_old(input: jax.Array, some: bool = True, compute_uv: bool = True) -> Any:
-    """Singular vectors as columns, and values."""
+    """Return singular vectors as columns, and singular values."""
     m, n = input.shape[-2:]
     if compute_uv:
         u, s, vh = svd(input, not some)
@@ -65,13 +65,13 @@ def svd_of_old(input: jax.Array, some: bool = True, compute_uv: bool = True) -> 
 
 @op("linalg_svdvals")
 def svdvals(A: Any, *, driver: str | None = None) -> Any:
-    """Singular values, the largest first."""
+    """Return the singular values in descending order."""
     return linalg.svd(A, compute_uv=False)
 
 
 @op("linalg_qr")
 def qr(A: jax.Array, mode: str = "reduced") -> Any:
-    """Orthogonal columns and a triangle. Of a wide matrix the square part decides, which is how torch derives it too."""
+    """Return Q and R. The square part of a wide matrix determines Q, as in torch's derivative."""
     m, n = A.shape[-2:]
     q, r = linalg.qr(A[..., : min(m, n)], full_matrices=mode == "complete")
     if n > m:
@@ -81,33 +81,33 @@ def qr(A: jax.Array, mode: str = "reduced") -> Any:
 
 @op("qr")
 def qr_of_old(input: Any, some: bool = True) -> Any:
-    """As `linalg_qr`."""
+    """Return `linalg_qr`."""
     return named.qr(qr(input, "reduced" if some else "complete"))
 
 
 def _of_triangle(A: Any, upper: bool) -> jax.Array:
-    """The Hermitian matrix of one triangle; its derivative is shared by both, as in torch."""
+    """Return the Hermitian matrix of one triangle. Both triangles share the derivative, as in torch."""
     lower = jnp.tril(adjoint(A) if upper else A)
     return unnoticed((A + adjoint(A)) / 2, lower + adjoint(jnp.tril(lower, -1)))
 
 
 @op("linalg_eigh")
 def eigh(A: Any, UPLO: str = "L") -> Any:
-    """Eigenvalues and vectors of a Hermitian matrix, of which one triangle is read."""
+    """Return eigenvalues and eigenvectors of a Hermitian matrix. Only one triangle is read."""
     vectors, values = linalg.eigh(_of_triangle(A, UPLO.upper() == "U"), symmetrize_input=False)
     return named.linalg_eigh((values, vectors))
 
 
 @op("linalg_eigvalsh")
 def eigvalsh(A: Any, UPLO: str = "L") -> Any:
-    """Eigenvalues of a Hermitian matrix."""
+    """Return the eigenvalues of a Hermitian matrix."""
     values, _ = eigh(A, UPLO)
     return values
 
 
 @op("linalg_eig")
 def eig(A: Any) -> Any:
-    """Eigenvalues and vectors."""
+    """Return eigenvalues and eigenvectors."""
     values, vectors = jnp.linalg.eig(A)
     return named.linalg_eig((values, vectors))
 
@@ -117,7 +117,7 @@ op("linalg_eigvals")(lambda A: jnp.linalg.eigvals(A))
 
 @op("linalg_cholesky")
 def cholesky(A: Any, *, upper: bool = False) -> Any:
-    """The root of a positive definite matrix. One triangle is read, but the gradient is that of both, as in torch."""
+    """Return the Cholesky factor. Only one triangle is read, but both share the gradient, as in torch."""
     lower = linalg.cholesky(_of_triangle(A, upper), symmetrize_input=False)
     return adjoint(lower) if upper else lower
 
@@ -127,14 +127,14 @@ op("cholesky")(lambda input, upper=False: cholesky(input, upper=upper))
 
 @op("linalg_cholesky_ex")
 def cholesky_ex(A: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
-    """The root, and whether there is none: 1, where torch tells the order of the first minor that fails."""
+    """Return the Cholesky factor, and 1 where there is none. torch returns the order of the first failing minor instead of 1."""
     root = cholesky(A, upper=upper)
     return named.linalg_cholesky_ex((root, jnp.isnan(root).any((-2, -1)).astype(jnp.int32)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _cholesky_solve(b: Any, root: Any, upper: bool) -> Any:
-    """Torch derives it as if all of the root were read."""
+    """Solve by a Cholesky factor. The derivative is torch's, as if both triangles of the factor were read."""
     root, b = _batched(root, b)
     first = linalg.triangular_solve(root, b, left_side=True, lower=not upper, transpose_a=upper, conjugate_a=upper)
     return linalg.triangular_solve(root, first, left_side=True, lower=not upper, transpose_a=not upper, conjugate_a=not upper)
@@ -150,20 +150,20 @@ def _(upper: bool, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple
 
 @op("cholesky_solve")
 def cholesky_solve(input: Any, input2: Any, upper: bool = False) -> Any:
-    """The solution for a matrix of which the root is given."""
+    """Solve linear equations of a matrix whose Cholesky factor is given."""
     return _cholesky_solve(input, input2, upper)
 
 
 @op("cholesky_inverse")
 def cholesky_inverse(input: jax.Array, upper: bool = False) -> Any:
-    """The inverse of a matrix of which the root is given."""
+    """Return the inverse of a matrix whose Cholesky factor is given."""
     return _cholesky_solve(jnp.eye(input.shape[-1], dtype=input.dtype), input, upper)
 
 
 def _lu(A: Any, pivot: bool) -> tuple[Any, Any, Any]:
-    """Both triangles in one, torch's pivots, which count from one, and the place of the first pivot that is zero."""
+    """Return both triangles in one matrix, torch's pivots (counted from one), and the number of the first zero pivot or 0."""
     if not pivot:
-        raise NotImplementedError("LU factors with pivot=False have no implementation in jax, nor in torch for the CPU.")
+        raise NotImplementedError("LU factors with pivot=False have no implementation in jax, nor in torch for the CPU. Use pivot=True.")
     factors, pivots, _ = linalg.lu(A)
     zero = jnp.diagonal(factors, axis1=-2, axis2=-1) == 0
     first = jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0) if zero.shape[-1] else _no_info(A)
@@ -172,13 +172,13 @@ def _lu(A: Any, pivot: bool) -> tuple[Any, Any, Any]:
 
 @op("linalg_lu_factor_ex")
 def lu_factor_ex(A: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
-    """Factors, pivots and which of them is zero."""
+    """Return factors, pivots, and the number of the first zero pivot or 0."""
     return named.linalg_lu_factor_ex(_lu(A, pivot))
 
 
 @op("linalg_lu_factor")
 def lu_factor(A: Any, *, pivot: bool = True) -> Any:
-    """Factors and pivots."""
+    """Return factors and pivots."""
     return named.linalg_lu_factor(_lu(A, pivot)[:2])
 
 
@@ -188,7 +188,7 @@ op("lu")(lambda A, pivot=True, get_infos=False: _lu(A, pivot)[: 3 if get_infos e
 
 @op("lu_unpack")
 def lu_unpack(LU_data: jax.Array, LU_pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
-    """The permutation and the two triangles; empty what is not asked for."""
+    """Return the permutation and the two triangles. Those not requested are empty."""
     m, n = LU_data.shape[-2:]
     k = min(m, n)
     p = lower = upper = jnp.zeros((0,), LU_data.dtype)
@@ -203,13 +203,13 @@ def lu_unpack(LU_data: jax.Array, LU_pivots: Any, unpack_data: bool = True, unpa
 
 @op("linalg_lu")
 def lu(A: Any, *, pivot: bool = True) -> Any:
-    """A permutation and two triangles."""
+    """Return the permutation and the two triangles."""
     return named.linalg_lu(lu_unpack(*_lu(A, pivot)[:2]))
 
 
 @op("linalg_lu_solve")
 def lu_solve(LU: jax.Array, pivots: Any, B: Any, *, left: bool = True, adjoint: bool = False) -> Any:
-    """The solution for a matrix of which the factors are given."""
+    """Solve linear equations of a matrix whose LU factors are given."""
     if not left:
         return _adjoint(lu_solve(LU, pivots, _adjoint(B), adjoint=not adjoint))
     order = linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1])
@@ -223,19 +223,19 @@ def lu_solve(LU: jax.Array, pivots: Any, B: Any, *, left: bool = True, adjoint: 
     return jnp.take_along_axis(out, jnp.argsort(order, -2), -2)
 
 
-_adjoint = adjoint  # by another name where that of torch's argument hides it
+_adjoint = adjoint  # a second name, for where torch's argument `adjoint` hides the function
 op("lu_solve")(lambda input, LU_data, LU_pivots: lu_solve(LU_data, LU_pivots, input))
 
 
 @op("linalg_householder_product", "orgqr")
 def householder_product(A: jax.Array, tau: Any) -> Any:
-    """The first columns of a product of reflections."""
+    """Return the first columns of a product of reflections."""
     m, n = A.shape[-2:]
     return _reflected(A, tau, jnp.broadcast_to(jnp.eye(m, n, dtype=A.dtype), A.shape), False)
 
 
 def _reflected(vectors: Any, tau: Any, x: Any, transpose: bool) -> Any:
-    """Reflections, of which columns below the diagonal are the vectors, one after the other: the last first unless transposed."""
+    """Apply reflections to x, the last one first unless transposed. Their vectors are the columns below the diagonal."""
     k = tau.shape[-1]
     columns = jnp.tril(vectors[..., :k], -1) + jnp.eye(vectors.shape[-2], k, dtype=vectors.dtype)
 
@@ -249,7 +249,7 @@ def _reflected(vectors: Any, tau: Any, x: Any, transpose: bool) -> Any:
 
 @op("ormqr")
 def ormqr(input: Any, tau: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
-    """The product of reflections with a matrix."""
+    """Return the product of reflections with a matrix."""
     if left:
         return _reflected(input, tau, other, transpose)
     return adjoint(_reflected(input, tau, adjoint(other), not transpose))
@@ -268,13 +268,13 @@ def _solve(A: Any, B: Any, left: bool) -> jax.Array:
 
 @op("linalg_solve")
 def solve(A: Any, B: Any, *, left: bool = True) -> jax.Array:
-    """The solution of linear equations."""
+    """Solve linear equations."""
     return _solve(A, B, left)
 
 
 @op("linalg_solve_ex")
 def solve_ex(A: Any, B: Any, *, left: bool = True, check_errors: bool = False) -> Any:
-    """The solution, and which pivot is zero."""
+    """Solve linear equations. Also return the number of the first zero pivot or 0."""
     return named.linalg_solve_ex((_solve(A, B, left), _lu(lax.stop_gradient(A), True)[2]))
 
 
@@ -284,27 +284,27 @@ op("inverse")(lambda input: jnp.linalg.inv(input))
 
 @op("linalg_inv_ex")
 def inv_ex(A: Any, *, check_errors: bool = False) -> Any:
-    """The inverse, and which pivot is zero."""
+    """Return the inverse, and the number of the first zero pivot or 0."""
     return named.linalg_inv_ex((jnp.linalg.inv(A), _lu(lax.stop_gradient(A), True)[2]))
 
 
 @op("linalg_solve_triangular")
 def solve_triangular(A: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
-    """The solution for a triangle."""
+    """Solve linear equations of a triangular matrix."""
     a, b = _batched(A, B)
     return linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
 
 
 @op("triangular_solve")
 def triangular_solve(input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
-    """The solution for a triangle, and the triangle."""
+    """Solve linear equations of a triangular matrix. Also return the matrix."""
     a, b = _batched(A, input)
     out = linalg.triangular_solve(a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular)
     return named.triangular_solve((out, a))
 
 
 def _tolerances(A: Any, atol: Atol, rtol: Atol) -> tuple[Any, Any]:
-    """Below which a singular value counts as zero, and below which share of the largest: torch's defaults."""
+    """Return the absolute and relative tolerances below which a singular value counts as zero, with torch's defaults."""
     dtype = A.real.dtype
     absolute = jnp.zeros((), dtype) if atol is None else jnp.asarray(atol, dtype)
     default = jnp.where(absolute > 0, 0, jnp.asarray(jnp.finfo(dtype).eps * max(A.shape[-2:]), dtype))
@@ -312,14 +312,14 @@ def _tolerances(A: Any, atol: Atol, rtol: Atol) -> tuple[Any, Any]:
 
 
 def _nonzero(s: Any, atol: Any, rtol: Any) -> jax.Array:
-    """Which singular values count."""
+    """Return which singular values exceed the tolerances."""
     size = jnp.abs(s)
     return size > jnp.maximum(atol, rtol * jnp.max(size, -1, initial=0))[..., None]
 
 
 @op("linalg_matrix_rank")
 def matrix_rank(A: Any, tol: Any = None, hermitian: bool = False, *, atol: Atol = None, rtol: Atol = None) -> jax.Array:
-    """How many singular values are not zero."""
+    """Count nonzero singular values."""
     s = lax.stop_gradient(eigvalsh(A) if hermitian else svdvals(A))
     atol, rtol = (atol, rtol) if tol is None else (tol, 0.0)
     return jnp.sum(_nonzero(s, *_tolerances(A, atol, rtol)), -1).astype(jax_dtype(torch.int64))
@@ -339,7 +339,7 @@ def _pinv(A: Any, atol: Any, rtol: Any, hermitian: bool) -> jax.Array:
 
 @_pinv.defjvp
 def _(hermitian: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Golub and Pereyra's, https://doi.org/10.1137/0710036, for a constant rank."""
+    """Return Golub and Pereyra's tangent for a constant rank, https://doi.org/10.1137/0710036."""
     a, da = primals[0], tangents[0]
     p = _pinv(*primals, hermitian)
     dah, ph = adjoint(da), adjoint(p)
@@ -349,7 +349,7 @@ def _(hermitian: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> t
 
 @op("linalg_pinv")
 def pinv(A: jax.Array, rcond: Any = None, hermitian: bool = False, *, atol: Atol = None, rtol: Atol = None) -> jax.Array:
-    """Moore and Penrose's inverse."""
+    """Return the Moore-Penrose inverse."""
     if 0 in A.shape:
         return jnp.swapaxes(A, -1, -2)
     atol, rtol = (atol, rtol) if rcond is None else (None, rcond)
@@ -361,7 +361,7 @@ op("pinverse")(lambda input, rcond=1e-15: pinv(input, rcond))
 
 @op("linalg_lstsq")
 def lstsq(A: jax.Array, B: jax.Array, rcond: Any = None, *, driver: str | None = None) -> Any:
-    """Least squares by the pseudo-inverse, as torch derives it. Residuals as of a matrix of full rank, which torch asks for."""
+    """Return the least-squares solution by the pseudo-inverse, as in torch's derivative. Residuals assume full rank, as in torch."""
     driver = driver or "gelsy"
     vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
     b = B[..., None] if vector else B
@@ -379,7 +379,7 @@ op("linalg_tensorinv")(lambda A, ind=2: jnp.linalg.tensorinv(A, ind))
 
 @op("linalg_tensorsolve")
 def tensorsolve(A: Any, B: jax.Array, dims: Any = None) -> jax.Array:
-    """The solution of a contraction over the last dims; those named are moved there."""
+    """Solve a contraction over the last dims. `dims` are moved there first."""
     a = A if dims is None else jnp.moveaxis(A, tuple(dims), tuple(range(-len(dims), 0)))
     return jnp.linalg.solve(a.reshape(B.size, -1), B.reshape(-1)).reshape(a.shape[B.ndim :])
 
@@ -388,7 +388,7 @@ def tensorsolve(A: Any, B: jax.Array, dims: Any = None) -> jax.Array:
 
 
 def det(A: Any) -> jax.Array:
-    """The determinant; of a matrix without elements one."""
+    """Return the determinant; 1 for a matrix without elements."""
     return jnp.linalg.det(A) if A.shape[-1] else jnp.ones(A.shape[:-2], A.dtype)
 
 
@@ -400,14 +400,14 @@ op("slogdet")(lambda input: named.slogdet(jnp.linalg.slogdet(input)))
 
 @op("logdet")
 def logdet(input: Any) -> jax.Array:
-    """The logarithm of the determinant; NaN if that is negative."""
+    """Return the logarithm of the determinant; NaN if it is negative."""
     sign, log = jnp.linalg.slogdet(input)
     return log + jnp.log(sign) if jnp.iscomplexobj(input) else jnp.where(sign < 0, jnp.nan, log)
 
 
 @op("linalg_matrix_norm")
 def matrix_norm(A: jax.Array, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """A norm of matrices: Frobenius', nuclear, or one that vectors induce."""
+    """Return a norm of matrices: Frobenius, nuclear, or induced by a vector norm."""
     x = jnp.moveaxis(cast(A, dtype), tuple(dim), (-2, -1))
     if ord == "fro":
         out = norm(x, 2, (-2, -1))
@@ -422,7 +422,7 @@ def matrix_norm(A: jax.Array, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bo
 
 @op("linalg_norm")
 def linalg_norm(A: jax.Array, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """A norm of vectors or of matrices, as the dims are one or two."""
+    """Return a matrix norm for two dims, else a vector norm."""
     if ord is None:
         return norm(A, 2, dim, keepdim, dtype=dtype)
     dims = tuple(range(A.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
@@ -431,7 +431,7 @@ def linalg_norm(A: jax.Array, ord: Any = None, dim: Any = None, keepdim: bool = 
 
 @op("norm")
 def norm_of_old(input: jax.Array, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """A norm of all elements, or along dims; of a matrix the nuclear one."""
+    """Return the norm of all elements or along dims, or the nuclear norm of a matrix."""
     if p == "nuc":
         return matrix_norm(input, p, range(input.ndim) if dim is None else dim, keepdim, dtype=dtype)
     return norm(input, p, dim, keepdim, dtype=dtype)
@@ -439,7 +439,7 @@ def norm_of_old(input: jax.Array, p: Any = "fro", dim: Any = None, keepdim: bool
 
 @op("linalg_cond")
 def cond(A: jax.Array, p: Any = None) -> Any:
-    """How much an inverse may amplify."""
+    """Return the condition number."""
     if p in (None, 2, -2):
         s = svdvals(A)
         if not s.shape[-1]:

@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional over arrays."""
+"""Losses of torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .subgradients import absolute
 
 
 def loss_of(*names: str) -> Callable[[Any], Any]:
-    """`op` for a loss with torch's older arguments beside `reduction`: size_average and reduce."""
+    """Register a loss with `op`. The loss also accepts `size_average` and `reduce`, torch's older forms of `reduction`."""
 
     def register(handler: Any) -> Any:
         signature = inspect.signature(handler)
@@ -39,13 +39,13 @@ def loss_of(*names: str) -> Callable[[Any], Any]:
 
 
 def reduced(loss: Any, reduction: Any) -> Any:
-    """The mean, the sum, or each; as torch's C++ has it 1, 2 or 0."""
+    """Return the mean, the sum, or the unreduced loss. `reduction` is a name, or 1, 2 or 0 as in torch's C++."""
     return jnp.mean(loss) if reduction in ("mean", 1) else jnp.sum(loss) if reduction in ("sum", 2) else loss
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _picked(axis: int, x: Any, index: Any) -> jax.Array:
-    """One element of each row along an axis. Its gradient is a comparison, which needs no zeros that it is scattered into."""
+    """Return one element of each row along an axis. The gradient is a comparison with the index, which needs no scatter into zeros."""
     return jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis=axis), axis)
 
 
@@ -57,7 +57,7 @@ def _(axis: int, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[A
 
 
 def _classes(log_p: Any, target: Any, weight: Any, ignore_index: int, reduction: str, smoothing: float) -> Any:
-    """Of log-probabilities (N, C, ...) and classes (N, ...), what `nll_loss` and `cross_entropy` share."""
+    """Return the loss of log-probabilities (N, C, ...) and classes (N, ...), for `nll_loss` and `cross_entropy`."""
     axis = 1 if log_p.ndim > 1 else 0
     valid = target != ignore_index
     safe = places(jnp.where(valid, target, 0), log_p.shape[axis])
@@ -84,7 +84,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Of logits and classes, or of logits and probabilities of classes."""
+    """Return the cross entropy of logits and classes, or of logits and class probabilities."""
     axis = 1 if input.ndim > 1 else 0
     log_p = jax.nn.log_softmax(input, axis)
     if jnp.issubdtype(target.dtype, jnp.integer):
@@ -106,7 +106,7 @@ def nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """Of log-probabilities and classes."""
+    """Return the negative log-likelihood of classes under log-probabilities."""
     return _classes(input, target, weight, ignore_index, reduction, 0.0)
 
 
@@ -120,7 +120,7 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Any = None,
 ) -> Any:
-    """Of logits and probabilities."""
+    """Return the binary cross entropy of logits and probabilities."""
     input, target = promoted(input, target)
     positive = jax.nn.softplus(-input) * (1 if pos_weight is None else pos_weight)
     loss = target * positive + (1 - target) * jax.nn.softplus(input)
@@ -131,7 +131,7 @@ def binary_cross_entropy_with_logits(
 def binary_cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Any:
-    """Of probabilities; logarithms no smaller than -100, as torch."""
+    """Return the binary cross entropy of probabilities. Logarithms are at least -100, as in torch."""
     loss = _entropy(input, target)
     return reduced(loss if weight is None else loss * weight, reduction)
 
@@ -144,7 +144,7 @@ def _entropy(p: Any, target: Any) -> Any:
 
 @_entropy.defjvp
 def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """What is divided by is at least 1e-12, as in torch: a saturated sigmoid has a gradient, which is not NaN."""
+    """Return the tangent. The divisor is at least 1e-12, as in torch, so that the gradient of a saturated sigmoid is not NaN."""
     (p, target), (change, of_target) = primals, tangents
     odds = jnp.maximum(jnp.log1p(-p), -100.0) - jnp.maximum(jnp.log(p), -100.0)
     return _entropy(p, target), change * ((p - target) / jnp.maximum(p * (1 - p), 1e-12)) + of_target * odds
@@ -164,7 +164,7 @@ _difference("l1_loss", absolute)
 
 @op("huber_loss")
 def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
-    """A square near zero, delta times the distance beyond."""
+    """Return the Huber loss: quadratic for differences below delta, linear beyond."""
     a, b = promoted(input, target)
     d = jnp.abs(a - b)
     loss = jnp.where(d < delta, 0.5 * d * d, delta * (d - 0.5 * delta))
@@ -175,7 +175,7 @@ def huber_loss(input: Any, target: Any, reduction: str = "mean", delta: float = 
 def smooth_l1_loss(
     input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", beta: float = 1.0
 ) -> Any:
-    """`huber_loss` divided by beta; at beta 0 the distance."""
+    """Return `huber_loss` / beta, or the absolute difference if beta is 0."""
     a, b = promoted(input, target)
     d = jnp.abs(a - b)
     return reduced(d if beta == 0 else jnp.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta), reduction)
@@ -183,6 +183,6 @@ def smooth_l1_loss(
 
 @loss_of("kl_div")
 def kl_div(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", log_target: bool = False) -> Any:
-    """Of log-probabilities and probabilities, or their logarithms."""
+    """Return the Kullback-Leibler divergence of log-probabilities and probabilities (or their logarithms)."""
     each = jnp.exp(target) * (target - input) if log_target else jax.scipy.special.xlogy(target, target) - target * input
     return jnp.sum(each) / input.shape[0] if reduction == "batchmean" else reduced(each, reduction)

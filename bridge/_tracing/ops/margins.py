@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional with margins, with variances, and over alignments: what its Python calls in torch's C++."""
+"""Margin losses, Poisson and Gaussian likelihoods, and CTC: mostly the C++ functions that torch.nn.functional's Python calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .subgradients import minimum
 
 @primitive("margin_ranking_loss")
 def margin_ranking_loss(input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = 1) -> Any:
-    """Of pairs, the first the larger where the target is 1."""
+    """Return the loss of pairs: the first should be larger by the margin at target 1, smaller by it at -1."""
     input1, input2, target = promoted(input1, input2, target)
     return reduced(clamp(add(-target * (input1 - input2), float(margin)), 0), reduction)
 
 
 @primitive("hinge_embedding_loss")
 def hinge_embedding_loss(input: jax.Array, target: Any, margin: float = 1.0, reduction: Any = 1) -> Any:
-    """Of distances: themselves at target 1, what they lack of the margin at -1."""
+    """Return the loss of distances: the distance at target 1, the margin minus the distance (at least 0) at -1."""
     zero = jnp.zeros((), input.dtype)
     apart = jnp.where(target != 1, clamp(jnp.asarray(margin, input.dtype) - input, 0), zero)
     return reduced(apart + jnp.where(target != -1, input, zero), reduction)
@@ -39,7 +39,7 @@ def hinge_embedding_loss(input: jax.Array, target: Any, margin: float = 1.0, red
 
 @primitive("cosine_embedding_loss")
 def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float = 0.0, reduction: Any = 1) -> Any:
-    """Of pairs of vectors, alike at target 1, apart at -1."""
+    """Return the loss of pairs of vectors, which should be similar at target 1 and dissimilar at -1."""
     input1, input2 = promoted(floating(input1), floating(input2))
     squares = [jnp.sum(x * x, -1) + 1e-12 for x in (input1, input2)]
     cosine = jnp.sum(input1 * input2, -1) / jnp.sqrt(squares[0] * squares[1])
@@ -59,7 +59,7 @@ def triplet_margin_loss(
     swap: bool = False,
     reduction: Any = 1,
 ) -> Any:
-    """Of triples: the first nearer to the second than to the third."""
+    """Return the loss of triples: the anchor should be nearer to `positive` than to `negative` by the margin."""
     near, far = pairwise_distance(anchor, positive, p, eps), pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = minimum(far, pairwise_distance(positive, negative, p, eps))
@@ -68,7 +68,7 @@ def triplet_margin_loss(
 
 @primitive("multi_margin_loss")
 def multi_margin_loss(input: Any, target: Any, p: float = 1, margin: float = 1, weight: Any = None, reduction: Any = 1) -> Any:
-    """Of scores and classes: each other class at least a margin below."""
+    """Return the loss of scores and classes: each other class should score lower by the margin."""
     input = jnp.atleast_1d(input)
     target = places(target, input.shape[-1]).reshape(input.shape[:-1])
     own = jnp.take_along_axis(input, target[..., None], -1, mode="fill")
@@ -81,7 +81,7 @@ def multi_margin_loss(input: Any, target: Any, p: float = 1, margin: float = 1, 
 
 @primitive("multilabel_margin_loss")
 def multilabel_margin_loss(input: Any, target: Any, reduction: Any = 1) -> Any:
-    """Of scores and several classes, those before the first -1: each of the others at least 1 below each of them."""
+    """Return the loss of scores and several classes, listed before the first -1: other classes should score 1 lower than each of them."""
     input, target = jnp.atleast_1d(input), jnp.atleast_1d(target)
     there = jnp.cumprod(target >= 0, -1).astype(bool)
     classes = jnp.where(there, target, 0)
@@ -94,14 +94,14 @@ def multilabel_margin_loss(input: Any, target: Any, reduction: Any = 1) -> Any:
 
 @primitive("soft_margin_loss")
 def soft_margin_loss(input: Any, target: Any, reduction: Any = 1) -> Any:
-    """Of scores and signs."""
+    """Return the logistic loss of scores and signs."""
     input, target = promoted(input, target)
     return reduced(jax.nn.softplus(-target * input), reduction)
 
 
 @primitive("poisson_nll_loss")
 def poisson_nll_loss(input: Any, target: Any, log_input: bool, full: bool, eps: float, reduction: Any) -> Any:
-    """Of a rate, or its logarithm, and counts; `full` adds Stirling's approximation, where a count is above one."""
+    """Return the loss of rates, or their logarithms, and counts. `full` adds Stirling's approximation for counts above one."""
     input, target = map(floating, promoted(input, target))
     loss = jnp.exp(input) - target * input if log_input else input - target * jnp.log(input + eps)
     if full:
@@ -113,7 +113,7 @@ def poisson_nll_loss(input: Any, target: Any, log_input: bool, full: bool, eps: 
 
 @loss_of("gaussian_nll_loss")
 def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
-    """Of means, values and variances. torch's own asks first whether a variance is negative, which a trace cannot."""
+    """Return the loss of means, values and variances. torch's Python first checks for negative variances, which a trace cannot do."""
     if not hasattr(var, "ndim"):
         var = jnp.full(input.shape, var, input.dtype)
     elif var.shape != input.shape and var.shape == input.shape[:-1]:
@@ -124,7 +124,7 @@ def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps
     return reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
 
 
-_NEVER = -1e30  # the logarithm of what cannot be; sums of it stay finite in float32
+_NEVER = -1e30  # stands for log(0); sums of it stay finite in float32
 
 
 @primitive("ctc_loss")
@@ -137,10 +137,10 @@ def ctc_loss(
     reduction: Any = 1,
     zero_infinity: bool = False,
 ) -> Any:
-    """Of log-probabilities (T, N, C) and sequences without alignment, by optax's recursion.
+    """Return the loss of log-probabilities (T, N, C) and unaligned sequences, by optax's recursion.
 
-    Graves et al., https://doi.org/10.1145/1143844.1143891. As in torch the derivative is that by logits whose log_softmax
-    the input is taken to be: exp(log_probs) minus what the alignments expect.
+    Graves et al., https://doi.org/10.1145/1143844.1143891. As in torch, the gradient is the one with respect to logits, with the input as
+    their log_softmax: exp(log_probs) minus the expectation over alignments.
     """
     lp = log_probs if log_probs.ndim == 3 else log_probs[:, None]
     frames, batch = lp.shape[:2]
@@ -148,10 +148,10 @@ def ctc_loss(
     targets, beyond = _rows(targets, target_lengths, labels, batch)
     lp = jnp.maximum(jnp.swapaxes(lp, 0, 1), jnp.asarray(_NEVER, lp.dtype))
     ended = jnp.arange(frames) >= lengths[:, None]
-    with jax.default_matmul_precision("highest"):  # optax picks labels by a product with ones
+    with jax.default_matmul_precision("highest"):  # optax selects labels by a matrix product with one-hot rows
         loss = optax.ctc_loss(lp, ended.astype(lp.dtype), targets, beyond.astype(lp.dtype), blank_id=blank, log_epsilon=_NEVER)
     whole, share = jax.nn.logsumexp(lp, -1), jnp.sum(jnp.exp(lp), -1)
-    loss -= jnp.sum(jnp.where(ended, 0, whole + lax.stop_gradient(share) - share), -1)  # optax normalises first
+    loss -= jnp.sum(jnp.where(ended, 0, whole + lax.stop_gradient(share) - share), -1)  # optax normalizes the input first
     loss = loss.astype(lp.dtype)
     impossible = loss > -_NEVER / 2
     loss = loss * jnp.where(impossible, 0 if zero_infinity else jnp.inf, 1).astype(loss.dtype)
@@ -162,7 +162,7 @@ def ctc_loss(
 
 
 def _rows(targets: Any, given: Any, lengths: Any, batch: int) -> tuple[Any, Any]:
-    """Targets as rows, and what is beyond the end of each; torch takes them joined too."""
+    """Return targets as rows, and the mask of positions beyond the end of each row. torch accepts concatenated targets too."""
     if targets.ndim == 1:
         known = not isinstance(given, Tracer)
         longest = int(np.max(np.asarray(given), initial=0)) if known else targets.shape[0]

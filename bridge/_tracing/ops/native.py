@@ -1,4 +1,4 @@
-"""Torch's normalisations with the statistics that they used: `native_layer_norm` and its like."""
+"""Torch's normalizations that also return the statistics, such as `native_layer_norm`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .layers import batch_norm, group_norm, layer_norm, moments
 
 
 def _statistics(x: Any, axes: tuple[int, ...], eps: float) -> tuple[Any, Any]:
-    """Mean and the inverse of the deviation; half types in float32, as torch."""
+    """Return the mean and the inverse standard deviation. Half types are computed in float32, as in torch."""
     mean, var = moments(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x, axes)
     return mean, lax.rsqrt(var + eps)
 
 
 @op("native_layer_norm")
 def native_layer_norm(input: jax.Array, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """`layer_norm`, mean and inverse deviation."""
+    """Return `layer_norm`, the mean and the inverse standard deviation."""
     axes = tuple(range(input.ndim - len(tuple(normalized_shape)), input.ndim))
     return layer_norm(input, normalized_shape, weight, bias, eps), *_statistics(input, axes, eps)
 
 
 @op("native_group_norm")
 def native_group_norm(input: jax.Array, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
-    """`group_norm`, mean and inverse deviation."""
+    """Return `group_norm`, the mean and the inverse standard deviation."""
     grouped = input.reshape(N, group, C * HxW // group)
     return group_norm(input, group, weight, bias, eps), *(x[..., 0] for x in _statistics(grouped, (2,), eps))
 
@@ -37,7 +37,7 @@ def native_group_norm(input: jax.Array, weight: Any, bias: Any, N: int, C: int, 
 def native_batch_norm(
     input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """`batch_norm`, and in training mean and inverse deviation, else nothing."""
+    """Return `batch_norm`, the mean and the inverse standard deviation. Without training the two statistics are empty."""
     out = batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     x = as_array(input)
     if not training:
@@ -47,7 +47,7 @@ def native_batch_norm(
 
 
 def _native_batch_norm_legit(input: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> Any:
-    """With running statistics or without: torch has both under one name."""
+    """Call `native_batch_norm` with or without running statistics: torch has both overloads under one name."""
     without: Any = isinstance(rest[0], bool) if rest else "running_mean" not in named
     running: Any = (None, None) if without else ()
     return native_batch_norm(input, weight, bias, *running, *rest, **named)

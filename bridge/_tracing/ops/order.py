@@ -1,4 +1,4 @@
-"""Torch functions of the order of values: extremes, sorting, quantiles, searches and counts."""
+"""Torch functions that compare values: extremes, sorting, quantiles, searches and counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _places(x: Any, dim: int) -> jax.Array:
 
 @jax.custom_jvp
 def _one_of(x: Any, value: Any) -> Any:
-    """A value that is among x; its gradient is shared among all that equal it, as torch has it of a whole tensor."""
+    """Return a value that is an element of x. All equal elements share its gradient, as in torch for extremes of a whole tensor."""
     return value
 
 
@@ -38,7 +38,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _chosen(returns: Any, x: Any, places: Any, dim: int, keepdim: bool) -> Any:
-    """Of each line one element and its place; `places` has dim with size one. The gradient is that element's."""
+    """Return one element of each line, and its index. `places` has size one along dim. The gradient goes to that element."""
     both = jnp.take_along_axis(x, places, axis=dim), _long(places)
     return returns(both if keepdim else [jnp.squeeze(part, dim) for part in both])
 
@@ -64,28 +64,28 @@ op("min")(_extreme(jnp.min, jnp.argmin, minimum, torch.return_types.min))
 @op("argmax")
 @lines
 def argmax(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The place of the largest."""
+    """Return the index of the largest element."""
     return _long(jnp.argmax(input, axis=dim, keepdims=keepdim))
 
 
 @op("argmin")
 @lines
 def argmin(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The place of the smallest."""
+    """Return the index of the smallest element."""
     return _long(jnp.argmin(input, axis=dim, keepdims=keepdim))
 
 
 @op("aminmax")
 @lines
 def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The smallest and the largest."""
+    """Return the smallest and the largest element."""
     ends: Any = [f(input, axis=dim, keepdims=keepdim) for f in (jnp.min, jnp.max)]
     return torch.return_types.aminmax(ends)
 
 
 @lines
 def _in_order(x: Any, dim: int, descending: bool) -> Any:
-    """Values and their places in order, equal ones as they came, NaN as the largest."""
+    """Sort stably along dim, with NaN as the largest. Return the values and their indices."""
     both = [x, _places(x, dim)]
     both = [jnp.flip(a, dim) for a in both] if descending else both
     both = lax.sort(both, dimension=dim, num_keys=1, is_stable=True)
@@ -94,26 +94,26 @@ def _in_order(x: Any, dim: int, descending: bool) -> Any:
 
 @op("sort")
 def sort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """Values and their places."""
+    """Return sorted values and their indices."""
     return torch.return_types.sort(_in_order(input, dim, descending))
 
 
 @op("msort")
 def msort(input: Any) -> Any:
-    """In order along the first dim."""
+    """Sort along the first dim."""
     return _in_order(input, 0, False)[0]
 
 
 @op("argsort")
 def argsort(input: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """The places of values in order."""
+    """Return the indices of the sorted values."""
     return _in_order(lax.stop_gradient(input), dim, descending)[1]
 
 
 @op("topk")
 @lines
 def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The k largest or smallest, and their places."""
+    """Return the k largest or smallest elements, and their indices."""
     if largest:
         both: Any = [jnp.moveaxis(x, -1, dim) for x in lax.top_k(jnp.moveaxis(input, dim, -1), k)]
         both[1] = _long(both[1])
@@ -123,7 +123,7 @@ def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 
 def _nth(x: Any, n: Any, dim: int) -> jax.Array:
-    """The place of the n-th smallest of each line; n has dim with size one, or is a number."""
+    """Return the index of the n-th smallest element of each line. n is a number, or has size one along dim."""
     order = _in_order(lax.stop_gradient(x), dim, False)[1]
     shape = [1 if d == dim % x.ndim else size for d, size in enumerate(x.shape)]
     return jnp.take_along_axis(order, jnp.broadcast_to(jnp.asarray(n, order.dtype), shape), axis=dim)
@@ -132,7 +132,7 @@ def _nth(x: Any, n: Any, dim: int) -> jax.Array:
 @op("kthvalue")
 @lines
 def kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """The k-th smallest, counted from one."""
+    """Return the k-th smallest element, counted from one, and its index."""
     return _chosen(torch.return_types.kthvalue, input, _nth(input, k - 1, dim), dim, keepdim)
 
 
@@ -150,7 +150,7 @@ def _register_medians() -> None:
             return _chosen(returns, input, median(input, dim, skip), dim, keepdim)
 
         def whole(input: Any, dim: int | None = None, keepdim: bool = False, along: Any = along) -> Any:
-            """Of two in the middle the lower."""
+            """Return the median; of two middle elements the lower."""
             if dim is not None:
                 return along(input, dim, keepdim)
             return (
@@ -166,7 +166,7 @@ _register_medians()
 @op("mode")
 @lines
 def mode(input: Any, dim: int = -1, keepdim: bool = False) -> Any:
-    """The most frequent, of several the smallest, and its last place."""
+    """Return the most frequent value (the smallest of several), and its last index."""
     x, places = _in_order(lax.stop_gradient(input), dim, False)
     n = _places(x, dim)
     first = jnp.concatenate([jnp.ones_like(lax.slice_in_dim(x, 0, 1, axis=dim), bool), jnp.diff(x, axis=dim) != 0], dim)
@@ -195,7 +195,7 @@ def _register_running() -> None:
 
         @lines
         def running(input: Any, dim: int, f: Any = f, returns: Any = returns) -> Any:
-            """The extreme so far, of equal ones the last, and its place; NaN stays."""
+            """Return the cumulative extreme, and its index (the last of equal elements). NaN stays NaN."""
             x, dim = lax.stop_gradient(input), dim % input.ndim
             best = f(x, axis=dim)
             own = (x == best) | jnp.isnan(x)
@@ -217,7 +217,7 @@ def searchsorted(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """Where values would go in ordered lines."""
+    """Return the indices at which values would be inserted into sorted lines."""
     if sorter is not None:
         sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
     rows, values = promoted(sorted_sequence, input)
@@ -229,25 +229,25 @@ def searchsorted(
 
 @op("bucketize")
 def bucketize(input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
-    """Between which boundaries values lie."""
+    """Return the index of the interval between boundaries for each value."""
     return searchsorted(boundaries, input, out_int32=out_int32, right=right)
 
 
 @op("isin")
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> jax.Array:
-    """Whether each element is one of others."""
+    """Return whether each element is one of the test elements."""
     return jnp.isin(*promoted(elements, test_elements), invert=invert)
 
 
 def _apart(low: Any, high: Any, room: float) -> tuple[Any, Any]:
-    """The ends of a histogram, which is never empty."""
+    """Return the ends of a histogram's range, widened if they are equal."""
     same = low == high
     return jnp.where(same, low - room, low), jnp.where(same, high + room, high)
 
 
 @op("histc")
 def histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> jax.Array:
-    """How many values lie in each of equal bins; those outside are left out."""
+    """Count the values in bins of equal width. Values outside of the range are not counted."""
     x = lax.stop_gradient(input).ravel()
     low, high = _apart(*((jnp.min(x), jnp.max(x)) if min == max and x.size else (min, max)), 1)
     bin = jnp.clip(jnp.floor((x - low) * bins / (high - low)).astype(jnp.int32), 0, bins - 1)
@@ -257,7 +257,7 @@ def histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> jax.Ar
 
 @op("histogram")
 def histogram(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    """How many values lie between edges, which are given or at equal distances; and the edges."""
+    """Return the counts of values between edges, and the edges. Edges are given or equally spaced."""
     x = lax.stop_gradient(input).ravel()
     low, high = range or ((jnp.min(x), jnp.max(x)) if x.size else (0, 1))
     edges = bins if hasattr(bins, "ndim") else jnp.linspace(*_apart(low, high, 0.5), bins + 1, dtype=x.dtype)
@@ -268,13 +268,13 @@ def histogram(input: Any, bins: Any, *, range: Any = None, weight: Any = None, d
 
 @op("bincount")
 def bincount(input: Any, weights: Any = None, minlength: int = 0) -> jax.Array:
-    """How often each number occurs."""
+    """Count how often each number occurs."""
     return jnp.bincount(input, weights, length=max(minlength, int(input.max()) + 1))
 
 
 @op("nonzero_static")
 def nonzero_static(input: jax.Array, *, size: int, fill_value: int = -1) -> Any:
-    """The places of so many elements that are not zero, and a filling behind them."""
+    """Return the indices of the first `size` nonzero elements, filled up with `fill_value`."""
     if not input.ndim or not input.size:
         return jnp.full((size, input.ndim), fill_value, jax_dtype(torch.int64))
     return _long(jnp.argwhere(input, size=size, fill_value=fill_value))

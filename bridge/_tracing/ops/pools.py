@@ -1,4 +1,4 @@
-"""Torch's pools that say where the largest was, and the way back: adaptive, fractional, `max_unpool`."""
+"""Torch's adaptive and fractional max pooling with indices, and `max_unpool`, which uses the indices."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .windows import adaptive_bins, batched, each, largest_of
 
 
 def _places(input: Any) -> jax.Array:
-    """The place of each element in its flattened plane."""
+    """Return the index of each element in its flattened plane."""
     plane = input.shape[2:]
     return jnp.broadcast_to(jnp.arange(math.prod(plane), dtype=jnp.int32).reshape(plane), input.shape)
 
 
 def adaptive_max_pool(n: int, input: Any, output_size: Any) -> Any:
-    """The largest of a fixed number of windows, and their places."""
+    """Return the maxima of a fixed number of windows, and their indices."""
     input, alone = batched(input, n)
     reaches = []
     for size, out in zip(input.shape[2:], each(n, output_size), strict=True):
         bins = adaptive_bins(size, size if out is None else out)
         longest = max((b - a for a, b in bins), default=0)
-        # A shorter window looks at its first element again, which changes neither the largest nor its first place.
+        # A shorter window repeats its first element, which changes neither the maximum nor its first index.
         reaches.append(np.array([[a + i if a + i < b else a for i in range(longest)] for a, b in bins], int).reshape(len(bins), longest))
     out = largest_of(input, _places(input), reaches)
     return tuple(x[0] for x in out) if alone else out
 
 
 def _intervals(sample: Any, size: int, out: int, kernel: int) -> jax.Array:
-    """Graham, https://arxiv.org/abs/1412.6071: where each window begins."""
+    """Return the start of each window: Graham, https://arxiv.org/abs/1412.6071."""
     steps = jnp.arange(out - 1, dtype=sample.dtype)
     step = (size - kernel) / (out - 1) if out > 1 else 0.0
     starts = ((steps + sample[..., None]) * step).astype(jnp.int32) - (sample[..., None] * step).astype(jnp.int32)
@@ -44,10 +44,10 @@ def _intervals(sample: Any, size: int, out: int, kernel: int) -> jax.Array:
 
 
 def fractional_max_pool(n: int, input: Any, kernel_size: Any, output_size: Any, _random_samples: Any) -> Any:
-    """The largest of windows that begin where the samples (N, C, n) say, and their places."""
+    """Return the maxima of windows whose starts the samples (N, C, n) determine, and their indices."""
     input, alone = batched(input, n)
     kernel, sizes = each(n, kernel_size), each(n, output_size)
-    samples = jnp.flip(_random_samples, -1) if n == 2 else _random_samples  # torch has that of the width first, of planes
+    samples = jnp.flip(_random_samples, -1) if n == 2 else _random_samples  # for 2 dims torch has the sample of the width first
     starts = [
         _intervals(samples[..., d], size, out, k)[..., None] + jnp.arange(k)
         for d, (size, out, k) in enumerate(zip(input.shape[2:], sizes, kernel, strict=True))
@@ -62,7 +62,7 @@ def fractional_max_pool(n: int, input: Any, kernel_size: Any, output_size: Any, 
 
 
 def max_unpool(n: int, input: Any, indices: Any, output_size: Any) -> jax.Array:
-    """Values at their places in a larger plane, zeros elsewhere. Places that occur twice have one of the values, as in torch."""
+    """Write values at their indices into a larger plane of zeros. A repeated index gets one of its values, as in torch."""
     input, alone = batched(input, n)
     flat, where = (x.reshape(*input.shape[:2], math.prod(input.shape[2:])) for x in (input, indices))
     lead = jnp.indices(flat.shape, sparse=True)[:2]
@@ -72,7 +72,7 @@ def max_unpool(n: int, input: Any, indices: Any, output_size: Any) -> jax.Array:
 
 
 def _with_places_or_not(function: Any) -> Any:
-    """What torch chooses by a flag, in Python that does not ask whether somebody overrides it."""
+    """Return a handler that drops the indices unless `return_indices` is True. torch has this in Python that asks for no overrides."""
     signature = inspect.signature(function)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Torch functions that combine vectors and matrices: products and powers, blocks, distances and covariances."""
+"""Torch functions that combine vectors and matrices: products, powers, block matrices, norms of differences, and covariances."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ op("vdot")(lambda input, other: jnp.vdot(input, other))
 
 @op("linalg_vecdot")
 def vecdot(input: Any, other: Any, *, dim: int = -1) -> jax.Array:
-    """The products of vectors along a dim, the first conjugated."""
+    """Return the inner products of vectors along a dim. The first vector is conjugated."""
     input, other = promoted(input, other)
     return jnp.sum(jnp.conj(input) * other, dim)
 
 
 @op("matmul", "__matmul__", "linalg_matmul")
 def matmul(input: Any, other: Any) -> jax.Array:
-    """A matrix product."""
+    """Return the matrix product."""
     return jnp.matmul(input, other)
 
 
@@ -40,19 +40,19 @@ op("mv")(lambda input, vec: jnp.matmul(input, vec))
 
 @op("__rmatmul__")
 def rmatmul(input: Any, other: Any) -> jax.Array:
-    """other @ input."""
+    """Return other @ input."""
     return jnp.matmul(other, input)
 
 
 @op("outer", "ger")
 def outer(input: Any, vec2: Any) -> jax.Array:
-    """All products of two vectors."""
+    """Return the outer product of two vectors."""
     return jnp.outer(*promoted(input, vec2))
 
 
 @op("addmm")
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
-    """beta * input + alpha * (mat1 @ mat2)."""
+    """Return beta * input + alpha * (mat1 @ mat2)."""
     product = jnp.matmul(mat1, mat2)
     product = product if alpha == 1 else product * jnp.asarray(alpha, product.dtype)
     return product if beta == 0 else product + (input if beta == 1 else input * jnp.asarray(beta, product.dtype))
@@ -64,7 +64,7 @@ op("baddbmm")(lambda input, batch1, batch2, *, beta=1, alpha=1: addmm(input, bat
 
 @op("einsum")
 def einsum(equation: Any, *operands: Any) -> jax.Array:
-    """Einstein's summation."""
+    """Return the Einstein summation of the operands."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     return jnp.einsum(equation.replace(" ", ""), *promoted(*operands))
@@ -75,7 +75,7 @@ op("linalg_matrix_exp", "matrix_exp")(lambda A: in_float32(jax.scipy.linalg.expm
 
 @op("linalg_matrix_power")
 def matrix_power(A: Any, n: int) -> jax.Array:
-    """A whole power of a matrix; a negative one of its inverse."""
+    """Return an integer power of a matrix; a negative power is one of its inverse."""
     return jnp.linalg.matrix_power(A, n)
 
 
@@ -86,14 +86,14 @@ op("chain_matmul")(lambda *matrices: functools.reduce(matmul, matrices))
 
 @op("kron")
 def kron(input: Any, other: Any) -> jax.Array:
-    """All products of the elements of two, as blocks."""
+    """Return the Kronecker product."""
     a, b = promoted(input, other)
     return jnp.kron(a.astype(jnp.uint8), b.astype(jnp.uint8)).astype(bool) if a.dtype == bool else jnp.kron(a, b)
 
 
 @op("tensordot")
 def tensordot(a: Any, b: Any, dims: Any = 2) -> jax.Array:
-    """A contraction; a dim of size one is as often there as the other's."""
+    """Contract dims of two tensors. A dim of size one is broadcast to the size of the other's dim."""
     a, b = promoted(a, b)
     dims = dims.tolist() if hasattr(dims, "tolist") else dims
     pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else [[d] if isinstance(d, int) else d for d in dims]
@@ -106,7 +106,7 @@ def tensordot(a: Any, b: Any, dims: Any = 2) -> jax.Array:
 
 @op("addbmm")
 def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
-    """beta * input + alpha * the sum of products of matrices."""
+    """Return beta * input + alpha * the sum of the matrix products."""
     rows, columns = jnp.moveaxis(batch1, 0, 1), batch2
     flat = rows.reshape(rows.shape[0], -1), columns.reshape(-1, columns.shape[-1])
     return addmm(input, *flat, beta=beta, alpha=alpha)
@@ -114,10 +114,10 @@ def addbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 
 
 @op("_grouped_mm")
 def grouped_mm(input: jax.Array, mat2: jax.Array, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> jax.Array:
-    """One product for each group of rows, of columns or of terms, which ends at its offset; what lies behind the last is in none."""
+    """Multiply groups of rows, of columns or of summed terms. Each group ends at its offset; the rest is in no group."""
     if offs is None:
         out = jnp.matmul(input, mat2)
-    elif input.ndim == mat2.ndim:  # of terms
+    elif input.ndim == mat2.ndim:  # groups of terms
         terms, end = jnp.arange(input.shape[1]), offs[:, None]
         inside = (terms < end) & (terms >= jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]]))
         out = jnp.matmul(jnp.where(inside[:, None, :], input, jnp.zeros((), input.dtype)), mat2)
@@ -132,7 +132,7 @@ def grouped_mm(input: jax.Array, mat2: jax.Array, offs: Any = None, bias: Any = 
 
 @op("addr")
 def addr(input: jax.Array, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """beta * input + alpha * all products of two vectors."""
+    """Return beta * input + alpha * the outer product of two vectors."""
     product = outer(vec1, vec2)
     if beta == 0:
         return jnp.asarray(alpha, product.dtype) * product
@@ -141,33 +141,33 @@ def addr(input: jax.Array, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 
 
 @op("linalg_cross")
 def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
-    """The vector product."""
+    """Return the cross product."""
     a, b = jnp.broadcast_arrays(*promoted(input, other))
     return jnp.cross(a, b, axis=dim)
 
 
 @op("cross")
 def cross_of_old(input: jax.Array, other: jax.Array, dim: int | None = None) -> Any:
-    """The vector product, along the first dim of size three unless told."""
+    """Return the cross product, by default along the first dim of size three."""
     shape = jnp.broadcast_shapes(input.shape, other.shape)
     return cross(input, other, dim=shape.index(3) if dim is None else dim)
 
 
 @op("linalg_diagonal", views=True)
 def diagonal(A: jax.Array, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> jax.Array:
-    """A diagonal of each matrix."""
+    """Return a diagonal of each matrix."""
     return jnp.diagonal(A, offset, dim1, dim2)
 
 
 @op("trace")
 def trace(input: Any) -> jax.Array:
-    """The sum of a diagonal."""
+    """Return the sum of the diagonal."""
     return sum_(jnp.diagonal(input))
 
 
 @op("linalg_vander")
 def vander(x: jax.Array, *, N: int | None = None) -> jax.Array:
-    """Powers of each element, from the zeroth."""
+    """Return powers of each element in increasing order, from the zeroth."""
     x = jnp.atleast_1d(x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, torch.int64))
     n = x.shape[-1] if N is None else N
     rest = jnp.broadcast_to(x[..., None], (*x.shape, n - 1))
@@ -176,40 +176,40 @@ def vander(x: jax.Array, *, N: int | None = None) -> jax.Array:
 
 @op("vander")
 def vander_of_old(x: Any, N: int | None = None, increasing: bool = False) -> jax.Array:
-    """Powers of each element, to the zeroth unless told otherwise."""
+    """Return powers of each element, by default in decreasing order."""
     return vander(x, N=N) if increasing else jnp.flip(vander(x, N=N), -1)
 
 
 @op("block_diag")
 def block_diag(*tensors: Any) -> jax.Array:
-    """Matrices along a diagonal."""
+    """Return a block diagonal matrix."""
     return jax.scipy.linalg.block_diag(*promoted(*tensors))
 
 
 @op("cartesian_prod")
 def cartesian_prod(*tensors: Any) -> Any:
-    """All combinations of elements."""
+    """Return all combinations of elements as rows."""
     tensors = tuple(promoted(*tensors))
     return tensors[0] if len(tensors) == 1 else jnp.stack([x.reshape(-1) for x in jnp.meshgrid(*tensors, indexing="ij")], -1)
 
 
 @op("dist")
 def dist(input: Any, other: Any, p: Any = 2) -> Any:
-    """The norm of a difference."""
+    """Return the norm of the difference."""
     a, b = promoted(input, other)
     return norm(a - b, p)
 
 
 @op("renorm")
 def renorm(input: jax.Array, p: Any, dim: int, maxnorm: Any) -> jax.Array:
-    """The places of one dim, each with at most this norm."""
+    """Scale down each slice along `dim` whose norm exceeds `maxnorm`."""
     size = norm(input, p, tuple(d for d in range(input.ndim) if d != dim % input.ndim), True)
     return input * jnp.where(size > maxnorm, maxnorm / (size + 1e-7), jnp.ones((), size.dtype))
 
 
 @op("cov")
 def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> jax.Array:
-    """Covariances of rows. `fweights`: how often each column counts; `aweights`: how much."""
+    """Return the covariances of rows. `fweights`: the number of times each column counts. `aweights`: the weight of each column."""
     weights = [w for w in (fweights, aweights) if w is not None]
     x, *weights = promoted(jnp.atleast_2d(floating(input)), *weights)
     share = math.prod(weights, start=jnp.ones(x.shape[1], x.dtype))
@@ -222,5 +222,5 @@ def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any 
 
 @op("corrcoef")
 def corrcoef(input: Any) -> jax.Array:
-    """Correlations of rows."""
+    """Return the correlations of rows."""
     return jnp.corrcoef(floating(input))

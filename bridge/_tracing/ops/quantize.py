@@ -1,4 +1,4 @@
-"""Torch's `fake_quantize_per_tensor_affine` and its like: rounding to a grid, with a gradient as if nothing were rounded."""
+"""Torch's fake quantization for each tensor or channel: rounding to a grid, with a gradient as if nothing were rounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge._tracing.op_registry import op
 
 @op("fake_quantize_per_tensor_affine")
 def per_tensor(input: jax.Array, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> jax.Array:
-    """The nearest point of the grid; a gradient within it, none beyond. Neither scale nor zero point has one."""
+    """Round to the nearest grid point. The gradient passes within the grid only. Scale and zero point have no gradient."""
     fractional = hasattr(zero_point, "dtype") and jnp.issubdtype(zero_point.dtype, jnp.floating)
     scale, zero = jnp.asarray(scale, jnp.float32), jnp.asarray(zero_point, jnp.float32)
     scale, zero = lax.stop_gradient((scale, zero))
@@ -26,7 +26,7 @@ def per_tensor(input: jax.Array, scale: Any, zero_point: Any, quant_min: int, qu
 
 @op("fake_quantize_per_channel_affine")
 def per_channel(input: jax.Array, scale: jax.Array, zero_point: jax.Array, axis: int, quant_min: int, quant_max: int) -> jax.Array:
-    """`per_tensor`, with a scale and a zero point for each index of an axis."""
+    """Apply `per_tensor` with a scale and a zero point for each index of an axis."""
     across = [1] * input.ndim
     across[axis] = -1
     return per_tensor(input, scale.reshape(across), zero_point.reshape(across), quant_min, quant_max)

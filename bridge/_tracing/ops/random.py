@@ -1,4 +1,4 @@
-"""Torch functions that draw random numbers, by the keys of the call."""
+"""Torch functions that draw random numbers. Each draw has its own key of the call's `rng`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANY = 2.0**30
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype to draw in: half types have so few values that their tails would be cut, and ties be common."""
+    """Return the dtype to draw in. Half types have so few values that tails would be cut off and ties be common."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
@@ -53,7 +53,7 @@ _register_random()
 
 @op("randint", always=True)
 def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64, **_: Any) -> jax.Array:
-    """Whole numbers, low to high - 1."""
+    """Return random integers from low to high - 1."""
     if size is None:
         low, high, size = 0, low, high
     dtype = jax_dtype(dtype)
@@ -63,7 +63,7 @@ def randint(low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.
 
 @op("randint_like", always=True)
 def randint_like(input: jax.Array, low: Any, high: Any = None, *, dtype: Any = None, **_: Any) -> jax.Array:
-    """Whole numbers in this shape."""
+    """Return random integers in the shape of `input`."""
     low, high = (0, low) if high is None else (low, high)
     drawn = jax.random.randint(next_key("torch.randint_like"), tuple(input.shape), low, high, jax_dtype(torch.int64))
     return drawn.astype(jax_dtype(dtype) if dtype else input.dtype)
@@ -71,13 +71,13 @@ def randint_like(input: jax.Array, low: Any, high: Any = None, *, dtype: Any = N
 
 @op("randperm", always=True)
 def randperm(n: int, *, dtype: Any = torch.int64, **_: Any) -> jax.Array:
-    """A permutation."""
+    """Return a random permutation."""
     return jax.random.permutation(next_key("torch.randperm"), n).astype(jax_dtype(dtype))
 
 
 @op("normal", always=True)
 def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
-    """Normal numbers of this mean and deviation, neither of which has a gradient."""
+    """Return normal numbers of this mean and standard deviation, neither of which has a gradient."""
     if size is None:
         size = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
     like = next((x for x in (mean, std) if hasattr(x, "dtype")), None)
@@ -89,7 +89,7 @@ def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, dtype: Any = No
 
 @op("bernoulli", always=True)
 def bernoulli(input: jax.Array, p: Any = None, **_: Any) -> jax.Array:
-    """One with this probability, else zero."""
+    """Return one with this probability, else zero."""
     return _chance(next_key("torch.bernoulli"), input, input if p is None else p).astype(input.dtype)
 
 
@@ -99,7 +99,7 @@ def _chance(key: Any, x: Any, p: Any = 0.5) -> jax.Array:
 
 @op("multinomial", always=True)
 def multinomial(input: jax.Array, num_samples: int, replacement: bool = False, **_: Any) -> Any:
-    """Places by weight; without replacement by the largest of weights with Gumbel noise."""
+    """Return indices drawn by weight. Without replacement they are those of the largest log-weights plus Gumbel noise."""
     logits, key = jnp.log(input.astype(_wide(input.dtype))), next_key("torch.multinomial")
     if replacement:
         drawn = jax.random.categorical(key, logits[..., None, :], shape=(*input.shape[:-1], num_samples))
@@ -110,7 +110,7 @@ def multinomial(input: jax.Array, num_samples: int, replacement: bool = False, *
 
 @op("_standard_gamma", always=True)
 def standard_gamma(input: jax.Array, generator: Any = None) -> jax.Array:
-    """Gamma numbers of this concentration, none below what is normal. The gradient is that of the number by its quantile, as in torch."""
+    """Return gamma numbers of this concentration, none of them subnormal. The gradient is the one at a fixed quantile, as in torch."""
     dtype = _wide(input.dtype)
     log = jax.random.loggamma(next_key("torch._standard_gamma"), input.astype(dtype), dtype=dtype)
     return jnp.exp(_within(log, math.log(2 * jnp.finfo(dtype).tiny), jnp.inf)).astype(input.dtype)
@@ -118,20 +118,26 @@ def standard_gamma(input: jax.Array, generator: Any = None) -> jax.Array:
 
 @op("_sample_dirichlet", always=True)
 def sample_dirichlet(input: jax.Array, generator: Any = None) -> Any:
-    """Shares of one of this concentration, none 0 or 1. The gradient is that of gamma numbers over their sum: torch's has the same mean."""
+    """Return Dirichlet numbers of this concentration, none of them 0 or 1.
+
+    The gradient is that of gamma numbers divided by their sum. torch's gradient has the same mean.
+    """
     dtype = _wide(input.dtype)
     shares = jax.random.dirichlet(next_key("torch._sample_dirichlet"), input.astype(dtype), dtype=dtype)
     return _within(shares, jnp.finfo(dtype).tiny, 1 - jnp.finfo(dtype).eps / 2).astype(input.dtype)
 
 
 def _within(x: Any, least: Any, most: Any) -> Any:
-    """The number or the nearer bound, with the derivative of the number."""
+    """Clip x to bounds, with the derivative of x."""
     return x + jax.lax.stop_gradient(jnp.clip(x, least, most) - x)
 
 
 @op("poisson", always=True)
 def poisson(input: jax.Array, generator: Any = None) -> jax.Array:
-    """Counts of this rate; no gradient. Beyond what an int32 holds the normal distribution, which is the same to the dtype's precision."""
+    """Return counts of this rate, without a gradient.
+
+    Rates beyond the threshold use the normal distribution, since counts are int32. It is the same to the dtype's precision.
+    """
     rate, key = jax.lax.stop_gradient(input.astype(_wide(input.dtype))), next_key("torch.poisson")
     counts = jax.random.poisson(key, jnp.minimum(rate, _MANY)).astype(rate.dtype)
     normal = jnp.round(rate + jnp.sqrt(rate) * jax.random.normal(jax.random.fold_in(key, 1), rate.shape, rate.dtype))
@@ -140,7 +146,7 @@ def poisson(input: jax.Array, generator: Any = None) -> jax.Array:
 
 @op("binomial", always=True)
 def binomial(count: Any, prob: Any, generator: Any = None) -> jax.Array:
-    """Successes in so many trials; no gradient."""
+    """Return the number of successes in `count` trials, without a gradient."""
     count, prob = jax.lax.stop_gradient(promoted(count, prob))
     dtype = _wide(count.dtype)
     return jax.random.binomial(next_key("torch.binomial"), count.astype(dtype), prob.astype(dtype), dtype=dtype).astype(count.dtype)
@@ -160,7 +166,7 @@ def _uniform(key: Any, x: Any, from_: float = 0.0, to: float = 1.0, **bounds: fl
 
 def _exponential(key: Any, x: Any, lambd: Any = 1.0) -> jax.Array:
     drawn = jax.random.exponential(key, x.shape, _wide(x.dtype))
-    return jnp.maximum(drawn, jnp.finfo(drawn.dtype).eps / 2) / lambd  # never 0, as in torch: a logarithm may follow
+    return jnp.maximum(drawn, jnp.finfo(drawn.dtype).eps / 2) / lambd  # never 0, as in torch: code may take its logarithm
 
 
 _inplace_draw("uniform_", _uniform)
@@ -174,7 +180,7 @@ _inplace_draw("log_normal_", lambda key, x, mean=1.0, std=2.0: jnp.exp(jax.rando
 
 def _random(key: Any, x: Any, low: Any = None, high: Any = None, *, to: Any = None, **bounds: Any) -> jax.Array:
     low, high = bounds.get("from", low), high if to is None else to
-    if high is None:  # one number is the end; without one it is what the dtype holds
+    if high is None:  # a single number is the end; without one, the dtype decides
         real = jnp.issubdtype(x.dtype, jnp.floating)
         most = 2 ** (jnp.finfo(x.dtype).nmant + 1) if real else 2 if x.dtype == bool else int(jnp.iinfo(x.dtype).max)
         low, high = 0, most if low is None else low

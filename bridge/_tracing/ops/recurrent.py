@@ -1,4 +1,4 @@
-"""torch's recurrent layers: a `lax.scan` over time for each layer and direction."""
+"""Torch's recurrent layers: one `lax.scan` over time for each layer and direction."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .layers import dropout
 
 
 class Cell(NamedTuple):
-    """One step, element by element, of the shares that the input and the hidden state have in the gates.
+    """The elementwise part of one time step. `gates` and `hidden` are what input and hidden state contribute to the gates.
 
-    new: `(gates, hidden, state, stored)` to the new state, of which the first is the hidden one. `stored`: the gates are, one by
-      one, on a CPU: 3.7 instead of 4.5 ms a train step of an LSTM of 128 units and 32 steps on 2 cores.
-    slopes: `(gates, hidden, state)` to what `change` needs, for all steps at once.
-    change: `(slopes, d_gates, d_hidden, d_state)` to the new state's tangent, linear in the last three.
+    new: `(gates, hidden, state, stored)` to the new state, whose first array is the hidden state. `stored`: store each gate before it is
+      read, which is faster on a CPU.
+    slopes: `(gates, hidden, state)` to the derivatives that `change` needs, for all steps at once.
+    change: `(slopes, d_gates, d_hidden, d_state)` to the tangent of the new state, linear in the last three.
     """
 
     new: Callable[[Any, Any, tuple[Any, ...], bool], tuple[Any, ...]]
@@ -60,7 +60,7 @@ def _lstm_change(slopes: Any, d_gates: Any, d_hidden: Any, d_state: tuple[Any, .
 
 
 def _gru_gates(gates: Any, hidden: Any) -> list[Any]:
-    """The reset gate acts on the hidden state's own share, as in cuDNN."""
+    """Return the gates. The reset gate multiplies what the hidden state contributes, bias included, as in cuDNN."""
     (ir, iz, inew), (hr, hz, hnew) = (jnp.split(x, 3, axis=-1) for x in (gates, hidden))
     r = jax.nn.sigmoid(ir + hr)
     return [r, jax.nn.sigmoid(iz + hz), jnp.tanh(inew + r * hnew), hnew]
@@ -85,7 +85,7 @@ def _gru_change(slopes: Any, d_gates: Any, d_hidden: Any, d_state: tuple[Any, ..
 
 
 def _rnn(activation: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Cell:
-    """A plain network; `slope`: the activation's, of its result."""
+    """Return the cell of a plain network. `slope`: the derivative of the activation, as a function of its result."""
     new = lambda gates, hidden, state, stored=False: (activation(gates + hidden),)  # noqa: E731
     return Cell(new, lambda *given: slope(*new(*given)), lambda slope, d_gates, d_hidden, _: (slope * (d_gates + d_hidden),))
 
@@ -106,7 +106,7 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 def _direction(
     cell: Cell, x: Any, state: tuple[Any, ...], weights: Sequence[Any], reverse: bool, there: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    """One direction of a layer over (T, N, F). `there`: which steps (T, N) a sequence has; None for all."""
+    """Run one direction of a layer over (T, N, F). `there`: mask (T, N) of the steps that a sequence has; None for all."""
     w_ih, w_hh, b_ih, b_hh, projection = weights
     gates = _affine(x, w_ih, b_ih)
     if projection is None and there is None:
@@ -128,7 +128,7 @@ def _direction(
 def _recurrence(
     cell: Cell, reverse: bool, stored: bool, gates: Any, state: tuple[Any, ...], weight: Any, bias: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    """All steps: gates (T, N, G) of the input; the hidden states (T, N, H), and the last state."""
+    """Run all steps from the gates (T, N, G) of the input. Return the hidden states (T, N, H) and the last state."""
 
     def step(state: tuple[Any, ...], g: Any) -> tuple[Any, Any]:
         state = cell.new(g, _affine(state[0], weight, bias), state, stored)
@@ -140,7 +140,7 @@ def _recurrence(
 
 @functools.partial(_recurrence.defjvp, symbolic_zeros=True)
 def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The weight's gradient is one product behind the loop, not a sum of one for each step within it."""
+    """Return the tangent. The gradient of the weight is one product after the loop, not a sum of one product for each step."""
     (gates, state, weight, bias), (d_gates, d_state, d_weight, d_bias) = primals, tangents
     d_gates, d_state, d_bias = jax.tree.map(_filled, (d_gates, d_state, d_bias), is_leaf=_is_zero)
 
@@ -151,7 +151,7 @@ def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangent
 
     def change(d_state: tuple[Any, ...], given: Any) -> tuple[Any, Any]:
         d_g, d_hidden, slopes = given
-        # Not weight.T, which a transposed product would read across its rows: five times slower on a CPU for a few rows.
+        # Not weight.T: the transposed product would read it across its rows, which is slower on a CPU for a few rows.
         d_hidden += lax.dot_general(d_state[0], weight, (((1,), (1,)), ((), ())))
         d_new = cell.change(slopes, d_g, d_hidden, d_state)
         return d_new, d_new[0]
@@ -165,7 +165,7 @@ def _(cell: Cell, reverse: bool, stored: bool, primals: tuple[Any, ...], tangent
         d_state, d_gates, d_hidden = linear
         return lax.scan(change, d_state, (d_gates, d_hidden, slopes), reverse=reverse)
 
-    # jax 0.8 transposes only those loops that it has differentiated itself.
+    # jax 0.8 transposes only loops that it has differentiated.
     d_last, d_out = jax.jvp(changes, (jax.tree.map(jnp.zeros_like, linear),), (linear,))[1]
     return (out, last), (d_out, d_last)
 
@@ -216,7 +216,7 @@ def _states(hx: Any) -> tuple[Any, ...]:
 
 
 def _known(lengths: Any) -> np.ndarray[Any, Any]:
-    """Lengths and batch sizes, whose values decide shapes."""
+    """Return lengths or batch sizes, whose values decide shapes. Raise an error if they are traced."""
     if isinstance(lengths, Tracer):
         raise jax.errors.ConcretizationTypeError(lengths, "lengths decide shapes")
     return np.asarray(lengths)
@@ -225,21 +225,21 @@ def _known(lengths: Any) -> np.ndarray[Any, Any]:
 def _packed(
     cell: Any, data: Any, sizes: Any, hx: Any, params: Any, has_biases: bool, layers: int, p: float, train: bool, both: bool
 ) -> tuple[Any, ...]:
-    """A network over a PackedSequence: over the padded batch, in which a sequence that has ended keeps its state."""
+    """Run a network over a PackedSequence, as a padded batch in which a sequence that has ended keeps its state."""
     there, places = _places(_known(sizes))
     out, *lasts = _layers(cell, data[places], _states(hx), params, has_biases, layers, p, train, both, False, jnp.asarray(there))
     return out[there.nonzero()], *lasts
 
 
 def _places(sizes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Which steps (T, N) the sequences have, and where these lie in the packed data; 0 for the others."""
+    """Return the mask (T, N) of the steps that the sequences have, and their positions in the packed data (0 for other steps)."""
     there = np.arange(sizes[0]) < sizes[:, None]
     return there, np.where(there, (np.cumsum(sizes) - sizes)[:, None] + np.arange(sizes[0]), 0)
 
 
 @op("_pack_padded_sequence")
 def pack_padded_sequence(input: Any, lengths: Any, batch_first: bool) -> tuple[Any, torch.Tensor]:
-    """The steps of a padded batch that its sequences have, one time after the other, and how many sequences have each."""
+    """Return the steps that the sequences of a padded batch have, in order of time, and the number of sequences at each time."""
     known, x = _known(lengths), jnp.swapaxes(input, 0, 1) if batch_first else input
     if not known.size or known[-1] < 1 or (np.diff(known) > 0).any() or known[0] > x.shape[0] or known.size != x.shape[1]:
         raise RuntimeError(
@@ -254,7 +254,7 @@ def pack_padded_sequence(input: Any, lengths: Any, batch_first: bool) -> tuple[A
 def pad_packed_sequence(
     data: jax.Array, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Any, torch.Tensor]:
-    """The padded batch of a PackedSequence, and the lengths of its sequences."""
+    """Return the padded batch of a PackedSequence, and the lengths of its sequences."""
     there, places = _places(_known(batch_sizes))
     more = [(0, int(total_length) - len(there)), (0, 0)]
     there, places = np.pad(there, more), np.pad(places, more)
@@ -263,14 +263,14 @@ def pad_packed_sequence(
 
 
 def _lengths(counts: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor of torch, on the CPU, as torch has lengths: code may branch on them."""
+    """Return lengths as a plain torch tensor on the CPU, as torch does: code may branch on them."""
     with torch.DisableTorchFunction():
         return torch.from_numpy(counts.astype(np.int64))
 
 
 def _network(name: str, cell: Any) -> None:
     def run(input: Any, hx: Any, params: Any, has_biases: Any, layers: Any, p: Any, train: Any, both: Any, first: Any = False) -> Any:
-        if isinstance(has_biases, tuple | list):  # of a PackedSequence: input, batch sizes, hx, weights, ...
+        if isinstance(has_biases, tuple | list):  # torch's overload for a PackedSequence: input, batch sizes, hx, weights, ...
             return _packed(cell, input, hx, params, has_biases, layers, p, train, both, first)
         return _layers(cell, input, _states(hx), params, has_biases, layers, p, train, both, first)
 

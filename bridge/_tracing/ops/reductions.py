@@ -1,4 +1,4 @@
-"""Torch functions that sum along a dim, or take differences along one; comparisons of whole tensors; whole numbers bit by bit."""
+"""Torch functions of sums and differences along a dim, comparisons of whole tensors, and functions of integers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .elementwise import Dims, axes, cast, div, floating, lines, log_add_exp, no
 @op("logsumexp", "special_logsumexp")
 @lines
 def logsumexp(input: Any, dim: Dims, keepdim: bool = False) -> Any:
-    """The logarithm of a sum of exponentials."""
+    """Return the logarithm of the sum of exponentials."""
     return jax.scipy.special.logsumexp(floating(input), axis=axes(dim), keepdims=keepdim)
 
 
 @op("cumsum")
 @lines
 def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """Sums from the start."""
+    """Return cumulative sums."""
     input = cast(input, _summed(input, dtype))
     return jnp.cumsum(input, axis=dim, dtype=input.dtype)
 
@@ -33,20 +33,23 @@ def cumsum(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> jax.Arr
 @op("cumprod")
 @lines
 def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """Products from the start."""
+    """Return cumulative products."""
     input = cast(input, _summed(input, dtype))
     return jnp.cumprod(input, axis=dim, dtype=input.dtype)
 
 
 def _summed(x: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a sum is asked in; that of whole numbers is int64."""
+    """Return the requested dtype, or int64 for integers without one. None means the dtype of x."""
     return torch.int64 if dtype is None and not jnp.issubdtype(x.dtype, jnp.inexact) else dtype
 
 
 @op("logcumsumexp")
 @lines
 def logcumsumexp(input: Any, dim: int) -> jax.Array:
-    """`logsumexp` from the start; of complex numbers one after the other, as torch, for that decides by how many turns an angle grows."""
+    """Return the cumulative `logsumexp`.
+
+    Complex numbers are added one after the other, as in torch: the order decides how many turns an angle has.
+    """
     x = floating(input)
     if not jnp.iscomplexobj(x):
         return lax.cumlogsumexp(x, axis=dim % x.ndim)
@@ -61,13 +64,13 @@ def logcumsumexp(input: Any, dim: int) -> jax.Array:
 
 @op("nansum")
 def nansum(input: jax.Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """A sum of what is a number."""
+    """Return the sum without NaN."""
     return sum_(jnp.where(jnp.isnan(input), jnp.zeros((), input.dtype), input), dim, keepdim, dtype=dtype)
 
 
 @op("nanmean")
 def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> jax.Array:
-    """A mean of what is a number."""
+    """Return the mean without NaN."""
     whole = nansum(input, dim, keepdim, dtype=dtype)
     return whole / sum_(~jnp.isnan(input), dim, keepdim).astype(whole.dtype)
 
@@ -75,13 +78,13 @@ def nanmean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch
 @op("count_nonzero")
 @lines
 def count_nonzero(input: Any, dim: Dims = None) -> jax.Array:
-    """How many are not zero."""
+    """Count nonzero elements."""
     return jnp.sum(nonzero(input), axis=axes(dim), dtype=jax_dtype(torch.int64))
 
 
 @op("sum_to_size")
 def sum_to_size(input: jax.Array, *size: Any) -> jax.Array:
-    """A sum to the shape that broadcast to this one."""
+    """Sum to a shape that broadcasts to the shape of `input`."""
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     lead = input.ndim - len(shape)
     dims = [d for d in range(input.ndim) if d < lead or (shape[d - lead] == 1 and input.shape[d] != 1)]
@@ -90,7 +93,7 @@ def sum_to_size(input: jax.Array, *size: Any) -> jax.Array:
 
 @op("diff")
 def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Differences of neighbours."""
+    """Return the differences of neighbors."""
     if n == 0:
         return input
     parts = promoted(*[x for x in (prepend, input, append) if x is not None])
@@ -98,7 +101,7 @@ def diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
 
 
 def _areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
-    """Twice those of trapezoids between neighbours, dim at the end."""
+    """Return twice the areas of the trapezoids between neighbors, with dim at the end."""
     y = jnp.moveaxis(y, dim, -1)
     if x is not None:
         dx = jnp.diff(x if x.ndim == 1 else jnp.moveaxis(x, dim, -1))
@@ -108,18 +111,18 @@ def _areas(y: Any, x: Any, dx: Any, dim: int) -> Any:
 
 @op("trapezoid", "trapz")
 def trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> Any:
-    """An integral by trapezoids."""
+    """Return the integral by the trapezoidal rule."""
     return div(sum_(_areas(y, x, dx, dim), -1), 2)
 
 
 @op("cumulative_trapezoid")
 def cumulative_trapezoid(y: Any, x: Any = None, *, dx: Any = None, dim: int = -1) -> jax.Array:
-    """The integral up to each place."""
+    """Return the integral up to each element by the trapezoidal rule."""
     return jnp.moveaxis(jnp.cumsum(div(_areas(y, x, dx, dim), 2), axis=-1), -1, dim)
 
 
 def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> jax.Array:
-    """The derivative along one dim of the parabola through three neighbours; at an edge of it, or of the line through two."""
+    """Return the derivative along one dim of the parabola through three neighbors. An edge may use the line through two."""
     y, steps = jnp.moveaxis(y, dim, -1), jnp.asarray(steps, y.dtype)
     h = jnp.broadcast_to(steps, (y.shape[-1] - 1,))
     lines = jnp.diff(y) / h
@@ -137,7 +140,7 @@ def _slope(y: Any, steps: Any, dim: int, edge_order: int) -> jax.Array:
 
 @op("gradient")
 def gradient(input: jax.Array, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
-    """Slopes along each dim, from neighbours at distances or places that are given."""
+    """Return the derivatives along each dim. `spacing` gives the distances or the coordinates of neighbors."""
     dims = [dim] if isinstance(dim, int) else list(range(input.ndim) if dim is None else dim)
     spacing = 1 if spacing is None else spacing
     given = list(spacing) if isinstance(spacing, list | tuple) else [spacing] * len(dims)
@@ -147,19 +150,19 @@ def gradient(input: jax.Array, *, spacing: Any = 1, dim: Any = None, edge_order:
 
 @op("isclose")
 def isclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> jax.Array:
-    """Whether each is near another."""
+    """Return whether each element is close to the other's."""
     return jnp.isclose(*promoted(input, other), rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 @op("allclose")
 def allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> jax.Array:
-    """Whether all are near another; a bool where the values are known."""
+    """Return whether all elements are close; a known bool if the values are known."""
     return jnp.all(isclose(input, other, rtol, atol, equal_nan))
 
 
 @op("equal")
 def equal(input: jax.Array, other: jax.Array) -> Any:
-    """Whether two tensors have one shape and the same elements; a bool where the values are known."""
+    """Return whether two tensors have the same shape and elements; a known bool if the values are known."""
     return input.shape == other.shape and jnp.all(input == other)
 
 

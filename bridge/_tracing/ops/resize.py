@@ -1,4 +1,4 @@
-"""Torch's `interpolate` and `Upsample`: samples of an input between its places, one dim after the other."""
+"""Torch's `interpolate` and `Upsample`: resample an input, one dim after the other."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 
 from bridge._tracing.op_registry import op
 
-_CUBIC = -0.75  # torch's coefficient, as of OpenCV
-_SMOOTH = -0.5  # and Pillow's, which torch has where it smooths
+_CUBIC = -0.75  # torch's coefficient, that of OpenCV
+_SMOOTH = -0.5  # Pillow's coefficient, which torch uses with `antialias`
 _Taps = Callable[[np.ndarray[Any, Any], int], list[tuple[Any, Any]]]
 
 
 def _scale(given: float | None, size: int, out: int) -> float:
-    """What a step in the output is in the input; the factor itself where one was given, as torch has it."""
+    """Return the distance in the input of one step in the output. A given scale factor has priority over the sizes, as in torch."""
     return 1 / given if given is not None and given > 0 else size / out
 
 
 def _places(size: int, out: int, scale: float | None, align_corners: bool) -> np.ndarray[Any, Any]:
-    """Where in the input each place of the output lies."""
+    """Return the position in the input of each element of the output."""
     steps = np.arange(out)
     if align_corners:
         return steps * ((size - 1) / (out - 1) if out > 1 else 0.0)
@@ -37,13 +37,13 @@ def _linear(at: np.ndarray[Any, Any], size: int) -> list[tuple[Any, Any]]:
 
 
 def cubic_weight(d: Any, a: float = _CUBIC) -> Any:
-    """Keys' convolution, https://doi.org/10.1109/TASSP.1981.1163711, at a distance from zero to two."""
+    """Return the weight of Keys' cubic convolution at a distance from zero to two, https://doi.org/10.1109/TASSP.1981.1163711."""
     near, far = ((a + 2) * d - (a + 3)) * d * d + 1, ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
     return (np if isinstance(d, np.ndarray) else jnp).where(d <= 1, near, far)
 
 
 def _cubic(at: np.ndarray[Any, Any], size: int) -> list[tuple[Any, Any]]:
-    """`cubic_weight` over the four next to a place; beyond the edge the edge."""
+    """Return indices and weights of the four elements next to each position. Beyond the edge the index is that of the edge."""
     low = np.floor(at).astype(int)
     return [(np.clip(low + i, 0, size - 1), cubic_weight(np.abs(at - low - i))) for i in (-1, 0, 1, 2)]
 
@@ -52,7 +52,7 @@ def _lanczos(d: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.where(d < 3, np.sinc(d) * np.sinc(d / 3), 0.0)
 
 
-# Filters of a distance, each zero beyond its reach.
+# The weight as a function of the distance, and the distance beyond which the weight is zero.
 _FILTERS: dict[str, tuple[Any, int]] = {
     "bilinear": (lambda d: np.maximum(1 - d, 0.0), 1),
     "bicubic": (lambda d: np.where(d < 2, cubic_weight(d, _SMOOTH), 0.0), 2),
@@ -61,7 +61,7 @@ _FILTERS: dict[str, tuple[Any, int]] = {
 
 
 def _smoothed(x: Any, sizes: Sequence[int] | None, align_corners: bool, scales: Sequence[float | None], kernel: tuple[Any, int]) -> Any:
-    """With `antialias`: where it shrinks, the filter is as wide as what a place of the output stands for."""
+    """Resize with `antialias`: if the size shrinks, the filter is widened by the scale."""
     weight, reach = kernel
     for axis, out, given in _dims(x, sizes, scales):
         size = x.shape[axis]
@@ -92,7 +92,7 @@ def _nearest(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None]
     for axis, out, scale in _dims(x, sizes, scales):
         size = x.shape[axis]
         places = np.minimum(np.floor((np.arange(out) + middle) * np.float32(_scale(scale, size, out))).astype(int), size - 1)
-        if out % size == 0 and (places == np.arange(out) // (out // size)).all():  # whose gradient is a sum, without a scatter
+        if out % size == 0 and (places == np.arange(out) // (out // size)).all():  # its gradient is a sum, without a scatter
             repeated = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], out // size, *x.shape[axis + 1 :]))
             x = repeated.reshape(*x.shape[:axis], out, *x.shape[axis + 1 :])
         else:
@@ -101,7 +101,7 @@ def _nearest(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None]
 
 
 def _in_floats(resize: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """Of integers, the nearest ones to what floating-point numbers give."""
+    """Resize integers in float32, and round and clip the result."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return resize(x, *args)
     bounds = jnp.iinfo(x.dtype)
@@ -109,7 +109,7 @@ def _in_floats(resize: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 
 def _dims(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None]) -> list[tuple[int, int, float | None]]:
-    """Axis, size and factor of each dim behind the channels."""
+    """Return the axis, the output size and the scale factor of each dim behind the channels."""
     scales = list(scales) or [None] * (x.ndim - 2)
     if sizes is None:
         sizes = [math.floor(size * (scale or 1)) for size, scale in zip(x.shape[2:], scales, strict=True)]

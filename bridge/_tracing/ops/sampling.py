@@ -1,4 +1,4 @@
-"""Torch's `grid_sample` and `affine_grid`: samples of an input at places that are values."""
+"""Torch's `grid_sample` and `affine_grid`: samples of an input at positions that a tensor gives."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from bridge._tracing.promotion import promoted
 
 from .resize import cubic_weight
 
-_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2  # as torch.grid_sampler has them
+_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2  # the values of `interpolation_mode` and `padding_mode` in torch.grid_sampler
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 
 
 def _at(x: Any, size: int, align_corners: bool) -> Any:
-    """Places of -1 to 1 as indices."""
+    """Convert positions in [-1, 1] to indices."""
     return (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
 
 
 def _clipped(at: Any, size: int) -> jax.Array:
-    """Within the input; no gradient at its edges, as in torch."""
+    """Clip indices to the input. The gradient at its edges is zero, as in torch."""
     return jnp.where(at <= 0, jnp.zeros((), at.dtype), jnp.where(at >= size - 1, jnp.asarray(size - 1, at.dtype), at))
 
 
 def _reflected(at: Any, size: int, align_corners: bool) -> jax.Array:
-    """Thrown back at the edges as often as needed."""
+    """Reflect indices at the edges, as often as needed."""
     low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
     if span == 0:
         return jnp.zeros_like(at)
@@ -47,7 +47,7 @@ def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
 
 
 def _picked(flat: Any, places: list[Any], sizes: tuple[int, ...]) -> jax.Array:
-    """Elements of (N, C, all places) at whole places of each dim, (N, P) each; zero where one is outside."""
+    """Return elements of the flattened (N, C, size) at integer indices, (N, P) for each dim; zero where an index is outside."""
     inside, where = jnp.ones((), bool), jnp.zeros((), jnp.int32)
     for at, size in zip(places, sizes, strict=True):
         inside &= (at >= 0) & (at <= size - 1)
@@ -58,7 +58,7 @@ def _picked(flat: Any, places: list[Any], sizes: tuple[int, ...]) -> jax.Array:
 
 @op("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> jax.Array:
-    """Of (N, C, ...) the samples at (N, ..., dims), whose last dim begins with the last of the input."""
+    """Return samples of (N, C, ...) at positions (N, ..., dims). The coordinate of the input's last dim comes first."""
     input, grid = promoted(input, grid)
     n, sizes = grid.shape[-1], input.shape[2:]
     flat = input.reshape(*input.shape[:2], math.prod(sizes))
@@ -86,7 +86,7 @@ def grid_sampler(input: Any, grid: Any, interpolation_mode: int, padding_mode: i
 
 @op("affine_grid_generator")
 def affine_grid_generator(theta: jax.Array, size: Any, align_corners: bool) -> jax.Array:
-    """Places for `grid_sample`: those of the output, under an affine map for each of the batch."""
+    """Return positions for `grid_sample`: the grid of the output, mapped by an affine map for each batch element."""
     axes = []
     for n in tuple(size)[2:]:
         steps = np.linspace(-1, 1, n) if n > 1 else np.zeros(n)

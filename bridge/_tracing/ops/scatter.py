@@ -1,4 +1,4 @@
-"""Torch functions that read at places, and that write or gather values there."""
+"""Torch functions that read, write or reduce values at indices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _lifted(x: Any) -> Any:
 
 
 def of_vectors(handler: Any) -> Any:
-    """A function of places, also of numbers: torch takes a number, of places too, as a vector of one element."""
+    """Wrap a function of indices so that it accepts 0-d arguments: torch treats them as vectors of one element."""
 
     @functools.wraps(handler)
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,13 +35,13 @@ def of_vectors(handler: Any) -> Any:
 @op("index_select")
 @of_vectors
 def index_select(input: jax.Array, dim: int, index: Any) -> jax.Array:
-    """Places of one dim."""
+    """Return the slices at indices of one dim."""
     return jnp.take(input, places(index, input.shape[dim]), axis=dim)
 
 
 @op("gather")
 def gather(input: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
-    """Of each line along dim the places in index."""
+    """Return the elements at indices of each line along dim."""
     if not index.size:
         return jnp.zeros(index.shape, input.dtype)
     shape, input, index = index.shape, _lifted(input), _lifted(index)
@@ -52,39 +52,39 @@ def gather(input: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = 
 
 @op("take_along_dim")
 def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> jax.Array:
-    """As numpy's."""
+    """Gather as `numpy.take_along_axis` does. Without a dim, both arguments are flattened."""
     return jnp.take_along_axis(input, indices, axis=dim) if dim is not None else jnp.take(input.ravel(), indices.ravel())
 
 
 @op("take")
 def take(input: Any, index: Any) -> jax.Array:
-    """Places of the flat tensor."""
+    """Return the elements at indices of the flat tensor."""
     return jnp.take(input.ravel(), index)
 
 
 @op("put")
 def put(input: jax.Array, index: Any, source: Any, accumulate: bool = False) -> Any:
-    """Values written, or added, at places of the flat tensor."""
+    """Write or add values at indices of the flat tensor."""
     at = input.ravel().at[index.ravel()]
     return (at.add if accumulate else at.set)(source.ravel()).reshape(input.shape)
 
 
 def _lines(index: Any, dim: int) -> tuple[Any, ...]:
-    """Where `scatter` writes: at the places in index of each line along dim."""
+    """Return the index tuple of `scatter`: indices of each line along dim."""
     where = list(jnp.indices(index.shape, sparse=True))
     where[dim] = index
     return tuple(where)
 
 
 def _slices(index: Any, dim: int) -> tuple[Any, ...]:
-    """Where `index_add` and its kind write: at whole places of dim."""
+    """Return the index tuple of `index_add` and its variants: whole slices at indices of dim."""
     return (slice(None),) * dim + (index,)
 
 
 @op("scatter")
 @of_vectors
 def scatter(input: jax.Array, dim: int, index: jax.Array, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
-    """Values written at places of each line along dim."""
+    """Write values at indices of each line along dim."""
     new = jnp.asarray(value if src is None else src, input.dtype)
     new = new[tuple(map(slice, index.shape))] if new.ndim == index.ndim else new
     at = input.at[_lines(index, dim)]
@@ -94,41 +94,41 @@ def scatter(input: jax.Array, dim: int, index: jax.Array, src: Any = None, *, va
 @op("scatter_add")
 @of_vectors
 def scatter_add(input: jax.Array, dim: int, index: jax.Array, src: Any) -> jax.Array:
-    """Values added at places of each line along dim."""
+    """Add values at indices of each line along dim."""
     return input.at[_lines(index, dim)].add(src[tuple(map(slice, index.shape))])
 
 
 @op("index_add")
 @of_vectors
 def index_add(input: jax.Array, dim: int, index: Any, source: jax.Array, *, alpha: Any = 1) -> jax.Array:
-    """Values added at places of one dim."""
+    """Add slices at indices of one dim."""
     return input.at[_slices(index, dim % input.ndim)].add(source * jnp.asarray(alpha, source.dtype))
 
 
 @op("index_copy")
 @of_vectors
 def index_copy(input: jax.Array, dim: int, index: Any, source: Any) -> jax.Array:
-    """Values written at places of one dim."""
+    """Write slices at indices of one dim."""
     return input.at[_slices(index, dim % input.ndim)].set(source)
 
 
 @op("index_fill")
 @of_vectors
 def index_fill(input: jax.Array, dim: int, index: Any, value: Any) -> jax.Array:
-    """One value written at places of one dim."""
+    """Write one value at indices of one dim."""
     return input.at[_slices(index, dim % input.ndim)].set(jnp.asarray(value, input.dtype))
 
 
 @op("index_put")
 def index_put(input: jax.Array, indices: Any, values: Any, accumulate: bool = False) -> jax.Array:
-    """Values written, or added, at places."""
+    """Write or add values at indices."""
     at = input.at[tuple(slice(None) if i is None else i for i in indices)]
     return at.add(values) if accumulate else at.set(values)
 
 
 @op("masked_scatter")
 def masked_scatter(input: Any, mask: Any, source: Any) -> jax.Array:
-    """Elements in order, written where the mask is True."""
+    """Write the elements of `source`, in order, where the mask is True."""
     input, mask = jnp.broadcast_arrays(input, mask)
     order = jnp.cumsum(mask.ravel()).reshape(mask.shape) - 1
     return jnp.where(mask, jnp.take(source.ravel(), jnp.maximum(order, 0)), input)
@@ -137,14 +137,14 @@ def masked_scatter(input: Any, mask: Any, source: Any) -> jax.Array:
 @op("scatter_reduce")
 @of_vectors
 def scatter_reduce(input: Any, dim: int, index: jax.Array, src: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """A sum, product, mean or extreme of the values at each place of each line along dim."""
+    """Reduce the values at each index of each line along dim to a sum, product, mean or extreme."""
     return _reduced(_lines, dim, reduce, include_self, index, input, src[tuple(map(slice, index.shape))])
 
 
 @op("index_reduce")
 @of_vectors
 def index_reduce(input: jax.Array, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """A product, mean or extreme of the values at each place of one dim."""
+    """Reduce the slices at each index of one dim to a product, mean or extreme."""
     return _reduced(_slices, dim % input.ndim, reduce, include_self, index, input, source)
 
 
@@ -162,7 +162,7 @@ def _reduced(places_of: Any, dim: int, reduce: str, include_self: bool, index: A
 
 
 def _left_out(x: Any, where: Any, include_self: bool, value: Any) -> Any:
-    """x; where it does not count itself, with what changes nothing at the places that are written."""
+    """Return x. Without `include_self`, the elements that are written to become `value`, which is neutral in the reduction."""
     return x if include_self else jnp.where(jnp.zeros(x.shape, bool).at[where].set(True), jnp.asarray(value, x.dtype), x)
 
 
@@ -178,7 +178,7 @@ def _product(places_of: Any, dim: int, include_self: bool, index: Any, x: Any, n
 
 @_product.defjvp
 def _(places_of: Any, dim: int, include_self: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The derivative by each factor is the product of the others: that of all that are not zero, unless another is zero."""
+    """Return the tangent. The derivative by each factor is the product of the others, which is zero if another factor is zero."""
     (index, x, new), (_, dx, d_new) = primals, tangents
     where = places_of(index, dim)
     x, dx = _left_out(x, where, include_self, 1), _left_out(dx, where, include_self, 0)
@@ -203,7 +203,10 @@ def _furthest(places_of: Any, dim: int, reduce: str, include_self: bool, index: 
 
 @_furthest.defjvp
 def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The gradient is shared among equals; as in torch a value that does not count itself has its share too, which is lost."""
+    """Return the tangent. Equal elements share the gradient.
+
+    As in torch, x has its part of the gradient also without `include_self`. That part is lost.
+    """
     (index, x, new), (_, dx, d_new) = primals, tangents
     where = places_of(index, dim)
     out = _furthest(places_of, dim, reduce, include_self, index, x, new)
@@ -214,7 +217,7 @@ def _(places_of: Any, dim: int, reduce: str, include_self: bool, primals: tuple[
 
 @op("select_scatter")
 def select_scatter(input: jax.Array, src: jax.Array, dim: int, index: int) -> jax.Array:
-    """One place of one dim written."""
+    """Return `input` with `src` written at one index of one dim."""
     return written_through(lambda x: select(x, dim, index), input, src.astype(input.dtype))
 
 
@@ -222,13 +225,13 @@ def select_scatter(input: jax.Array, src: jax.Array, dim: int, index: int) -> ja
 def slice_scatter(
     input: jax.Array, src: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> jax.Array:
-    """A slice of one dim written."""
+    """Return `input` with `src` written to a slice of one dim."""
     return written_through(lambda x: sliced(x, dim, start, end, step), input, src.astype(input.dtype))
 
 
 @op("diagonal_scatter")
 def diagonal_scatter(input: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
-    """A diagonal written."""
+    """Return `input` with `src` written to a diagonal."""
     return written_through(lambda x: diagonal(x, offset, dim1, dim2), input, src.astype(input.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Torch's special functions (`torch.special`), and those that look into floating-point numbers."""
+"""Torch's special functions (`torch.special`), and functions of the floating-point representation."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .elementwise import clamp, floating, in_float32, pow_
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def polygamma(n: int, x: Any) -> jax.Array:
-    """The n-th derivative of `digamma`, by reflection where jax's series is not for: https://dlmf.nist.gov/5.15#E6."""
-    if n == 0:  # jax has NaN at zero
+    """Return the n-th derivative of `digamma`, by reflection where jax's series does not apply: https://dlmf.nist.gov/5.15#E6."""
+    if n == 0:  # jax returns NaN at zero
         return jnp.where(x == 0, jnp.copysign(jnp.asarray(jnp.inf, x.dtype), -x), lax.digamma(x))
     low = x < 0.5
     series = special.polygamma(n, jnp.where(low, 1 - x, x))
     cot, slope = 1 / jnp.tan(math.pi * (x - jnp.round(x))), np.polynomial.Polynomial([0.0, 1.0])
     for _ in range(n):  # cot' = -(1 + cot ** 2)
         slope = slope.deriv() * np.polynomial.Polynomial([-1.0, 0.0, -1.0])
-    of_cot = functools.reduce(lambda sum, factor: sum * cot + factor, slope.coef[::-1].tolist())  # infinite at a pole, which 0 * inf is not
+    of_cot = functools.reduce(lambda sum, factor: sum * cot + factor, slope.coef[::-1].tolist())  # infinite at a pole, not 0 * inf
     reflected = (-1) ** n * series - math.pi ** (n + 1) * of_cot
     return jnp.where(low, reflected, jnp.where(jnp.isposinf(x), jnp.zeros((), x.dtype), series))
 
@@ -42,13 +42,13 @@ def _(n: int, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 
 
 def digamma(x: Any) -> jax.Array:
-    """The derivative of `lgamma`."""
+    """Return the derivative of `lgamma`."""
     return polygamma(0, x)
 
 
 @jax.custom_jvp
 def i0(x: Any) -> Any:
-    """A Bessel function; jax's own derivative is 1 at zero, where it is 0."""
+    """Return the modified Bessel function of order 0. Its derivative at zero is 0, and not 1 as in jax."""
     return special.i0(x)
 
 
@@ -56,7 +56,7 @@ i0.defjvps(lambda tangent, _, x: tangent * special.i1(x))
 
 
 def _polygamma(n: Any, input: Any) -> Any:
-    """The function has the order first, the method the tensor."""
+    """Call `polygamma`. The torch function has the order first, the method the tensor."""
     n, x = (n, input) if isinstance(n, int) else (input, n)
     return in_float32(functools.partial(polygamma, n))(floating(x))
 
@@ -65,7 +65,7 @@ op("polygamma")(_polygamma)
 
 
 def _zeta(x: Any, q: Any) -> jax.Array:
-    """Hurwitz's; infinite at its poles, NaN where it is not real, as in torch."""
+    """Return Hurwitz's zeta function: infinite at its poles, NaN where it is not real, as in torch."""
     outside = jnp.where(q == jnp.floor(q), jnp.inf, jnp.where(x == jnp.floor(x), special.zeta(x, q), jnp.nan))
     out = jnp.where(q <= 0, outside, special.zeta(x, q))
     return jnp.where(x == 1, jnp.inf, jnp.where(x < 1, jnp.nan, out))
@@ -95,7 +95,7 @@ _register()
 
 @op("logit")
 def logit(input: Any, eps: float | None = None) -> jax.Array:
-    """The inverse of the logistic function; eps keeps it from infinity."""
+    """Return the inverse of the logistic function. `eps` clamps its input away from 0 and 1."""
     x = floating(input)
     x = x if eps is None else clamp(x, eps, 1 - eps)
     return jnp.log(x) - jnp.log1p(-x)
@@ -103,7 +103,7 @@ def logit(input: Any, eps: float | None = None) -> jax.Array:
 
 @op("mvlgamma", "special_multigammaln")
 def mvlgamma(input: Any, p: int) -> Any:
-    """The logarithm of the gamma function of p dims."""
+    """Return the logarithm of the multivariate gamma function of dimension p."""
     return in_float32(functools.partial(_mvlgamma, p))(floating(input))
 
 
@@ -114,7 +114,7 @@ def _mvlgamma(p: int, x: Any) -> jax.Array:
 
 @op("frexp")
 def frexp(input: Any) -> Any:
-    """A number between a half and one, and a power of two."""
+    """Return the mantissa, between a half and one, and the exponent of two."""
     share, power = jnp.frexp(floating(input))
     both: Any = share, power.astype(jnp.int32)
     return torch.return_types.frexp(both)
@@ -122,14 +122,14 @@ def frexp(input: Any) -> Any:
 
 @op("ldexp")
 def ldexp(input: Any, other: Any) -> Any:
-    """input * 2 ** other."""
+    """Return input * 2 ** other."""
     a, b = promoted(input, pow_(2.0, other))
     return a * b
 
 
 @op("float_power")
 def float_power(input: Any, exponent: Any) -> jax.Array:
-    """A power in double precision."""
+    """Return a power in double precision."""
     dtype = jax_dtype(torch.complex128 if any(map(jnp.iscomplexobj, (input, exponent))) else torch.float64)
     if hasattr(input, "astype"):
         return pow_(input.astype(dtype), exponent if isinstance(exponent, int | float) else jnp.asarray(exponent, dtype))
@@ -138,7 +138,7 @@ def float_power(input: Any, exponent: Any) -> jax.Array:
 
 @op("nextafter")
 def nextafter(input: Any, other: Any) -> jax.Array:
-    """The next number on the way to another; its derivative is one where there is a way."""
+    """Return the next number towards `other`. The derivative is one, or zero where both are equal."""
     a, b = promoted(input, other)
     moves = jnp.where(a == b, lax.stop_gradient(a), a)
     return unnoticed(moves, jnp.nextafter(*map(lax.stop_gradient, (a, b))))
@@ -146,6 +146,6 @@ def nextafter(input: Any, other: Any) -> jax.Array:
 
 @op("heaviside")
 def heaviside(input: Any, values: Any) -> jax.Array:
-    """A step from zero to one; at zero the values."""
+    """Return 0 for negative input, 1 for positive input, and `values` at zero."""
     input, values = jnp.broadcast_arrays(input, values)
     return jnp.where(input == 0, values, (input > 0).astype(values.dtype))

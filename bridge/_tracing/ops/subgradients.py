@@ -1,4 +1,4 @@
-"""Functions that have torch's values and derivatives where jax has others, or none: at zero, at ties and at NaN."""
+"""Functions with torch's values and subgradients where jax has others, or none: at zero, at ties and at NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _direction(x: Any) -> jax.Array:
 
 @_direction.defjvp
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    """The share of the change that is at right angles to the number; none at zero."""
+    """Return the tangent: the part of the change that is perpendicular to the number, and zero at zero."""
     (x,), (change,) = primals, tangents
     out, size = _direction(x), jnp.abs(x).astype(x.dtype)
     zero = size == 0
@@ -30,7 +30,7 @@ def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 
 
 def sign(x: Any) -> Any:
-    """The sign of a real number, 0 for NaN; of a complex one its direction."""
+    """Return the sign of a real number (0 for NaN), or x / |x| of a complex one."""
     if jnp.iscomplexobj(x):
         return _direction(x)
     return x if x.dtype == bool else (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
@@ -38,7 +38,7 @@ def sign(x: Any) -> Any:
 
 @jax.custom_jvp
 def absolute(x: Any) -> jax.Array:
-    """The absolute value; its derivative at zero and at NaN is zero, as torch's."""
+    """Return the absolute value. Its derivative at zero and at NaN is zero, as in torch."""
     return jnp.abs(x)
 
 
@@ -49,7 +49,7 @@ def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 
 
 def _extreme(function: Callable[[Any, Any], Any], is_beyond: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The larger or smaller of two; equal ones share the gradient, and both have all of it where one is NaN."""
+    """Return a function for the larger or smaller of two. Equal elements share the gradient. If one is NaN, both have all of it."""
 
     @jax.custom_jvp
     def extreme(a: Any, b: Any) -> Any:
@@ -72,7 +72,7 @@ minimum = _extreme(jnp.minimum, operator.lt)
 
 @jax.custom_jvp
 def copysign(size: Any, sign: Any) -> jax.Array:
-    """The size of one number with the sign of another; its derivative at zero is zero, as torch's."""
+    """Return the size of one number with the sign of another. Its derivative at zero is zero, as in torch."""
     return jnp.copysign(size, sign)
 
 
@@ -85,7 +85,11 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def power(base: Any, exponent: Any) -> jax.Array:
-    """A power; its derivatives are zero where the exponent is zero, and where zero has a power of zero or more, as torch's."""
+    """Return base ** exponent.
+
+    As in torch, the derivative by the base is zero where the exponent is zero. The derivative by the exponent is zero where the base is
+    zero and the exponent is zero or more.
+    """
     return jnp.power(base, exponent)
 
 
@@ -104,7 +108,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def relu(x: Any) -> jax.Array:
-    """The number above zero, else zero; the gradient passes at NaN, as in torch."""
+    """Return max(x, 0). The gradient passes at NaN, as in torch."""
     return jnp.maximum(x, 0)
 
 
@@ -112,24 +116,24 @@ relu.defjvps(lambda change, _, x: lax.select(x <= 0, lax.full_like(change, 0), c
 
 
 def flat_at_zero(function: Callable[[Any], Any], x: Any) -> jax.Array:
-    """A function that is zero at zero, where its derivative is taken as zero too."""
+    """Apply a function that is zero at zero, with zero as its derivative there."""
     zero = x == 0
     return jnp.where(zero, jnp.zeros_like(x), function(jnp.where(zero, jnp.ones_like(x), x)))
 
 
 def root(square: Any) -> jax.Array:
-    """The square root; its derivative at zero is zero, as that of torch's norms and standard deviations."""
+    """Return the square root. Its derivative at zero is zero, as in torch's norms and standard deviations."""
     return flat_at_zero(jnp.sqrt, square)
 
 
 def angle(y: Any, x: Any) -> jax.Array:
-    """The angle of a point; at the origin without a derivative, as torch's."""
+    """Return the angle of the point (x, y). Its derivative at the origin is zero, as in torch."""
     origin = (y == 0) & (x == 0)
     return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), jnp.arctan2(y, jnp.where(origin, jnp.ones_like(x), x)))
 
 
 def argument(x: Any) -> jax.Array:
-    """The angle of a number in the complex plane. That of a real one has no derivative, and is 0 at -0.0, as in torch."""
+    """Return the angle of a number in the complex plane. For real numbers its derivative is zero, and it is 0 at -0.0, as in torch."""
     if jnp.iscomplexobj(x):
         return angle(x.imag, x.real)
     x = lax.stop_gradient(x)

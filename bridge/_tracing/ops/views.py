@@ -1,4 +1,4 @@
-"""Torch functions that view several tensors, or memory by strides; and those that copy what others view."""
+"""Torch functions that view several tensors or strided memory, and the `_copy` forms of views."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _split_along("dsplit", 2)
 
 
 def sliced(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    """A slice of one dim."""
+    """Return a slice of one dim."""
     return input[(slice(None),) * (dim % input.ndim) + (slice(start, end, step),)]
 
 
@@ -63,7 +63,7 @@ _register_copies()
 
 @op("masked_select", raw=True)
 def masked_select(input: Any, mask: Any) -> Any:
-    """The elements where a mask is true, if jax knows the mask: their number is a shape."""
+    """Return the elements where the mask is True. Their number is a shape, so jax must know the mask."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     return input.expand(shape)[mask.expand(shape)]
 
@@ -77,7 +77,7 @@ def _offsets(size: Any, stride: Any, start: int) -> np.ndarray[Any, Any]:
 
 @op("as_strided", raw=True)
 def as_strided(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """Elements at equal distances in memory: those of a tensor that lies there without gaps."""
+    """Return a strided view of the elements of a contiguous tensor."""
     layout = input.laid_out() if isinstance(input, Traced) else input
     own = int(layout.storage_offset())
     start = own if storage_offset is None else storage_offset
@@ -92,14 +92,14 @@ def as_strided(input: Any, size: Any, stride: Any, storage_offset: int | None = 
 
 @op("as_strided_copy", raw=True)
 def as_strided_copy(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """`as_strided` without its memory."""
+    """Return a copy of `as_strided`."""
     return as_strided(input, size, stride, storage_offset).clone()
 
 
 @op("as_strided_scatter", raw=True)
 def as_strided_scatter(input: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """A copy with src where `as_strided` looks."""
-    as_strided(input, size, stride, storage_offset)  # whose errors are this one's
+    """Return a copy with `src` written to the elements that `as_strided` returns."""
+    as_strided(input, size, stride, storage_offset)  # raises the errors of this function
     out = torch.clone(input)
     out.as_strided(size, stride, storage_offset).copy_(src)
     return out

@@ -1,4 +1,4 @@
-"""Convolutions and pooling of torch over jax's windows."""
+"""Torch's convolutions, pooling, padding and patches."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from bridge._tracing.materialize import on_cpu, once, together
 from bridge._tracing.op_registry import Op, add_ops, functions_named, op
 from bridge._tracing.promotion import jax_dtype
 
-# Elements of a window that are worth an operation each.
+# Windows of at most this many elements are reduced with one operation for each element.
 MOST_TAPS = 16
 
 
 def each(n: int, x: Any) -> tuple[int, ...]:
-    """One number for each of n dims."""
+    """Return one number for each of n dims."""
     return (int(x),) * n if isinstance(x, int | np.integer) else tuple(x) * n if len(x) == 1 else tuple(x)
 
 
 def batched(input: Any, n: int) -> tuple[Any, bool]:
-    """With a batch dim in front, and whether there was none."""
+    """Return the input with a batch dim in front, and whether it had none."""
     return (input[None], True) if input.ndim == n + 1 else (input, False)
 
 
 def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> jax.Array:
-    """A convolution over n dims."""
+    """Convolve over n dims."""
     input, alone = batched(input, n)
     stride, dilation = each(n, stride), each(n, dilation)
     if padding == "same":
@@ -49,12 +49,12 @@ def conv(n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, 
 def conv_transpose(
     n: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any
 ) -> jax.Array:
-    """The gradient of a convolution with respect to its input."""
+    """Return the gradient of a convolution with respect to its input."""
     input, alone = batched(input, n)
     stride, padding, extra, dilation = (each(n, x) for x in (stride, padding, output_padding, dilation))
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
-    # (in, out / groups, ...) -> (out, in / groups, ...), turned round.
+    # (in, out / groups, ...) -> (out, in / groups, ...), flipped.
     kernel = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
     kernel = jnp.swapaxes(kernel, 1, 2).reshape(-1, weight.shape[0] // groups, *weight.shape[2:])
     kernel = jnp.flip(kernel, tuple(range(2, n + 2)))
@@ -92,7 +92,7 @@ _register_convolutions()
 
 
 def _windows(input: Any, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """The arguments of reduce_window; with ceil_mode the right side is padded until the last window fits that starts inside."""
+    """Return the arguments of `reduce_window`. `ceil_mode` pads the right side until each window that starts inside fits."""
     kernel = each(n, kernel)
     stride = kernel if stride is None or stride == [] or stride == () else each(n, stride)
     padding, dilation = each(n, padding), each(n, dilation)
@@ -112,7 +112,7 @@ def _lowest(dtype: Any) -> Any:
 
 
 def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
-    """The largest of each window. jax has no derivative of dilated windows, so those are gathered."""
+    """Return the largest element of each window. Dilated windows are gathered, because jax has no derivative for them."""
     if any(d != 1 for d in each(n, dilation)):
         return max_pool_with_indices(n, input, kernel, stride, padding, dilation, ceil_mode)[0]
     input, alone = batched(input, n)
@@ -127,7 +127,7 @@ def max_pool(n: int, input: Any, kernel: Any, stride: Any = None, padding: Any =
 
 
 def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ...], pads: Any) -> jax.Array:
-    """Windows that do not overlap: (N, place, place in the window, ..., C), along which loops need no division."""
+    """Return windows that do not overlap as (N, window, element, ..., C). Loops over this layout need no integer division."""
     sizes = list(zip(input.shape[2:], window, strides, pads, strict=True))
     counts = [(size + sum(pad) - k) // s + 1 for size, k, s, pad in sizes]
     fit = [(pad[0], count * s - size - pad[0], 0) for count, (size, _, s, pad) in zip(counts, sizes, strict=True)]
@@ -139,10 +139,11 @@ def _tiles(input: Any, low: Any, window: tuple[int, ...], strides: tuple[int, ..
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _largest(stored: bool, tiles: Any) -> Any:
-    """The largest of each tile, (N, place, ..., C); of equals the first has the gradient, of NaNs the last, as in torch.
+    """Return the largest element of each window, (N, window, ..., C).
 
-    The gradient is a comparison; that of `reduce_window` scatters, six times slower on a CPU for windows of 2x2.
-    `stored`: which it was is kept for the gradient, else found again for each place of a tile.
+    The first of equal elements has the gradient, and the last of NaNs, as in torch. The gradient is a comparison; the one of
+    `reduce_window` is a scatter, which is slower on a CPU. `stored`: store the position of the largest element for the gradient.
+    Else the gradient computes the position again for each element of a window.
     """
     return functools.reduce(lax.max, _taps(tiles))
 
@@ -170,7 +171,7 @@ def _(stored: bool, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any
 def max_pool_with_indices(
     n: int, input: Any, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
-    """The largest of each window and its place in the flattened plane."""
+    """Return the largest element of each window, and its index in the flattened plane."""
     input, alone = batched(input, n)
     window, strides, pads, dilations = _windows(input, n, kernel, stride, padding, dilation, ceil_mode)
     plane = input.shape[2:]
@@ -187,7 +188,10 @@ def max_pool_with_indices(
 
 
 def largest_of(input: Any, places: Any, reaches: list[Any]) -> tuple[Any, Any]:
-    """The largest of each window of (N, C, ...) and its place; `reaches` has for each dim where its windows look, (windows, elements)."""
+    """Return the largest element of each window of (N, C, ...), and its index.
+
+    `reaches`: for each dim, the positions of the elements of its windows, (windows, elements).
+    """
     n, counts = len(reaches), [len(reach) for reach in reaches]
     for i, reach in enumerate(reaches):
         input, places = (jnp.take(x, reach, axis=2 + 2 * i) for x in (input, places))
@@ -208,7 +212,7 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """The mean of each window, of integers cut to an integer; what ceil_mode adds on the right is never counted."""
+    """Return the mean of each window; integers are truncated. The padding that `ceil_mode` adds on the right is never counted."""
     input, alone = batched(input, n)
     window, strides, pads, _ = _windows(input, n, kernel, stride, padding, 1, ceil_mode)
     zero = np.asarray(0, input.dtype)
@@ -228,12 +232,12 @@ def avg_pool(
 
 
 def adaptive_bins(size: int, out: int) -> list[tuple[int, int]]:
-    """torch's windows: first and last place of each."""
+    """Return the start and the end (exclusive) of each of torch's adaptive windows."""
     return [(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
 
 
 def adaptive(n: int, input: Any, output_size: Any, reduce: Any) -> Any:
-    """A fixed number of windows along each of the last n dims, which overlap where the size does not divide."""
+    """Reduce a fixed number of windows along each of the last n dims. They overlap if their number does not divide the size."""
     sizes = [output_size] * n if isinstance(output_size, int) or output_size is None else list(output_size)
     for axis, out in zip(range(input.ndim - n, input.ndim), sizes, strict=True):
         size = input.shape[axis]
@@ -300,7 +304,7 @@ _register_pools()
 
 
 def pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    """Padded from the last dim on; negative padding cuts. Of replicas, more may be cut than there is."""
+    """Pad from the last dim on; negative padding crops. In mode "replicate" it may crop more than the size of the dim."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     widths = [(0, 0)] * (input.ndim - len(pairs)) + pairs[::-1]
     if mode == "replicate" and min(pad, default=0) < 0:
@@ -320,7 +324,7 @@ add_ops(dict.fromkeys(functions_named("pad"), Op(pad, None)))
 
 @op("im2col")
 def im2col(input: jax.Array, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
-    """`unfold`: the patches of images, as columns (N, C * elements of a patch, patches)."""
+    """Return the patches of images as columns (N, C * elements of a patch, patches), for `unfold`."""
     images = input if input.ndim == 4 else input[None]
     edges = [(p, p) for p in padding]
     found = lax.conv_general_dilated_patches(images, tuple(kernel_size), tuple(stride), edges, rhs_dilation=tuple(dilation))
@@ -330,7 +334,7 @@ def im2col(input: jax.Array, kernel_size: Any, dilation: Any, padding: Any, stri
 
 @op("col2im")
 def col2im(input: jax.Array, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """`fold`: images of columns, those that lie on one another added up; the transpose of `im2col`."""
+    """Return the images of columns, with overlapping elements summed, for `fold`: the transpose of `im2col`."""
     columns = input if input.ndim == 3 else input[None]
     shape = columns.shape[0], columns.shape[1] // math.prod(kernel_size), *output_size
     images = jax.ShapeDtypeStruct(shape, columns.dtype)
@@ -340,7 +344,7 @@ def col2im(input: jax.Array, output_size: Any, kernel_size: Any, dilation: Any, 
 
 @op("pixel_shuffle")
 def pixel_shuffle(input: jax.Array, upscale_factor: int) -> jax.Array:
-    """Channels spread over a finer grid."""
+    """Distribute channels over a finer grid."""
     *lead, c, h, w = input.shape
     r = upscale_factor
     x = input.reshape(*lead, c // r**2, r, r, h, w)
@@ -350,7 +354,7 @@ def pixel_shuffle(input: jax.Array, upscale_factor: int) -> jax.Array:
 
 @op("pixel_unshuffle")
 def pixel_unshuffle(input: jax.Array, downscale_factor: int) -> jax.Array:
-    """The inverse of `pixel_shuffle`."""
+    """Invert `pixel_shuffle`."""
     *lead, c, h, w = input.shape
     r, n = downscale_factor, len(lead)
     x = input.reshape(*lead, c, h // r, r, w // r, r)
@@ -359,6 +363,6 @@ def pixel_unshuffle(input: jax.Array, downscale_factor: int) -> jax.Array:
 
 @op("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(input: jax.Array, groups: int) -> jax.Array:
-    """Channels of groups in turn."""
+    """Interleave the channels of groups."""
     n, c, *rest = input.shape
     return jnp.swapaxes(input.reshape(n, groups, c // groups, *rest), 1, 2).reshape(input.shape)
