@@ -1,4 +1,4 @@
-"""One call of a compiled train step."""
+"""One call of a compiled train program."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ _L = TypeVar("_L", bound=step_launch.Launch)
 
 
 class Arrays(NamedTuple):
-    """What one call of a program is given beside its launch.
+    """The arguments of one call of a program, in addition to those of its `BoundExecutable`.
 
-    buffers: the memories of those that are donated. copied, read: as of `Given`, arrays or memories. sums: memories.
-    written: the tensors over memories that the program changes.
+    buffers: the `JaxBuffer` of each donated module buffer.
+    copied_back, copied_back_order: the module buffers that are copied back, and the order of their dimensions.
+    read_arrays: the arguments that the program only reads, as in `TensorSource`.
+    grad_accumulators: the `JaxBuffer` of each gradient accumulator.
+    hyperparams: the vector of hyperparams.
+    is_first: whether this call starts the accumulation.
+    written_tensors: the tensors over memory that the program changes.
     """
 
     buffers: Sequence[Memory]
@@ -49,7 +54,7 @@ class Arrays(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a call leaves behind: the loss as a tensor, aux; `moved` as of `execute.Outcome`."""
+    """The results of a call: the loss as a tensor, the aux outputs, and `moved` as in `bridge._runtime.execute.StepResult`."""
 
     loss: torch.Tensor
     aux: list[jax.Array]
@@ -57,8 +62,10 @@ class Outcome(NamedTuple):
 
 
 def run(program: Program, launch: _L, arrays: Arrays, landed: list[_L]) -> Outcome:
-    """One call, and a wait for its results, which are then in the tensors. To be called within a transaction; `landed` as of
-    `execute.run`."""
+    """Run a program and wait until its results are in the tensors. The caller has opened a transaction.
+
+    `completed` is as in `bridge._runtime.execute.run`.
+    """
     room = launch.room + sum(t.nbytes + in_flight.APART for t in arrays.copied if program.plan.device.platform == "cpu")
     flight, new_kept, new_scalars = in_flight.flight(program.plan.device, launch, room, program.calls_back, landed), [], []
     copied_loss = Number(program.loss) if program.plan.device.platform == "cpu" else None
@@ -98,7 +105,7 @@ def run(program: Program, launch: _L, arrays: Arrays, landed: list[_L]) -> Outco
         arrived = [array for part in donated for array in part]
         for memory, array in zip(memories, arrived, strict=True):
             memory.array = array
-        own = old = left = None  # to let go of what was donated takes a while, in which the program runs
+        own = old = left = None  # releasing the donated arrays takes time, during which the program runs
         numbers = launch.scalars if program.updates else (), new_scalars
         if copied_loss is not None:
             numbers = [*numbers[0], copied_loss], [*new_scalars, loss]

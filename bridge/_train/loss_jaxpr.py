@@ -16,7 +16,7 @@ from bridge._tracing.jax_calls import in_32_bits
 
 
 class HasShape(Protocol):
-    """An array, or what describes one."""
+    """An array, or an object that describes one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -26,15 +26,16 @@ class HasShape(Protocol):
 
 
 class Forward:
-    """A traced loss, and what its program tells: `function(params, buffers, batch, seed)` to (loss, aux, buffers), all but the loss lists.
+    """A loss traced to a jaxpr: (params, buffers, batch, seed) -> (loss, aux, buffers), where all but the seed and the loss are lists.
 
-    function: traced with 64-bit types on.
-    params, buffers: the shapes and dtypes of the module's tensors by name; `function` gets lists in their order.
-    batch: arrays, or anything that has shape and dtype.
-    narrow: whether code in jax in it sees types of 32 bits nevertheless.
+    function: the loss, traced with 64-bit types enabled.
+    params, buffers: shapes and dtypes of the module's tensors by name; `function` takes lists in this order.
+    batch: arrays, or other objects with a shape and a dtype.
+    uses_32bit_jax: whether JAX code inside the loss sees 32-bit types nevertheless.
 
-    reaches: the parameters that the loss can have a gradient of. changed: the buffers that come back as others. random:
-    whether the seed matters.
+    params_reached: the parameters that the loss may have a gradient of.
+    changed_buffers: the buffers that the loss changes.
+    uses_seed: whether the results depend on the seed.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Forward, backward and update as one donated program: what `torch_api.JaxTrainStep` runs.
+"""Forward pass, backward pass and update as one program with donated buffers, for `torch_api.JaxTrainStep`.
 
-A loss is traced once, to a jaxpr over all parameters and buffers of a module, the batch and a seed (`Forward`). It is
-differentiated with respect to the live parameters alone, whose gradients go straight into `bridge._compiler.update`; nothing but
-the new values leaves the program (`Program`).
+The loss is traced once, to a jaxpr over all parameters and buffers of a module, the batch and a seed (`LossJaxpr`). A
+`TrainProgram` differentiates it only with respect to the trained parameters and passes the gradients to
+`bridge._compiler.update`. Only new values leave the program.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .passes.materialize_operands import stored_for_products
 from .passes.matmul_layout import arranged
 
 _NOTHING_MEASURED = np.zeros(2)
-_ELEMENT = 28.0  # bytes that the update of an element moves
+_ELEMENT = 28.0  # bytes that the update of one element moves
 
 
-Columns: TypeAlias = Mapping[str, Sequence[jax.Array]]  # arguments of a program by name
+Columns: TypeAlias = Mapping[str, Sequence[jax.Array]]  # arguments of a program by their kind
 
 
 class Differentiated(NamedTuple):
-    """The loss and aux of a traced loss, and by name all new buffers and the gradients of the live parameters that it reaches."""
+    """The loss, the aux outputs, and by name all new buffers and the gradients of the trained parameters that the loss depends on."""
 
     loss: jax.Array
     aux: list[jax.Array]
@@ -57,10 +57,13 @@ class Differentiated(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Where a program finds one tensor of the module.
+    """The argument of a program that holds one tensor of the module.
 
-    `column` of its arguments: "params" and "kept" as the plan has them, "buffers" that are donated, "copied" buffers that
-    are not, "read": everything else, flat or a pack; `at` in there, `row` of a pack. `spec`: the tensor's own shape.
+    kind: "params" and "kept" as in the plan, "buffers" that are donated, "copied" buffers that are copied back, "read" for all else
+      that the program reads: flat arrays or buckets.
+    position: the position among the arguments of this kind.
+    bucket_row: the row of a bucket; None if the argument is the tensor alone.
+    spec: the tensor's own shape.
     """
 
     column: str
@@ -76,14 +79,17 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """All that is static about one program.
+    """The static description of one train program.
 
-    live: for each leaf of the plan the names of its live parameters, with their rows where it is a pack.
-    tensors: of each parameter and buffer of the module.
-    read: the shape and dtype of each array in that column.
-    accumulate: over how many calls gradients are summed up, in `sums`: the parameters that have one, with its dtype.
-    loss_at: the position, among the further arguments of the plan, at which the loss itself is passed; None for nowhere.
-    names: what the optimizer calls a parameter, and what the module does, where a transformation may ask for the loss (`VALUE_FN`).
+    loss_jaxpr: the traced loss.
+    plan: the plan of the update.
+    params_with_grad: for each leaf of the plan, the names of its parameters with a gradient; for a bucket, with their rows.
+    tensor_sources: the source of each parameter and buffer of the module.
+    read_signatures: shape and dtype of each argument of the kind "read".
+    accumulation_steps: the number of calls over which gradients are accumulated.
+    grad_accumulators: the parameters that have an accumulator, with its dtype.
+    loss_arg_index: the position of the loss among the extra arguments of the plan; None if it is not passed.
+    module_names: from the optimizer's name of a parameter to the module's, if a transformation may evaluate the loss (`LOSS_OF_PARAMS`).
     """
 
     forward: Forward
@@ -97,12 +103,12 @@ class Task:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def changed(self, column: str) -> list[str]:
-        """The names of the buffers that come back in a column, in its order."""
+        """Return the names of the buffers of one kind that the program returns, in the order of the arguments."""
         mine = [name for name in self.forward.changed if self.tensors[name].column == column]
         return sorted(mine, key=lambda name: self.tensors[name].at)
 
     def differentiated(self, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array) -> Differentiated:
-        """Loss, aux, and by name all buffers and the gradients of the live parameters that the loss reaches."""
+        """Return the loss, the aux outputs, all new buffers and the gradients of the trained parameters that the loss depends on."""
         values = {name: given.value(columns) for name, given in self.tensors.items()}
         buffers = [values[name] for name in self.forward.buffers]
 
@@ -112,12 +118,12 @@ class Task:
 
         live = {name: values[name] for leaves in self.live for name, _ in leaves if name in self.forward.reaches}
         (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(live)
-        # torch's gradient of a real loss points uphill; jax's is its conjugate.
+        # torch's gradient of a real loss is the conjugate of jax's.
         grads = {name: jnp.conj(g) if jnp.iscomplexobj(g) else g for name, g in grads.items()}
         return Differentiated(loss, aux, dict(zip(self.forward.buffers, after, strict=True)), grads)
 
     def loss_at_trial(self, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array, trial: optax.Params) -> jax.Array:
-        """The loss with the parameters in a tree by the optimizer's names in the places of the live ones."""
+        """Return the loss with the trained parameters replaced by those of a tree with the optimizer's names."""
         values = {name: given.value(columns) for name, given in self.tensors.items()}
         for path, x in jax.tree_util.tree_flatten_with_path(trial)[0]:
             name = self.names[path_name(path)]
@@ -128,7 +134,7 @@ class Task:
         return loss
 
     def gathered(self, grads: Mapping[str, jax.Array]) -> list[jax.Array]:
-        """The gradient of each leaf of the plan, as `update` takes them: flat, or the rows of a pack, with zeros where nothing is live."""
+        """Return the gradient of each leaf as `update` takes it: flat, or the rows of a bucket with zeros where a row has no gradient."""
         return [
             self._rows(leaf.buffer[0], leaf.gradient_dtype, leaves, grads) for leaf, leaves in zip(self.plan.leaves, self.live, strict=True)
         ]
@@ -149,7 +155,7 @@ _trial: contextvars.ContextVar[Callable[[optax.Params], jax.Array] | None] = con
 
 @contextmanager
 def _searching(task: Task, columns: Columns, batch: Sequence[jax.Array], seed: jax.Array) -> Iterator[None]:
-    """While an update is traced in here, `VALUE_FN` is the loss of this task."""
+    """Make `LOSS_OF_PARAMS` the loss of this program while its update is traced."""
     before = _trial.set(functools.partial(task.loss_at_trial, columns, batch, seed))
     try:
         yield
@@ -160,17 +166,17 @@ def _searching(task: Task, columns: Columns, batch: Sequence[jax.Array], seed: j
 def _value(params: optax.Params, **_: object) -> jax.Array:
     loss, leaves = _trial.get(), jax.tree.leaves(params)
     wide = any(x.dtype in (np.float64, np.complex128) for x in leaves)
-    # Outside a program it is only asked what depends on what: here all on all.
+    # Outside a program only dependencies are traced: the value depends on all parameters.
     value = sum(jnp.sum(jnp.real(x)) for x in leaves) if loss is None else loss(params)
     return jnp.asarray(value).astype(np.float64 if wide else np.float32)
 
 
-# The loss as a function of the live parameters, for transformations that search along a line; the same for all programs.
+# The loss as a function of the trained parameters, for transformations with a line search. All programs share this object.
 VALUE_FN = jax.tree_util.Partial(_value)
 
 
 def _train(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
-    """New parameters, state and buffers, then what has no memory of its own: kept leaves, copied buffers, loss, aux, a token."""
+    """Return new parameters, state and buffers, then results without a donated buffer: scalars, copied-back arrays, loss, aux, a token."""
     params, state, buffers = donated
     scalars, kept, copied, read, batch, sums, seed, masks, numbers, offsets, live, further, *_ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
@@ -183,7 +189,7 @@ def _train(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[A
         further = [loss.astype(x.dtype) if i == task.loss_at else x for i, x in enumerate(further)]
     grads = task.gathered(grads)
     if task.plan.device.platform == "cpu":
-        grads = together(grads)  # else a donated parameter is copied that the gradient of its layer's input reads
+        grads = together(grads)  # otherwise XLA copies a donated parameter that the gradient of its layer's input reads
     with _searching(task, columns, batch, seed):
         plain = params, state, scalars, kept, grads, masks, numbers, offsets, live, further
         with default_promotion():
@@ -193,7 +199,7 @@ def _train(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[A
 
 
 def _accumulate(task: Task, donated: Sequence[list[jax.Array]], arguments: Sequence[Any]) -> tuple[PyTree, ...]:
-    """New sums of gradients and buffers, then what has no memory of its own: copied buffers, loss, aux, a token."""
+    """Return new accumulators and buffers, then results without a donated buffer: copied-back buffers, loss, aux, a token."""
     sums, buffers = donated
     params, kept, copied, read, batch, seed, first, _ = arguments
     columns = {"params": params, "kept": kept, "buffers": buffers, "copied": copied, "read": read}
@@ -206,15 +212,15 @@ def _accumulate(task: Task, donated: Sequence[list[jax.Array]], arguments: Seque
 
 
 def _flat(task: Task, buffers: Mapping[str, jax.Array], column: str) -> list[jax.Array]:
-    """The new buffers of a column as they lie in memory."""
+    """Return the new buffers of one kind as they lie in memory."""
     specs = [(task.tensors[name].spec, buffers[name]) for name in task.changed(column)]
     return [flatten(x, spec).astype(spec.dtype) for spec, x in specs]
 
 
 class Program:
-    """A compiled task: one call with an update or, of one that accumulates, one without.
+    """A compiled train program: one call with the update, or, if it accumulates gradients, one call without.
 
-    Whether a call of Python is in there (`calls_back`) says whether it may fail half-way.
+    has_callback: whether the program calls Python, so that it may fail half-way.
     """
 
     def __init__(self, task: Task, updates: bool) -> None:
@@ -222,7 +228,7 @@ class Program:
         donated, arguments = _abstract_arguments(task, updates)
         with default_settings():
             function = functools.partial(_train if updates else _accumulate, task)
-            # An argument that is not used would be dropped, and what replaces it (a buffer that is only written) lie elsewhere.
+            # jax would drop an unused argument. A buffer that is only written would then get new memory.
             jitted = functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
             traced = jitted(function).trace(donated, arguments)
             better = summed_in_float32(traced.jaxpr.jaxpr)
@@ -245,7 +251,7 @@ class Program:
 
 
 def _as(jaxpr: Jaxpr, traced: jax.stages.Traced) -> Callable[..., PyTree]:
-    """Another program of the same arguments and results as a function."""
+    """Return a rewritten jaxpr as a function with the same arguments and results."""
     evaluate, results = jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.jaxpr.consts)), jax.tree.structure(traced.out_info)
 
     def train_step(*arguments: PyTree) -> PyTree:

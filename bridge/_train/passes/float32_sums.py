@@ -1,7 +1,7 @@
-"""A traced program whose sums of half types are taken in float32 and rounded once, as torch takes them.
+"""A pass that computes sums of half-precision values in float32 and rounds once, as torch does.
 
-The gradient of what was broadcast is a sum, which jax asks for in the values' own type (`jax.numpy.sum` is not). XLA's CPU compiler
-then adds one bfloat16 after the other: of 4800 ones it makes 256.
+The gradient of a broadcast is a sum, which jax computes in the dtype of the values (`jax.numpy.sum` does not). XLA's CPU compiler
+then adds the values one by one in bfloat16, and a sum of ones stops at 256.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bridge._ir.types import Eqn, Jaxpr, aval_of
 
 
 def summed_in_float32(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with such sums, in the functions that it calls and in its scans too; itself where there is none."""
+    """Return the program with float32 sums, also in the functions that it calls and in its scans; the same object if it has no such sum."""
     return throughout(jaxpr, lambda own: replaced(own, list(map(_wide, own.eqns))))
 
 

@@ -1,8 +1,8 @@
-"""A traced program in which what a product reads is stored for all of its readers.
+"""A pass that materializes the operands of matrix products and convolutions for all of their readers.
 
-A matrix product or a convolution reads its sides from memory. Other readers of the same values (a sum beside it, a mask, the
-gradient of a weight) XLA's CPU compiler gives what they were computed from, as long as that is cheap operations: in a chain
-of layers each then computes those before it again, from the first layer on. With a barrier behind them all read what is stored.
+A product reads its operands from memory. For other readers of the same value (a sum, a mask, the gradient of a weight) XLA's CPU
+compiler recomputes the value if its operations are cheap. In a chain of layers, each layer then recomputes all layers before it.
+With a barrier behind the value, all readers read the materialized array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bridge._ir.classify import ELEMENTWISE
 from bridge._ir.jaxpr import bodies, replaced, throughout
 from bridge._ir.types import Eqn, Jaxpr, Literal, Var, aval_of
 
-FEWEST = 2**10  # elements of a value that is worth storing
+FEWEST = 2**10  # elements from which a value is worth materializing
 _CONVOLUTION = "conv_general_dilated"
 _PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
 _MADE_AGAIN = ELEMENTWISE | {"concatenate"}
@@ -28,7 +28,7 @@ _Readers: TypeAlias = dict[Var, list[Eqn]]
 
 
 def stored_for_products(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with a barrier behind each such value; itself where there is none."""
+    """Return the program with a barrier behind each such value; the same object if there is none."""
     return throughout(jaxpr, functools.partial(_own, _Known()))
 
 
@@ -51,13 +51,13 @@ def _readers(eqns: Iterable[Eqn]) -> _Readers:
 
 
 def _shared(v: Var, readers: _Readers, known: _Known) -> bool:
-    """Whether a product reads a value, and something else does."""
+    """Return whether a value has several readers, one of which is a product."""
     own = list(_ends(v, readers))
     return len(own) > 1 and any(known.multiplies(eqn, given) for eqn, given in own)
 
 
 def _ends(v: Var, readers: _Readers) -> Iterator[tuple[Eqn, Var]]:
-    """The readers of a value, as it is or turned, each with what it reads."""
+    """Yield the equations that read a value or a view of it, each with the variable that it reads."""
     seen = [v]
     for given in seen:
         for eqn in readers.get(given, ()):
@@ -68,19 +68,19 @@ def _ends(v: Var, readers: _Readers) -> Iterator[tuple[Eqn, Var]]:
 
 
 class _Known:
-    """What functions do that a program calls, each looked into once, however often it is called."""
+    """Cached answers about the functions that a program calls."""
 
     def __init__(self) -> None:
         self._cheap: dict[int, tuple[Jaxpr, bool]] = {}
         self._multiplied: dict[int, tuple[Jaxpr, list[bool]]] = {}
 
     def cheap(self, eqn: Eqn) -> bool:
-        """Whether a value is computed element by element, or joined of parts, so that XLA would make it again for each reader."""
+        """Return whether XLA would recompute an equation for each reader: elementwise operations and concatenations."""
         inner = [body for _, body in bodies(eqn)]
         return eqn.primitive.name in _MADE_AGAIN or (bool(inner) and all(map(self._all_cheap, inner)))
 
     def multiplies(self, eqn: Eqn, v: Var) -> bool:
-        """Whether a reader is a product or calls a function that hands the value to one."""
+        """Return whether an equation is a product of a value, or calls a function that passes the value to a product."""
         taken = (zip(eqn.invars, self._to_products(body), strict=True) for _, body in bodies(eqn))
         return eqn.primitive.name in _PRODUCTS or any(given is v and multiplied for own in taken for given, multiplied in own)
 
@@ -90,7 +90,7 @@ class _Known:
         return self._cheap[id(body)][1]
 
     def _to_products(self, body: Jaxpr) -> list[bool]:
-        """Which arguments of a function a product reads."""
+        """Return for each argument of a function whether a product reads it."""
         if id(body) not in self._multiplied:
             within = _readers(body.eqns)
             found = [any(self.multiplies(*end) for end in _ends(v, within)) for v in body.invars]
@@ -99,7 +99,7 @@ class _Known:
 
 
 def _stored(v: Var, readers: Iterable[Eqn]) -> Eqn:
-    """A call of a function that stores a value, with channels last where a convolution reads it so."""
+    """Return a call that materializes a value, with channels last if a convolution reads it."""
     aval = aval_of(v)
     convolved = [eqn.params["dimension_numbers"].lhs_spec for eqn in readers if eqn.primitive.name == _CONVOLUTION and eqn.invars[0] is v]
     order = [convolved[0][0], *convolved[0][2:], convolved[0][1]] if convolved else list(range(aval.ndim))

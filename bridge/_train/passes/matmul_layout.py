@@ -1,10 +1,11 @@
-"""A traced program with matrix products and transpositions in the order that costs XLA's CPU compiler least.
+"""A pass that arranges matrix products and transposes for XLA's CPU compiler, with the same results up to the order of sums.
 
-The gradient of a weight is a product over the first dimension of both sides, of which XLA stores the left one transposed,
-the larger one or not. The gradient of parts of a tensor is a concatenation, and XLA's loop over a transposed
-concatenation asks at each element which part it is in. A product of bfloat16 takes half the time where the processor multiplies that
-type: if its result is float32, which is then rounded, and no side is transposed on the way; else both sides are converted to float32
-first. All results are the same, up to the order of sums.
+- The gradient of a weight contracts the first dimension of both operands. XLA materializes the left operand transposed, even if it
+  is the larger one. The pass transposes the smaller one.
+- The gradient of slices of a tensor is a concatenation. XLA's loop over a transposed concatenation branches at each element. The
+  pass transposes the parts.
+- A processor with bfloat16 products runs them only if the result is float32 and no operand is transposed on the way. Otherwise XLA
+  converts both operands to float32. The pass rounds a float32 result instead.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from bridge._ir.jaxpr import instead, is_plain, replaced, throughout
 from bridge._ir.types import Atom, Eqn, Jaxpr, Literal, Var, aval_of
 from bridge._tracing.materialize import together
 
-_Params: TypeAlias = dict[str, Any]  # of an equation
+_Params: TypeAlias = dict[str, Any]  # parameters of an equation
 _HALF = jnp.dtype("bfloat16")
-# XLA's CPU compiler of jax 0.8 has no product of bfloat16 with a result in float32 for some shapes; that of jax 0.10 has.
+# XLA's CPU compiler in jax 0.8 has no bfloat16 product with a float32 result for some shapes; the one in jax 0.10 has it.
 _HAS_FLOAT32_RESULT = jax.__version_info__ >= (0, 10)
 
 
 def arranged(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with its products and transpositions arranged; itself where there is nothing to arrange."""
+    """Return the program with its products and transposes arranged; the same object if there is nothing to arrange."""
     return throughout(jaxpr, _own)
 
 
@@ -61,7 +62,7 @@ def _arranged(eqn: Eqn, joined: dict[Atom, Eqn], transposed: dict[Atom, Eqn]) ->
 
 
 def _across(eqn: Eqn) -> bool:
-    """Whether a product sums over the first dimensions of both of its sides, of which none is a vector."""
+    """Return whether a product contracts the first dimensions of both operands, neither of which is a vector."""
     (contracting, batch), sides = eqn.params["dimension_numbers"], list(map(aval_of, eqn.invars))
     for over, kept, side in zip(contracting, batch, sides, strict=True):
         lead = len(kept) + len(over)
@@ -71,7 +72,7 @@ def _across(eqn: Eqn) -> bool:
 
 
 def _as_before(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
-    """A product, without batches, that reads its sides as they were before they were transposed, where its result is the same."""
+    """Return a product that reads operands without batch dimensions as they were before a transpose, if the result stays the same."""
     over, batch = eqn.params["dimension_numbers"]
     sides = [*zip(eqn.invars, map(tuple, over), strict=True)]
     for at, (v, own) in enumerate(sides):
@@ -85,7 +86,7 @@ def _as_before(eqn: Eqn, transposed: dict[Atom, Eqn]) -> Eqn:
 
 
 def _product(left: jax.Array, right: jax.Array, dims: lax.DotDimensionNumbers, params: _Params) -> jax.Array:
-    """The product in the type that is asked for, of bfloat16 by sums in float32."""
+    """Return the product in the requested dtype; a bfloat16 product is summed in float32."""
     dtype = params["preferred_element_type"]
     rounds = _HAS_FLOAT32_RESULT and left.dtype == right.dtype == dtype == _HALF
     return lax.dot_general(
@@ -94,7 +95,7 @@ def _product(left: jax.Array, right: jax.Array, dims: lax.DotDimensionNumbers, p
 
 
 def _turned(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
-    """The product with the smaller side transposed, and then its result."""
+    """Return the product with the smaller operand transposed. If that swaps the operands, the result is transposed."""
     (over, over_right), (batch, _) = params["dimension_numbers"]
     lead = len(batch) + len(over)
     size = math.prod(left.shape[: len(batch)]) * math.prod(left.shape[lead:]) * math.prod(right.shape[lead:])
@@ -103,7 +104,7 @@ def _turned(left: jax.Array, right: jax.Array, params: _Params) -> jax.Array:
     small, large = (right, left) if swapped else (left, right)
     lot, rows = tuple(range(len(batch))), small.ndim - lead
     small = lax.transpose(small, (*lot, *range(lead, small.ndim), *(mine for _, mine in pairs)))
-    # As one dimension: a transposition of layouts alone is none to the library.
+    # The barrier is on one dimension, because the matmul library ignores a transpose that only changes the layout.
     small = together(small.reshape(-1)).reshape(small.shape) if small.dtype == _HALF else together(small)
     dims = (tuple(range(len(lot) + rows, small.ndim)), tuple(its for its, _ in pairs)), (lot, lot)
     precision = params["precision"]
