@@ -1,6 +1,6 @@
-"""Leaves that lie side by side in the rows of packs, in a program that sees all of them: what is alike of all rows is computed at once.
+"""A pass that computes operations common to all rows of a bucket as one batched operation, in a program that sees all rows.
 
-XLA would run one loop after the other, each of them as long as it takes to start it, and compile each.
+XLA would compile a separate loop for each row, and run one loop after the other.
 """
 
 from __future__ import annotations

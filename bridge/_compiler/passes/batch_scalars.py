@@ -1,4 +1,4 @@
-"""Arithmetic of scalars of many leaves, evaluated once for all."""
+"""A pass that evaluates the scalar arithmetic of many leaves once, as one batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A traced update written for flat leaves: a result of a loop over a leaf's own shape cannot lie where its argument did."""
+"""A pass that rewrites a traced update for flat arrays, because XLA cannot reuse a flat buffer for a result of another shape."""
 
-# jax declares many of its functions in part only.
+# jax annotates many of its functions only partially.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 class Flat(NamedTuple):
-    """A traced function of flat arrays and numbers that gives the same, and the structure of what it gives."""
+    """A traced function rewritten for flat arrays and scalars, and the structure of its results."""
 
     closed: ClosedJaxpr
     structure: PyTreeDef
 
     @staticmethod
     def of(function: Callable[[PyTree], PyTree], inputs: PyTree) -> Flat | None:
-        """That of a function of such `inputs`, a pytree of which shapes and dtypes are looked at; None where it calls back into Python."""
+        """Trace a function for a pytree of inputs, of which only shapes and dtypes are read; None if it calls back into Python."""
         shapes = jax.tree.map(_abstract, inputs)
         closed, result = jax.make_jaxpr(function, return_shape=True)(shapes)
         return None if closed.effects else Flat.written(closed, shapes, result)
 
     @staticmethod
     def written(closed: ClosedJaxpr, inputs: PyTree, results: PyTree) -> Flat:
-        """That of a traced function, whatever the shapes of its leaves, for inputs and with results as large in these shapes."""
+        """Rewrite a traced function for inputs and results of the same sizes, but in these shapes."""
         shapes = [x.shape for x in jax.tree.leaves(results)]
 
         def flat(*given: jax.Array) -> list[Array]:
@@ -50,7 +50,7 @@ class Flat(NamedTuple):
         return Flat(jax.make_jaxpr(flat)(*jax.tree.leaves(inputs)), jax.tree.structure(results))
 
     def takes(self, inputs: Sequence[Array | Slot]) -> bool:
-        """Whether it is for inputs of these shapes and dtypes."""
+        """Return whether the function was traced for inputs of these shapes and dtypes."""
         kinds = [(tuple(aval_of(v).shape), aval_of(v).dtype) for v in self.closed.jaxpr.invars]
         return kinds == [(tuple(x.shape), x.dtype) for x in inputs]
 
@@ -60,10 +60,7 @@ def _abstract(x: Array | Slot) -> jax.ShapeDtypeStruct:
 
 
 def _results(jaxpr: Jaxpr, consts: Sequence[Array], arguments: Sequence[Array]) -> list[Array]:
-    """The results of a program, those of more than one element flat, with all that takes each element by itself written for flat arrays.
-
-    The bodies of the functions that it calls stand in place of the calls.
-    """
+    """Evaluate a program with calls inlined and elementwise operations on flat arrays. Results of more than one element are flat."""
     values = at_start(jaxpr, consts, arguments)
 
     def read(v: Atom) -> Array:
@@ -100,18 +97,18 @@ def _results(jaxpr: Jaxpr, consts: Sequence[Array], arguments: Sequence[Array]) 
 
 
 def _number(jaxpr: Jaxpr, eqn: Eqn, flat: Callable[[Atom], Array], shaped: Callable[[Atom], Array]) -> list[Array]:
-    """The results of an operation that gives a number, or nothing: of a sum over all elements from the flat array."""
+    """Evaluate an equation whose result is a scalar, or that has none. A full reduction reads the flat array."""
     if eqn.outvars and sums_up(eqn):
         (found,) = apply(jaxpr, eqn.replace(params=eqn.params | {"axes": (0,)}), [flat(eqn.invars[0])])
         return [found.reshape(aval_of(eqn.outvars[0]).shape)]
-    if _sums_products(eqn):  # a loop, as other sums are, and no call of a library that reads its arrays from memory
+    if _sums_products(eqn):  # a loop, as other sums are, instead of a library call that reads its operands from memory
         products = jax.lax.mul(*map(flat, eqn.invars))
         return [jax.lax.reduce(products, np.zeros((), products.dtype), jax.lax.add, (0,)).reshape(aval_of(eqn.outvars[0]).shape)]
     return apply(jaxpr, eqn, list(map(shaped, eqn.invars)))
 
 
 def _sums_products(eqn: Eqn) -> bool:
-    """Whether it is the sum of the products of all elements of two arrays, each with that in the same place, in types that sum well."""
+    """Return whether an equation is the inner product of two arrays of one shape, in one dtype of at least 32 bits."""
     if eqn.primitive.name != "dot_general":
         return False
     (left, right), (batch, _) = eqn.params["dimension_numbers"]

@@ -1,12 +1,12 @@
-"""All rows of a pack in one loop, their gradients read where they lie.
+"""A pass that updates all rows of a bucket in one loop and reads their gradients by address.
 
-One loop over all rows is on all cores and moves the bytes of one update, but XLA must be led to write it: it writes several results from
-one loop only where none of them shares what another computes from large arrays, and what a gather reads it stores before it would read it
-twice. So each operation that needs the gradient has a gather of its own, and what depends on it is computed for each that needs it. Of the
-places that these read from, each has a zero of its own added, which the program is given, so that XLA cannot see that they are the same.
+One loop over all rows runs on all cores and moves the bytes of one update. XLA writes several results from one loop only if they
+share no value that is computed from large arrays. It also materializes a gather that is read twice. So each operation that reads
+the gradient has a gather of its own, and each reader of a value that depends on the gradient has its own copy. Each gather adds
+its own zero, an input of the program, to the addresses, so that XLA does not recognize equal gathers.
 """
 
-# jax declares many of its functions in part only.
+# jax annotates many of its functions only partially.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -26,25 +26,31 @@ from bridge._memory.address_space import Scattered, everything
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-READS = 64  # gathers with places of their own; of more some are stored
+READS = 64  # gathers with addresses of their own, at most
 
 
 def signature(count: int, dtype: str, length: int | None = None) -> list[tuple[tuple[int, ...], DTypeLike]]:
-    """Shape and dtype of all memory, and of where each of so many rows begins in it, with zeros for the reads.
+    """Return shape and dtype of the array over all memory, and of the addresses of the rows with the zeros of the gathers.
 
-    length: of each row, for a program that is only counted: the compiler takes a gather to read all that it may.
+    length: the length of each row, for a program that is only compiled to count its bytes: XLA counts the whole operand of a gather.
     """
     memory = everything(jnp.dtype(dtype)).shape if length is None else (count * length,)
     return [(memory, dtype), ((count + READS,), np.int64)]
 
 
 def over_rows(closed: ClosedJaxpr, at: int, mapped: Sequence[bool]) -> Callable[..., list[Array]]:
-    """A program of one row, of which the input `at` is `Scattered`, for all rows; `mapped`: which inputs are one for each row."""
+    """Return a function that evaluates a program of one row for all rows.
+
+    Args:
+      closed: the program.
+      at: the position of the input that is an `AddressedRows`.
+      mapped: which inputs have a row for each parameter.
+    """
     jaxpr: Jaxpr = closed.jaxpr
     depends = _dependent(jaxpr, jaxpr.invars[at])
     times = _times(jaxpr, depends)
     reads = times.get(jaxpr.invars[at], 0)
-    if reads > READS:  # one gather, which XLA stores: as many evaluations as reads would take ever longer to trace
+    if reads > READS:  # one gather, which XLA materializes: an evaluation for each read would take too long to trace
         times, reads = Counter[Var](), 1
 
     def one_row(others: list[jax.Array], copies: list[jax.Array]) -> list[Array]:
@@ -84,7 +90,7 @@ def _read(far: Scattered, nth: int) -> jax.Array:
 
 
 def _dependent(jaxpr: Jaxpr, given: Var) -> set[Var]:
-    """An input, and what is computed from it."""
+    """Return an input and the variables that depend on it."""
     depends = {given}
     for eqn in jaxpr.eqns:
         if not depends.isdisjoint(_variables(eqn)):
@@ -93,7 +99,7 @@ def _dependent(jaxpr: Jaxpr, given: Var) -> set[Var]:
 
 
 def _times(jaxpr: Jaxpr, depends: set[Var]) -> Counter[Var]:
-    """How often each of these must be there for each operation, and each result, to have one of its own."""
+    """Return how many copies of each dependent variable there must be, so that each equation and each result reads its own."""
     times = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal) and v in depends)
     for eqn in reversed(jaxpr.eqns):
         own = sum(times[v] for v in eqn.outvars)

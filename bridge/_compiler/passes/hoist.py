@@ -1,4 +1,4 @@
-"""What is left of a traced update of many leaves where all is known that looks across elements: of each leaf, each element by itself."""
+"""The elementwise remainder of a traced update: the equations of one leaf that are left once every cross-element value is computed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Leaves whose updates are the same function."""
+"""Kernel classes: leaves whose updates are the same function, which is traced once."""
 
-# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# jax annotates many of its functions only partially, and modules of this project share names that begin with an underscore.
 # pyright: reportUnknownMemberType=false, reportUnusedFunction=false
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from bridge._ir.types import PyTree
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-_FEW = 64  # elements up to which a value that depends on scalars alone is one of them
+_FEW = 64  # elements up to which a value that depends only on scalars counts as a scalar
 
 
 class Alike(NamedTuple):
-    """Leaves with one function of (arrays, scalars, common), which jax can trace.
+    """Leaves with one traceable function of (arrays, scalars, common).
 
-    arrays, scalars: for each leaf a pytree; equal structures, shapes and dtypes.
-    rows: of a leaf that stands for so many, one in each row of its arrays and scalars, their number; the function is of one row.
-    family: kinds of one family have one function but for the size of their arrays: it is traced for the largest, if those are flat.
-      None for a kind by itself.
-    at: where the scalars of all leaves are given once, as columns, the row of each leaf in those. Each is then a `part` of the program.
+    arrays, scalars: a pytree for each leaf, with equal structures, shapes and dtypes.
+    rows: the number of rows of a bucket, whose arrays and scalars have a row for each parameter; the function is of one row. None for
+      single parameters.
+    size_class: kernel classes with an equal size class have the same function except for the size of their arrays. The function is
+      traced for the largest, if the arrays are flat. None for a function that is not shared.
+    table_rows: the row of each leaf, if `scalars` has one table for all leaves. Each leaf is then an outlined part of the program.
     """
 
     function: Callable[..., PyTree]
@@ -39,12 +40,12 @@ class Alike(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The elements of one row of an array."""
+        """The number of elements in one row of an array."""
         return math.prod(jax.tree.leaves(self.arrays[0])[0].shape[-1:])
 
 
 def _repeated(function: Callable[..., PyTree], times: int) -> Callable[..., PyTree]:
-    """The function, traced and lowered once, and called from then on, if that is asked for more than once: XLA writes out each call."""
+    """Return the function, jitted if it is called more than once, so that jax traces and lowers it once. XLA inlines each call."""
     return jax.jit(function) if times > 1 else function
 
 

@@ -1,9 +1,10 @@
-"""Results of several dtypes in loops one behind the other.
+"""A pass that computes the results of each dtype in a loop of its own, one loop after the other.
 
-The loops take barriers that stay until XLA has fused. XLA takes barriers out before that, unless the pass which does so is left
-out (`compile_options.of_barriers`)."""
+Optimization barriers order the loops. They must survive until XLA has fused, so XLA's pass that removes barriers must be disabled
+(`keep_barriers` of `bridge._xla.compile_options`).
+"""
 
-# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# jax annotates many of its functions only partially, and modules of this project share names that begin with an underscore.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 from __future__ import annotations
@@ -23,19 +24,17 @@ from .kernel_class import _shape
 
 T = TypeVar("T")
 
-# ------------------------------------------------------------------ results of several types
-
 
 def one_type_each(function: Callable[..., T], count: int, otherwise: Callable[..., T] | None = None) -> Callable[..., T]:
-    """The function, its results as large as the first input in loops one behind the other, those of one type in each.
+    """Return the function with its large results computed in consecutive loops, one for each dtype.
 
-    XLA writes results of one type alone from one loop. Of loops that follow in no order one reads what another has replaced, so it copies
-    that before: with state in bfloat16 AdamW moved 36 bytes a float32 parameter, the copies on one core, and took 3.6 times as long.
+    A result is large if it has the size of the first input. XLA writes only results of one dtype from one loop. If the loops have no
+    order, one may read an input that another has replaced, and XLA copies that input first.
 
     Args:
-      function: of pytrees of arrays. Of the inputs, flat, the first are replaced by the first results, flat, each by its own.
-      count: how many.
-      otherwise: a function of the same results, which is taken where a loop would read what another has replaced, whatever their order.
+      function: a function of pytrees of arrays. Its first flat results replace its first flat inputs, each the input at its position.
+      num_replaced: how many inputs are replaced.
+      fallback: a function with the same results, used if in every order a loop would read a replaced input.
     """
 
     def ordered(*inputs: PyTree) -> T:
@@ -52,7 +51,7 @@ def one_type_each(function: Callable[..., T], count: int, otherwise: Callable[..
         if is_cyclic and otherwise is not None:
             return otherwise(*inputs)
         for nth, loop in enumerate(loops):
-            if done:  # what is read no more must not be held: XLA would copy it
+            if done:  # only arrays that are still read pass the barrier: XLA would copy the others
                 later = set[Var]().union(*(_read(jaxpr, each, done) for each in loops[nth:]))
                 read = [v for v in known if v in later and aval_of(v).size == size]
                 kept, stored = jax.lax.optimization_barrier(([known[v] for v in read], list(done.values())))
@@ -66,7 +65,7 @@ def one_type_each(function: Callable[..., T], count: int, otherwise: Callable[..
 
 
 def _loops(jaxpr: Jaxpr, replaced: Mapping[Var, Var]) -> tuple[list[list[Var]], bool]:
-    """Results by their types, in the order in which the fewest bytes move; and whether one reads what another has replaced: a copy."""
+    """Return the results of each dtype in the order that moves the fewest bytes, and whether a loop still reads a replaced input."""
     kinds: dict[np.dtype, list[Var]] = {}
     for new in replaced:
         kinds.setdefault(aval_of(new).dtype, []).append(new)
@@ -90,12 +89,12 @@ def _bytes(v: Var) -> int:
 
 
 def _read(jaxpr: Jaxpr, wanted: Sequence[Var], done: Iterable[Var]) -> set[Var]:
-    """What the operations for some results read, where others are `done`."""
+    """Return the variables that the equations of some results read, if others are `done`."""
     eqns = slice_of(jaxpr.eqns, wanted, done)
     return {v for v in (*wanted, *(v for eqn in eqns for v in eqn.invars)) if not isinstance(v, Literal)}
 
 
 def _found(jaxpr: Jaxpr, wanted: Sequence[Var], known: Mapping[Var, Array]) -> dict[Var, Array]:
-    """Some variables of a program, from those that are known."""
+    """Evaluate some variables of a jaxpr from known ones."""
     read = in_turn(slice_of(jaxpr.eqns, wanted, known), dict(known), lambda eqn, operands: apply(jaxpr, eqn, operands))
     return {v: read(v) for v in wanted}

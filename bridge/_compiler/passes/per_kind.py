@@ -1,4 +1,4 @@
-"""One function for each kind of leaf, cut in what depends on scalars alone and what needs arrays."""
+"""A pass that traces one function for each kernel class and splits it into scalar arithmetic and array operations."""
 
 from __future__ import annotations
 

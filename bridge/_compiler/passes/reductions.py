@@ -1,8 +1,8 @@
-"""The update of a flat leaf that is also summed over: what the sums are taken of, then the sums, then the results.
+"""A pass that splits the update of a flat leaf at its reductions: operands of the reductions, then the reductions, then the results.
 
-XLA would evaluate the update anew for each sum and each result, or store all that lies between. Here the traced update
-is cut where its sums are. A number that chooses for all elements (optax asks whether a norm is 0 and takes it again of
-ones) chooses between sums instead, which are then taken once.
+Without the split, XLA would evaluate the update again for each reduction and each result, or materialize all values in between. A
+scalar predicate that selects an array for all elements selects between reductions instead, which are then computed once. (optax
+compares a norm with 0 and computes it again from ones.)
 """
 
 from __future__ import annotations
