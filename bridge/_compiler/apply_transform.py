@@ -1,6 +1,6 @@
-"""One evaluation of a transformation: leaves, gradients and state in, leaves and state out, as shaped arrays or as flat buffers."""
+"""One evaluation of a transformation: from leaves, gradients and state to new leaves and state, as shaped arrays or as flat buffers."""
 
-# jax declares many of its functions in part only.
+# jax annotates many of its functions only partially.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Arrays(NamedTuple, Generic[T_co]):
-    """What one evaluation reads or writes: of each leaf, the fields of each leaf, the shared fields."""
+    """The arrays that one evaluation reads or returns: parameters, gradients, the state of each leaf, and the shared state."""
 
     params: Sequence[T_co]
     grads: Sequence[T_co]
@@ -38,8 +38,7 @@ class Arrays(NamedTuple, Generic[T_co]):
 
 
 def begin(problem: Problem, values: Sequence[ArrayLike | Scalar] | Array, params: Sequence[jax.Array]) -> Arrays[jax.Array]:
-    """The state of shaped leaves as the transformation begins, in the layout's types; the leaves themselves, and what is kept
-    beside that state, are left out."""
+    """Return the initial state of shaped leaves in the dtypes of the layout, without the leaves and without auxiliary state."""
     row, plan = problem.row, layout(problem)
     with problem.types():
         leaves = [lift(p, row) for p in params]
@@ -60,16 +59,19 @@ def evaluate(
     factor: jax.Array | None,
     extra: Mapping[str, PyTree],
 ) -> Arrays[jax.Array]:
-    """The transformation's update of shaped leaves; in the result `grads` is empty.
+    """Return the new values of shaped leaves and of their state; `grads` of the result is empty.
 
     Args:
-      problem: the transformation and its leaves.
+      update_spec: the transformation and its leaves.
       arrays: the leaves, their gradients and their state, shaped.
-      values: float64, the traced hyperparams of the row.
-      multipliers: one float64 scalar for each leaf of a `scaled` row; where it is 0 the leaf keeps its bits.
-      scale: what the gradients are multiplied by, or None.
-      factor: a traced 1.0 that keeps this evaluation from being merged with another, or None.
-      extra: further arguments of the transformation.
+      values: float64, the scalars of the transformation.
+      multipliers: one float64 scalar for each leaf of an optax transformation; a leaf whose scalar is 0 keeps its bits.
+      scale: the factor of the gradients, or None.
+      unit_factor: a traced 1.0 that keeps XLA from merging this evaluation with another, or None.
+      extra: the extra arguments of the transformation.
+
+    Raises:
+      ValueError: an update does not fit its parameter, or the structure of the state changes.
     """
     row, plan = problem.row, layout(problem)
     with problem.types():
@@ -90,16 +92,19 @@ def evaluate(
                         state[field.position] = times(lift(x, row).astype(field.arithmetic), None if field.shape == () else factor)
         extra = {name: problem.tree(grads) if value is GRADIENTS else value for name, value in extra.items()}
         transformation = row.transformation(problem.scalars(values), problem.specs[0].dtype)
-        # A transformation of the user may be of any class.
+        # A user's transformation may be of any class.
         if extra and isinstance(transformation, optax.GradientTransformation):  # pyright: ignore[reportUnnecessaryIsInstance]
-            transformation = optax.with_extra_args_support(transformation)  # one that takes none is beside one that does
+            transformation = optax.with_extra_args_support(transformation)  # others may take them
         update: Callable[..., tuple[PyTree, PyTree]] = transformation.update
         updates, new = update(problem.tree(grads), plan.structure.unflatten(state), problem.tree(params), **extra)
         new_state, structure = cast(tuple[list[jax.Array], PyTreeDef], jax.tree.flatten(new))
         if structure != plan.structure:
-            raise ValueError(f"the transformation's update changes the structure of its state from {plan.structure} to {structure}.")
+            raise ValueError(
+                f"the transformation's update changes the structure of its state from {plan.structure} to {structure}. `update` must "
+                "return a state like that of `init`."
+            )
         moves = _moves(problem, updates, params)
-        # Added to the parameter as it is, so that the compiler sees where a constant 0 moves nothing (optax.freeze).
+        # Added to the parameter without `unit_factor`: the compiler then sees that a constant update of 0 changes nothing (optax.freeze).
         results = [_settled(row, *each, row.decay(values)) for each in zip(arrays.params, wide, moves, multipliers, beside, strict=True)]
         own, shared = _taken_out(problem, plan, new_state, arrays, [kept for _, kept in results])
     return Arrays([p for p, _ in results], [], own, shared)
@@ -114,7 +119,7 @@ def evaluate_buffers(
     factor: jax.Array | None,
     extra: Mapping[str, PyTree],
 ) -> Arrays[jax.Array]:
-    """`evaluate` for flat buffers, with buffers as result."""
+    """Run `evaluate` on flat buffers and return buffers."""
     plan, specs = layout(problem), problem.specs
     shaped = Arrays(
         [unflatten(p, spec) for p, spec in zip(arrays.params, specs, strict=True)],
@@ -131,7 +136,7 @@ def evaluate_buffers(
 
 
 def _moves(problem: Problem, updates: PyTree, params: Sequence[jax.Array]) -> list[jax.Array]:
-    """The update of each leaf; an error where the transformation gives none, or one that does not fit."""
+    """Return the update of each leaf. Raise ValueError if it is missing or does not have the shape of its parameter."""
     moves: list[PyTree]
     try:
         moves = problem.leaves(updates)
@@ -139,16 +144,16 @@ def _moves(problem: Problem, updates: PyTree, params: Sequence[jax.Array]) -> li
         moves = [None]
     for spec, p, move in zip(problem.specs, params, moves, strict=False):
         if getattr(move, "shape", None) != p.shape:
-            given = "nothing for it" if move is None else f"shape {getattr(move, 'shape', move)}"
+            given = "is missing" if move is None else f"has shape {getattr(move, 'shape', move)}"
             raise ValueError(
                 f"the transformation's update does not fit the parameters: at {'.'.join(spec.path or ('the leaf',))} the parameter has "
-                f"shape {p.shape}, the update {given}. `update` must return a tree like the gradients'."
+                f"shape {p.shape}, but the update {given}. `update` must return a tree like the gradients'."
             )
     return moves
 
 
 def _wide(p: jax.Array, beside: Mapping[str, jax.Array], row: Row) -> jax.Array:
-    """The parameter in the type of the arithmetic: its master, but where the parameter was written to since, its own value."""
+    """Return the parameter in its compute dtype: its master weights, or its own value where it was written to since the last step."""
     if MASTER not in beside:
         return lift(p, row)
     own = lift(p, row)
@@ -164,18 +169,20 @@ def _settled(
     beside: Mapping[str, jax.Array],
     decay: jax.Array | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """p + multiplier * update in the type of `old`, and `old` itself where the multiplier is 0, whatever the update is; and what
-    is kept beside it."""
+    """Return the new parameter and its auxiliary state.
+
+    The parameter is p + multiplier * update in the dtype of `old`. With a multiplier of 0 it is `old`, whatever the update is.
+    """
     kept: dict[str, jax.Array] = {}
     factor = None
     if row.scaled:
         update = update if jnp.issubdtype(update.dtype, jnp.inexact) else update.astype(p.dtype)
         factor = multiplier.astype(finfo(update.dtype).dtype)
-        # The inner choice lets the compiler see that a constant 0 (optax.set_to_zero) moves nothing: the leaf is then not touched.
+        # With this select the compiler sees that a constant 0 (optax.set_to_zero) changes nothing, and it does not write the leaf.
         update = jnp.where(update == 0, jnp.zeros_like(update), factor * update)
     moved = p + update
     if factor is not None and MASTER in beside:
-        moved = jnp.where(factor == 0, p, moved)  # as it is kept, so that the parameter can be rounded from what was stored
+        moved = jnp.where(factor == 0, p, moved)  # the value that is stored, so that the parameter can be rounded from it
     if KEY in beside:
         new, kept[KEY] = stochastic_round(moved, old.dtype, beside[KEY]), beside[KEY] + jnp.asarray([0, 1], jnp.int32)
     else:
@@ -185,7 +192,7 @@ def _settled(
     if MASTER in beside:
         kept[MASTER] = moved
     if AVERAGE in beside:
-        assert decay is not None  # a row has the one with the other
+        assert decay is not None  # a transformation with an average has a decay
         average, trained = lift(beside[AVERAGE], row), moved if MASTER in beside else lift(new, row)
         with x64():
             share = (1 - decay).astype(finfo(average.dtype).dtype)
@@ -196,7 +203,7 @@ def _settled(
 def _taken_out(
     problem: Problem, plan: Layout, state: Sequence[jax.Array], like: Arrays[jax.Array] | None, beside: Sequence[Mapping[str, jax.Array]]
 ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
-    """The leaves of a state by owner, in the types that `like` has, else in the layout's; then what is `beside` it."""
+    """Return the state arrays of each leaf and the shared ones, in the dtypes of `like` or else of the layout, with auxiliary state."""
 
     def stored(field: Field, position: int, old: object) -> jax.Array:
         x = state[position]
@@ -213,7 +220,7 @@ def _taken_out(
 
 
 def buffered(problem: Problem, plan: Layout, state: Arrays[jax.Array]) -> Arrays[jax.Array]:
-    """State of shaped leaves as buffers."""
+    """Return the state of shaped leaves as flat buffers."""
     own = [
         [flatten(x, spec) if f.shape is None else x.reshape(buffer_shape(f, spec)) for f, x in zip(fields, leaf, strict=False)]
         for fields, leaf, spec in zip(plan.own, state.own, problem.specs, strict=True)

@@ -1,4 +1,4 @@
-"""Which leaves share an executable, and which lengths XLA's CPU compiler writes bad loops for."""
+"""Chunking: which leaves share an executable, and for which lengths XLA's CPU compiler generates slow loops."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from typing import TypeVar
 
 from bridge import _process
 
-LARGE = 1 << 14  # elements of the smallest array whose loops matter: smaller ones are on one core, and in its cache
+LARGE = 1 << 14  # elements from which the loops of an array matter; smaller arrays run on one core, from its cache
 
 
 # ------------------------------------------------------------------ loops of an odd length
 
 
 def is_ragged(size: int) -> bool:
-    """Whether a loop over so many elements is written badly for want of one more.
+    """Return whether XLA splits a loop over this many elements unevenly, which makes the loop slow.
 
-    jaxlib 0.10.2 cuts a loop in parts: in two for two to four cores. Where the second is shorter it asks at each element whether it is
-    past the end, and LLVM writes no vectors: AdamW took 5.4 to 6.2 times as long as torch's. Of three parts it does not.
+    jaxlib 0.10.2 splits a loop into two parts for two to four cores. If the second part is shorter, the loop checks its bound at each
+    element, and LLVM does not vectorize it. XLA does not do this with three parts or more.
     """
     return 2 <= _process.CORES <= 4 and size % 2 == 1 and size >= LARGE
 
 
 T = TypeVar("T")
 
-LOOPS = 64  # loops (of a leaf, or of a pack) that are one program, whatever they are: they overlap, and equal ones are compiled once
-EQUAL = 24  # equal leaves that are one program at most
+LOOPS = 64  # loops (one for each leaf or bucket) up to which all leaves are one program, whose loops overlap
+EQUAL = 24  # equal leaves in one program, at most
 
 
 def sizes() -> list[int]:
-    """Return how many equal leaves a program may take that serves any number of them: few sizes, the last 1."""
+    """Return the sizes of chunks in descending order: few sizes that serve any number of equal leaves, the last of them 1."""
     return list(dict.fromkeys((EQUAL, math.isqrt(EQUAL), 1)))
 
 
 def enough(loops: int) -> float:
-    """Return how many equal leaves are worth programs of their own among so many loops."""
+    """Return how many equal leaves are worth programs of their own in an update with this many loops."""
     return math.inf if loops <= LOOPS else math.isqrt(EQUAL)
 
 
 def divided(kinds: Sequence[Hashable], counts: Sequence[int], restless: bool) -> Iterator[Sequence[int]]:
-    """The positions of the leaves that each program takes.
+    """Yield the positions of the leaves of each program. All leaves outside chunks are one program.
 
     Args:
-      kinds: of each live leaf (a pack counts as one) what it must have in common with others of its tile; None for one that has none.
-      counts: how many leaves that may be live are like it, if they are worth programs of their own, else 0.
-      restless: whether so many sets of live leaves were seen that none should have a program for itself.
+      leaf_keys: a key for each leaf with a gradient; a bucket is one leaf. Leaves with equal keys may share a chunk. None
+        keeps a leaf out of chunks.
+      equal_counts: for each leaf, how many trainable leaves equal it; 0 if they are not worth programs of their own.
+      sets_keep_changing: whether the set of leaves with a gradient changes so often that no set gets a program of its own.
     """
     rest: list[int] = []
     alike: dict[Hashable, list[int]] = {}
@@ -62,13 +63,13 @@ def divided(kinds: Sequence[Hashable], counts: Sequence[int], restless: bool) ->
 
 
 def evenly(members: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Equal leaves, of which all are live, in as few programs as there may be: of one size, but for the last."""
+    """Yield equal leaves, all of which have a gradient, in as few chunks as possible: all of one size except for the last."""
     size = -(-len(members) // -(-len(members) // EQUAL))
     yield from (members[start : start + size] for start in range(0, len(members), size))
 
 
 def in_tiles(members: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Equal leaves, so many at a time as one program takes."""
+    """Yield equal leaves in chunks of the sizes from `chunk_sizes`."""
     start = 0
     for size in sizes():
         while len(members) - start >= size:

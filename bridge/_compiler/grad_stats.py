@@ -1,6 +1,6 @@
-"""What an update must know of all its gradients before the first element is updated: their norm, and whether all are finite."""
+"""The statistics of all gradients that an update needs before it changes the first element: their norm, and whether all are finite."""
 
-# jax declares many of its functions in part only.
+# jax annotates many of its functions only partially.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from bridge._ir.numerics import real, times
 from bridge._ir.types import Array
 
-# Platforms whose programs choose between two ways by themselves. On a GPU the host would wait for what is chosen by, in `step()`
-# (openxla/xla, backends/gpu/runtime/conditional_thunk.cc): there both sums are taken, which no device has timed yet.
+# Platforms on which a program branches with `cond`. On a GPU the host would wait for the predicate in `step()`
+# (openxla/xla, backends/gpu/runtime/conditional_thunk.cc), so programs for a GPU compute both sums.
 CHOOSING = {"cpu"}
 
 
@@ -28,10 +28,11 @@ def found_in(
     before: Array,
     platform: str,
 ) -> Array:
-    """What was found of other gradients, and of these: float64 (2,), the sum of their squares, and a 0 that is NaN if one is not finite.
+    """Return the statistics of these gradients, added to previous ones.
 
-    Of a scaled loss both are one reading of each gradient: a sum that is finite had finite terms. One that is not may only
-    have overflown, so the terms are then looked at one by one, which takes XLA's CPU code three times as long.
+    The statistics are float64 (2,): the sum of the squares, and a 0 that is NaN if an element is not finite. For a scaled loss one
+    pass over the gradients serves both, because a finite sum has only finite terms. A sum that is not finite may only have overflowed.
+    A second pass, which is slower, then checks each element.
     """
     seen: list[jax.Array] = []
     for g, mask, live in zip(grads, masks, lives, strict=True):
@@ -39,7 +40,7 @@ def found_in(
         seen.append(real(g if trained is None else jnp.where(trained, g, jnp.zeros_like(g))))
 
     def sum_of(term: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Each array's own in its type."""
+        """Return the sum over all gradients; each one is summed in its own dtype."""
         return sum((jnp.sum(term(g)).astype(jnp.float64) for g in seen), jnp.zeros((), jnp.float64))
 
     return before + found_by(sum_of, clip, scaling, platform)
@@ -48,14 +49,21 @@ def found_in(
 def found_by(
     sum_of: Callable[[Callable[[jax.Array], jax.Array]], jax.Array], clip: bool, scaling: Sequence[jax.Array], platform: str
 ) -> jax.Array:
-    """As of `found_in`, of gradients of which `sum_of` gives the sum over all elements of what a function makes of each, float64."""
+    """Return the statistics of gradients that only `sum_of` reads.
+
+    Args:
+      sum_of: takes an elementwise function and returns the float64 sum of its results over all gradients.
+      clip: whether the sum of the squares is needed.
+      loss_scaling: as in `grad_stats`.
+      platform: the platform of the program.
+    """
     nothing = jnp.zeros((), jnp.float64)
     if not scaling:
         return jnp.stack([sum_of(jnp.square), nothing])
     unscaling = _unscaling(scaling)
 
     def one_by_one() -> jax.Array:
-        # 0 * g is 0 where g is finite and else NaN: the predicates of `isfinite` would be stored.
+        # g * 0 is 0 where g is finite, and otherwise NaN. XLA would materialize the predicates of `isfinite`.
         squares = sum_of(lambda g: jnp.square(times(g, unscaling))) if clip else nothing
         return jnp.stack([squares, sum_of(lambda g: g * jnp.zeros((), g.dtype))])
 
@@ -70,17 +78,17 @@ def found_by(
 
 
 def _unscaling(scaling: Sequence[jax.Array]) -> jax.Array:
-    """The factor that undoes the loss scale."""
+    """Return the factor that undoes the loss scale."""
     return 1 / scaling[0][0].astype(jnp.float64)
 
 
 def consequences(
     clip: bool, bound: jax.Array, scaling: Sequence[jax.Array], measure: Array
 ) -> tuple[jax.Array | None, jax.Array | None, list[jax.Array]]:
-    """What the gradients are to be multiplied by, whether to skip the update, and the count of skipped ones with this.
+    """Return the factor of the gradients, whether to skip the update, and the new count of skipped updates.
 
-    The factor brings the global norm down to the bound, as torch's clip_grad_norm_: one scalar, so that no clipped gradient is
-    ever stored. A norm of NaN or infinity gives what torch's gives.
+    The factor brings the global norm down to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does. It is one scalar, so no clipped
+    gradient is materialized. A norm of NaN or infinity has the same effect as in torch.
     """
     scale, skip = _unscaling(scaling) if scaling else None, None
     skipped: list[jax.Array] = []
@@ -95,5 +103,5 @@ def consequences(
 
 
 def along(live: jax.Array, x: Array) -> jax.Array:
-    """A flag for each row, ready to be broadcast over the rows of x."""
+    """Return one flag for each row in a shape that broadcasts over the rows of `x`."""
     return live.reshape(live.shape + (1,) * (x.ndim - 1))

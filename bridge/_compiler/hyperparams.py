@@ -1,11 +1,11 @@
-"""Traced hyperparams that behave like the Python floats that optax expects.
+"""Traced hyperparams with the type promotion of Python floats, for optax transformations.
 
-optax works out `1 - b2` in Python, in double precision, and lets the result meet an array in the array's own type. A
-traced float32 loses five digits of `1 - 0.999`; a traced float64 turns every float32 array that it meets into float64.
-A `Scalar` does neither: among scalars it is float64, and on meeting an array it becomes one of the arrays' type.
+optax computes `1 - b2` in Python in double precision, and the result takes the dtype of the array that it is combined with.
+A traced float32 loses digits of `1 - 0.999`. A traced float64 promotes every float32 array to float64. A `TracedHyperparam` is
+float64 in arithmetic with scalars, and takes a given dtype in arithmetic with arrays.
 """
 
-# jax declares many of its functions in part only, and the operators of `Scalar` are functions outside of the class.
+# jax annotates many of its functions only partially, and the operators of `TracedHyperparam` are functions outside the class.
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Scalar:
-    """A traced float64 number with a Python float's manners; `dtype` is the type in which it meets arrays."""
+    """A traced float64 scalar that promotes as a Python float does; arithmetic with arrays converts it to `dtype`."""
 
     __slots__ = ("_dtype", "_value")
-    __array_ufunc__ = None  # numpy scalars on the left leave the operation to us
+    __array_ufunc__ = None  # a NumPy scalar on the left then calls the reflected operator
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: jax.Array, dtype: DTypeLike) -> None:
@@ -36,7 +36,7 @@ class Scalar:
     def __jax_array__(self) -> jax.Array:
         return self._value.astype(self._dtype)
 
-    # What needs the number itself raises jax's error about traced values; such a hyperparam is then made static.
+    # Conversion to a Python value raises jax's error about traced values. The caller then makes the hyperparam static.
     def __bool__(self) -> bool:
         return bool(self._value)
 
@@ -74,5 +74,5 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Scalar, f"__{_name}__", _binary(getattr(operator, _name)))
 
-# A pytree, so that it may be an argument of the small jitted functions that optax is made of.
+# A pytree, because optax passes hyperparams to jitted functions.
 jax.tree_util.register_pytree_node(Scalar, lambda s: ((s._value,), s._dtype), lambda dtype, children: Scalar(children[0], dtype))

@@ -1,4 +1,4 @@
-"""Updates of transformations that must see all leaves at once."""
+"""The update of a joint set: leaves that one transformation must see together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update of one leaf by itself as a function that jax traces, evaluated as often as XLA needs to write all results in one loop."""
+"""The update of a single leaf as a function that jax traces, evaluated as often as XLA needs to write all results from one loop."""
 
 from __future__ import annotations
 

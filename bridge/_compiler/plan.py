@@ -1,4 +1,4 @@
-"""The static `Plan` of an executable: all that decides the program of an update."""
+"""The `UpdatePlan`, which is the cache key of an update's executable, and the abstract arguments that follow from it."""
 
 from __future__ import annotations
 
@@ -21,35 +21,41 @@ from .spec import NO_EXTRA, Extra, Problem, Row, Same, Signature, Spec
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-# Elements of one place that a turn reads, and places. 49 gradients of 600 MB on 2 cores of an AMD EPYC, by turns, medians of six processes,
-# three of them while memory was fast: four places 39 to 43 GB/s and 30 to 31, eight 43 to 48 and 31 to 32, sixteen 27 (slow), parts of half
-# as many elements 38 to 45 (fast). A loop in C got 48 to 50 and 32. Before that one place gave 28 where four gave 33, a plain sum 26.
+# The elements of one chunk of a gradient, and the chunks that one loop iteration of the streaming statistics reads. Several chunks
+# at once keep more reads of memory in flight than one.
 PART, _PLACES = 1 << 13, 8
-_LEAST = 1 << 20  # elements of all, and of each core: for fewer the calls cost more than they spare
+_LEAST = 1 << 20  # elements in total and for each core; with fewer, the calls cost more than they save
 _DTYPES = {"float32", "float64"}
 
 
 def takes(dtype: str, size: int) -> bool:
-    """Whether a gradient of so many elements may be read here."""
+    """Return whether the streaming statistics can read a gradient of this dtype and size."""
     return dtype in _DTYPES and size >= PART
 
 
 def is_worth(elements: int) -> bool:
-    """Whether so many elements, of all gradients of a CPU that may be read here, are."""
+    """Return whether the streaming statistics are worth their calls for gradients with this many elements in total."""
     return SUPPORTED and elements >= _LEAST
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """What the program must know of one live leaf: its transformation, its arrays, and which way its result goes.
+    """The static description of one leaf of a program: a parameter, or a bucket of parameters with equal signatures.
 
-    `count`: small leaves of equal signature, side by side in the rows of one buffer each for parameters, gradients and
-    every field of state; `spec` is then that of one row. None for a leaf by itself. `singly`: the gradients of the rows are
-    arguments of their own, because reading them in one place would not be worth moving them there. `at_once`: the gradients of
-    the rows are read where they lie, as of `bridge._compiler.passes.gather_rows`. `members`: of leaves that their transformation sees
-    together with others,
-    each with its row. `length`: of a single row that is longer than its leaf, the elements of that; what stands behind them may be
-    anything, and in the gradient is zero. `other_gradient`: the dtype of a gradient that has another than the leaf.
+    A bucket has one buffer each for parameters, gradients and every state field. Each row belongs to one parameter.
+
+    transform: the transformation of the leaf.
+    spec: the leaf as its transformation sees it; for a bucket, one row.
+    state: the signature of each state array.
+    inplace: whether the new values replace a donated parameter; otherwise they are copied back.
+    has_element_mask: whether a mask selects the elements to update.
+    rows: the number of rows of a bucket; None for a single parameter.
+    grads_as_arguments: whether the gradient of each row is an argument of its own, because copying it into one buffer costs more.
+    bucket_members: the row and the spec of each parameter of a bucket in a joint set.
+    valid_length: the elements of the parameter in the only row of a padded bucket. The padding of the gradient is zero; other padding
+      may have any value.
+    addresses_grads: whether the program reads the gradients of the rows by address; see `bridge._compiler.passes.gather_rows`.
+    grad_dtype_override: the dtype of the gradient, if it differs from the leaf's.
     """
 
     row: Row
@@ -66,12 +72,12 @@ class Leaf:
 
     @property
     def gradient_dtype(self) -> str:
-        """That of its gradient, which is mostly its own."""
+        """The dtype of the gradient."""
         return self.other_gradient or self.spec.dtype
 
     @property
     def size(self) -> int:
-        """The elements that are a leaf's, in one row."""
+        """The number of elements of one parameter, without padding."""
         return self.length or math.prod(self.spec.shape)
 
     @property
@@ -81,19 +87,22 @@ class Leaf:
 
     @property
     def together(self) -> tuple[bool, ...]:
-        """Of each of its state whether it lies in a vector with those of other leaves: the scalars of a leaf by itself."""
+        """For each state array, whether it is stored in a vector with those of other leaves: the scalars of a single parameter are."""
         return tuple(shape == () and self.count is None for shape, _ in self.state)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is static about one update, and so the key of its program.
+    """The static description of one update, and the cache key of its executable.
 
-    `width`: of the vector of hyperparams. `measured`: the norm and the finite check are over more than these leaves, and
-    come from calls of `Program.measure`. `ahead`: those of large gradients come from `bridge._runtime.streaming_stats`.
-    `shared` has the state that belongs to no leaf, for each unit of the rows in ascending order. `scaled`: the gradients are those of a
-    scaled loss, and the update is skipped where one is not finite; `checked`: which the count of infinities that is given says of all of
-    them.
+    clip: whether the global norm of the gradients is clipped.
+    vector_length: the length of the vector of hyperparams.
+    shared_signatures: the signatures of the state that belongs to no leaf, for each joint set in ascending order.
+    has_loss_scale: whether the gradients are those of a scaled loss. The update is skipped if one of them is not finite.
+    finite_check_done: whether the step's count of infinities covers all gradients.
+    stats_precomputed: whether the norm and the finite check cover more leaves than these. Then they come from the
+      `stats_executable` of each `UpdateExecutable`.
+    has_streaming_stats: whether `bridge._runtime.streaming_stats` reads the large gradients.
     """
 
     leaves: tuple[Leaf, ...]
@@ -110,28 +119,28 @@ class Plan:
 
     @property
     def decisive(self) -> bool:
-        """Whether something must be found of all gradients before the first element is updated."""
+        """Whether the update needs a statistic of all gradients before it changes the first element."""
         return self.clip or (self.scaled and not self.checked)
 
     def far(self, leaf: Leaf) -> bool:
-        """Whether the gradient of a leaf is measured before the program, where it lies."""
+        """Return whether the streaming statistics read the gradient of a leaf, before the program runs."""
         lies = leaf.count is None or leaf.length is not None or leaf.at_once
         return self.ahead and lies and not leaf.elements and takes(leaf.gradient_dtype, leaf.size)
 
     @property
     def far_dtypes(self) -> list[str]:
-        """Those of the leaves that are far, each once."""
+        """The dtypes of the gradients that the streaming statistics read, each once."""
         return list(dict.fromkeys(leaf.gradient_dtype for leaf in self.leaves if self.far(leaf)))
 
     def problem(self, leaf: Leaf) -> Problem:
-        """A leaf that is updated by itself."""
+        """Return the `UpdateSpec` of a leaf that is updated on its own."""
         return Problem(leaf.row, (leaf.spec,), () if leaf.spec.path is None else self.skeleton)
 
     @property
     def units(self) -> list[tuple[Problem, list[tuple[int, int | None]]]]:
-        """Each transformation that is evaluated over several leaves together, with their places: position, and row in a pack.
+        """The `UpdateSpec` of each joint set, with the position and the bucket row of each of its leaves.
 
-        The leaves are in the order of their paths, as in the problem that was looked at before.
+        The leaves are in the order of `all_paths`, as in the trace of the separability analysis.
         """
         seen: dict[int, list[tuple[int, int | None, Spec]]] = {}
         for position, leaf in enumerate(self.leaves):
@@ -147,18 +156,18 @@ class Plan:
 
     @property
     def scalars(self) -> dict[str, int]:
-        """Dtype -> how many scalars of state there are that lie in one vector, in the order of the leaves."""
+        """The length of each vector of state scalars, by dtype. A vector has its scalars in the order of the leaves."""
         kinds = [dtype for leaf in self.leaves for (_, dtype), among in zip(leaf.state, leaf.together, strict=True) if among]
         return {dtype: kinds.count(dtype) for dtype in dict.fromkeys(kinds)}
 
     @property
     def offsets(self) -> int:
-        """How many leaves there are, those of packs one by one."""
+        """The number of parameters, which counts every row of a bucket."""
         return sum(leaf.count or 1 for leaf in self.leaves)
 
 
 def in_rows(plan: Plan, grads: Sequence[jax.Array]) -> list[jax.Array | Scattered]:
-    """The gradient of each leaf of the plan, of a pack in rows, from flat ones as of `abstract`."""
+    """Return the gradient of each leaf, with rows for a bucket, from flat gradients as `abstract_args` describes them."""
     given = iter(grads)
     return [
         next(given)
@@ -173,7 +182,7 @@ def in_rows(plan: Plan, grads: Sequence[jax.Array]) -> list[jax.Array | Scattere
 
 
 class AbstractArguments(NamedTuple):
-    """Shape and dtype of the arguments of `bridge._compiler.update.stepped`, in its order."""
+    """Shapes and dtypes of the arguments of `bridge._compiler.update.update_step`, in its order."""
 
     params: list[jax.ShapeDtypeStruct]
     state: list[jax.ShapeDtypeStruct]
@@ -191,7 +200,12 @@ class AbstractArguments(NamedTuple):
 
 
 def abstract(plan: Plan, counted: bool = False) -> AbstractArguments:
-    """Return the abstract arguments of a plan's program, or of one that is only to be counted."""
+    """Return the abstract arguments of a plan's program.
+
+    Args:
+      plan: the plan.
+      for_counting: whether the program is compiled only to count its bytes. Addressed gradients then have the size of their rows.
+    """
     sharding = jax.sharding.SingleDeviceSharding(plan.device)
 
     def array(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,6 @@
-"""What a transformation must see of other leaves: nothing, their values, or their shapes; decided from its traced program."""
+"""Separability analysis: which leaves a transformation can update on their own, and which elementwise, decided from its trace."""
 
-# Modules of ours share names that begin with an underscore.
+# Modules of this project share names that begin with an underscore.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .traced_update import _REAL, _Program
 
 @functools.lru_cache(256)
 def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: Extra) -> tuple[Spec, ...] | None:
-    """For each leaf how it may be put before the transformation by itself; None if all must be evaluated together.
+    """Return the spec with which each leaf can be updated on its own; None if all leaves must be updated together.
 
     Args:
-      row: a row of the transformation.
-      skeleton: the paths of all parameters.
+      transform: the transformation.
+      all_paths: the paths of all parameters.
       specs: the leaves, in their own shapes.
-      extra: the further arguments.
+      extra: the extra arguments.
 
     Raises:
-      Whatever the transformation raises for these leaves.
+      Exception: any error that the transformation raises for these leaves.
     """
     together = _together(Problem(row, specs, skeleton), extra)
     properties = properties_of(together.jaxpr)
     if properties.has_callback or properties.draws_by_batch:
-        return None  # two Python functions cannot be told apart by what they are called; and equal leaves are evaluated as one batch
+        return None  # the text does not tell two Python functions apart, and a batch of equal leaves would draw other random numbers
     if not all(map(together.may_be_each_leafs_own, layout(together.problem).shared)):
         return None
     chosen: dict[tuple[object, ...], Spec] = {}
@@ -53,12 +53,12 @@ def views(row: Row, skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: 
             if view is None:
                 return None
             chosen[key] = view
-        found.append(chosen[key])  # equal programs: the first leaf's place in the tree serves for all
+        found.append(chosen[key])  # leaves with equal programs take the path of the first
     return tuple(found)
 
 
 def fails(problem: Problem, extra: Extra) -> bool:
-    """Return whether `init` or `update` raises for these leaves of those of the skeleton, evaluated together."""
+    """Return whether `init` or `update` raises an error for these leaves, evaluated together."""
     try:
         _Program(problem._replace(row=problem.row.together(0)), extra)
     except Exception:  # noqa: BLE001 - user code may raise anything
@@ -68,31 +68,33 @@ def fails(problem: Problem, extra: Extra) -> bool:
 
 @functools.lru_cache(64)
 def kinds(problem: Problem, extra: Extra) -> tuple[int | None, ...]:
-    """Of leaves that are updated together a number: equal for those of equal state whose elements are updated alike, each by itself.
+    """Return the bucket class of each leaf of a joint set; None for a leaf that cannot be in a bucket.
 
-    So they may lie side by side in one buffer, where they are of one size. None for a leaf that is looked at otherwise than by numbers
-    that all of it gives.
+    Leaves of one class have equal state fields and the same elementwise equations, so leaves of equal size may share a bucket. Other
+    leaves, and other elements of the same leaf, take part only through scalars.
 
     Args:
-      problem: the transformation and its leaves.
-      extra: the further arguments.
+      update_spec: the transformation and its leaves.
+      extra: the extra arguments.
     """
     program = _together(problem, extra)
     return program.kinds() or (None,) * len(problem.specs)
 
 
 def in_parts(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extra, sizes: Iterable[int] = ()) -> bool:
-    """Whether a part of such a leaf is updated as within the whole: each element by itself, in a program that knows no size.
+    """Return whether the update of a leaf is elementwise and does not depend on the size of the leaf.
+
+    Then a part of the leaf is updated exactly as within the whole leaf.
 
     Args:
-      row, skeleton, extra: as in `views`.
-      spec: the leaf as `views` gave it.
-      sizes: those that will be taken for each other. Equations of ours know none; a transformation may branch on one, so its program
-        is looked at for each of these.
+      transform, all_paths, extra: as in `separable_specs`.
+      spec: the spec of the leaf from `separable_specs`.
+      sizes: sizes that must have equal programs. torch's equations depend on no size. An optax transformation may branch on the size,
+        so its programs for these sizes are compared.
     """
     if row.unit is not None or not spec.flat:
         return False
-    dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs
+    dtype = spec.dtype if row.scaled else _REAL.get(spec.dtype, spec.dtype)  # torch's equations see complex leaves as pairs of reals
     leaf = row, () if spec.path is None else skeleton, spec.path, dtype, extra
     sizes = [size for size in sizes if size] if row.scaled else []
 
@@ -112,12 +114,12 @@ def _knows_no_size(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtyp
 
 @functools.lru_cache(1024)
 def _in_numbers(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra, size: int) -> str | None:
-    """The program for so many elements, with its shapes in numbers."""
+    """Return the program for a leaf of this size, with its shapes as numbers."""
     program = _flat(row, skeleton, path, dtype, extra, size)
     return None if program is None else program.text(0, marked=False)
 
 
-_ANY = 4099  # a prime, which no other array's size is
+_ANY = 4099  # a prime, so that no other array has this size
 
 
 def _flat(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, extra: Extra, size: int) -> _Program | None:
@@ -130,20 +132,23 @@ def _flat(row: Row, skeleton: tuple[Path, ...], path: Path | None, dtype: str, e
 def traced_names(
     row_of: Callable[[frozenset[str]], Row], candidates: frozenset[str], skeleton: tuple[Path, ...], specs: tuple[Spec, ...], extra: Extra
 ) -> frozenset[str]:
-    """The hyperparams among `candidates` that the transformation takes as traced numbers: all, or those that it takes one by one.
+    """Return the hyperparams among `candidates` that the transformation accepts as traced scalars.
+
+    These are all candidates, or all that the transformation accepts one at a time. If it does not accept these together, there are none.
 
     Args:
-      row_of: from the names of the traced hyperparams to the row.
-      candidates, skeleton, specs, extra: as in `views`.
+      transform_of: from the names of the traced hyperparams to the transformation.
+      candidates: the names of the hyperparams that may be traced.
+      all_paths, specs, extra: as in `separable_specs`.
 
     Raises:
-      Whatever the transformation raises with numbers that are not traced.
+      Exception: any error that the transformation raises with scalars that are not traced.
     """
 
     def takes(names: frozenset[str]) -> bool:
         try:
             views(row_of(names), skeleton, specs, extra)
-        except Exception:  # noqa: BLE001 - code that looks at the value of a number may raise anything when it has none
+        except Exception:  # noqa: BLE001 - code that reads the value of a traced scalar may raise anything
             return False
         return True
 
@@ -169,7 +174,7 @@ def _smallest_view(row: Row, skeleton: tuple[Path, ...], spec: Spec, extra: Extr
     return None
 
 
-# Programs that somebody holds, and the last one. Of a thousand leaves one is tens of megabytes.
+# The traces that callers hold, and the last one. A trace of many leaves is large, so no other is kept.
 _alive: weakref.WeakValueDictionary[tuple[Problem, Extra], _Program] = weakref.WeakValueDictionary()
 _last: list[_Program] = []
 
@@ -182,21 +187,22 @@ def _together(problem: Problem, extra: Extra) -> _Program:
 
 
 def _held(problem: Problem, extra: Extra) -> _Program | None:
-    """The program of leaves together, if they were looked at and somebody holds it."""
+    """Return the trace of these leaves together, if a caller holds one."""
     return _alive.get((problem._replace(row=problem.row.together(0)), extra))
 
 
 def given_up() -> list[_Program]:
-    """What was looked at last, which is kept here no longer: whoever holds it spares `flat_of` a trace."""
+    """Return the last trace and release it here. `flat_program` uses the trace while the caller holds it."""
     held, _last[:] = _last[:], []
     return held
 
 
 def flat_of(problem: Problem, extra: Extra) -> Flat | None:
-    """The update of leaves together, in flat arrays, if it was looked at and somebody holds it.
+    """Return the update of these leaves together for flat arrays; None if no caller holds its trace, or if it calls back into Python.
 
-    As `evaluate_buffers` takes and gives them: a pytree (arrays, values, multipliers, arrays among the further arguments). A further
-    argument that is no array may mean another thing where it is traced next: `train_program.VALUE_FN` is the loss of the program around it.
+    Inputs and results are those of `evaluate_buffers`: (arrays, values, multipliers, arrays among the extra arguments). It is also None
+    if an extra argument is no array, because such an argument may have another meaning in the next trace: `LOSS_OF_PARAMS` of
+    `bridge._train.train_program` is the loss of the program that is being traced.
     """
     if any(isinstance(x, Same) for x in extra.leaves):
         return None
@@ -205,9 +211,9 @@ def flat_of(problem: Problem, extra: Extra) -> Flat | None:
 
 
 def begun(problem: Problem, extra: Extra) -> Arrays[np.generic] | None:
-    """Of each field of the state of leaves together the one number that all its elements begin with, in its type.
+    """Return for each state field of these leaves together the initial value that all its elements have, as a scalar of its dtype.
 
-    None where there is no such number for one of them, or the leaves were not looked at, or nobody holds what was seen.
+    Return None if a field has no such value, or if no caller holds the trace.
     """
     program = _held(problem, extra)
     return None if program is None else program.begun()

@@ -1,6 +1,6 @@
-"""Static descriptions of leaves, state and further arguments."""
+"""Static descriptions of transformations, leaves, state and extra arguments, which the whole compiler shares."""
 
-# jax declares many of its functions in part only.
+# jax annotates many of its functions only partially.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from .hyperparams import Scalar
 if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
 
-MASTER = "master_param"  # float32, of a half parameter: what the update is added to
+MASTER = "master_param"  # float32 copy of a half-precision parameter, to which the update is added
 AVERAGE = "ema_param"  # exponential moving average of the trained weights
-KEY = "rounding_key"  # two words of the next stochastic rounding: of the parameter, and a count
+KEY = "rounding_key"  # key of the next stochastic rounding, two words: one of the parameter, one a count
 BESIDE = frozenset({MASTER, AVERAGE, KEY})
 
 HALF = frozenset({"float16", "bfloat16"})
 
 
 class Kept(NamedTuple):
-    """What a row keeps beside the state of its transformation.
+    """The auxiliary state of a parameter: arrays that are kept in addition to the state of its transformation.
 
-    `state_dtype`: the type of a parameter's floating arrays of state, None as the transformation has it.
+    state_dtype: the dtype of the floating-point state arrays; None keeps the transformation's dtypes.
+    average: whether an exponential moving average of the weights is kept.
     """
 
     state_dtype: str | None = None
@@ -48,26 +49,26 @@ class Kept(NamedTuple):
     average: bool = False
 
     def fields(self, dtype: str) -> list[tuple[str, tuple[int, ...] | None, str]]:
-        """Name, shape (None: the parameter's) and dtype of each array kept beside a parameter of this dtype."""
+        """Return name, shape (None: the parameter's) and dtype of each auxiliary array of a parameter of this dtype."""
         half = dtype in HALF
         wide = "float32" if half else dtype
         fields: list[tuple[str, tuple[int, ...] | None, str]] = []
         if self.master_weights and half:
             fields.append((MASTER, None, wide))
         if self.stochastic_rounding and half:
-            fields.append((KEY, (2,), "int32"))  # the bits of uint32, which torch cannot unpickle
+            fields.append((KEY, (2,), "int32"))  # the bits of a uint32, because torch cannot unpickle uint32
         if self.average:
             fields.append((AVERAGE, None, wide))
         return fields
 
 
 NOTHING = Kept()
-Signature = tuple[tuple[int, ...], str]  # of an array: shape and dtype
-GRADIENTS = object()  # stands for the tree of gradients among the extra arguments
+Signature = tuple[tuple[int, ...], str]  # shape and dtype of an array
+GRADIENTS = object()  # placeholder for the tree of gradients among the extra arguments
 
 
 class Same:
-    """A value that is equal only to itself: a key for what cannot be hashed, or is not to be compared."""
+    """A hashable wrapper that compares its value by identity, for values that cannot be hashed or must not be compared."""
 
     __slots__ = ("value",)
 
@@ -86,14 +87,16 @@ class Same:
 
 @dataclass(frozen=True)
 class Row:
-    """A transformation's factory with its static options, and the names of the traced hyperparams (with the length of tuples, else 0).
+    """A transformation factory with its static options and the names of its traced hyperparams.
 
-    `scaled`: an optax transformation, whose update is multiplied by one more traced number, the row's last. Rows with
-    one `unit` are evaluated together, as one transformation over all their leaves; with None each leaf is by itself.
-    `pruned`: the transformation cannot have None where a leaf takes no part (GaLore); the tree then has no such place.
-    `kept`: what is kept beside the transformation's state; with an average, its decay is a traced number after all others
-    but the multiplier.
-    `shaped`, `typed`: as of the `Rule`.
+    static_hyperparams: the name and the value of each static option.
+    traced_hyperparams: the name of each traced hyperparam, with the length of a tuple, or 0 for a scalar.
+    is_optax: whether it is an optax transformation. Its update is multiplied by one more traced scalar, the last of the row.
+    joint_set: leaves with the same number are updated together, by one evaluation; None updates each leaf on its own.
+    omits_inactive_leaves: leave inactive leaves out of the tree instead of putting None there; some transformations (GaLore) cannot
+      handle None.
+    aux_state: the auxiliary state. The decay of an average is one more traced scalar, behind all others but the multiplier.
+    needs_shape, takes_dtype: as in `OptimizerSpec`.
     """
 
     factory: Callable[..., optax.GradientTransformation]
@@ -111,14 +114,14 @@ class Row:
         return sum(max(length, 1) for _, length in self.traced) + self.kept.average + self.scaled
 
     def decay(self, values: jax.Array) -> jax.Array | None:
-        """The decay of the average, among the row's numbers."""
+        """Return the decay of the average from the scalars of the row; None without an average."""
         return values[self.width - 1 - self.scaled] if self.kept.average else None
 
     def together(self, unit: int | None) -> Row:
         return replace(self, unit=unit)
 
     def transformation(self, values: Sequence[ArrayLike | Scalar] | Array, dtype: str | None = None) -> optax.GradientTransformation:
-        """The optax transformation with `values`, a sequence of `width` scalars, for its traced hyperparams, on leaves kept in `dtype`."""
+        """Return the transformation for leaves stored in `dtype`, with `num_scalars` scalars as values of its traced hyperparams."""
         hyperparams: dict[str, object] = {"dtype": dtype} if self.typed else {}
         at = 0
         for name, length in self.traced:
@@ -130,10 +133,11 @@ class Row:
 class Spec(NamedTuple):
     """A leaf as its transformation sees it.
 
-    `path` is its place in the tree of parameters, None where it is the whole tree; `shape` its own, or the flat one of
-    its buffer; `order` permutes the dimensions of `shape` to those of the buffer (None: as they are). `whole`: the
-    transformation looks at all elements of the flat leaf together, whatever their order; else it takes each by itself
-    if the leaf is flat and `path` is None.
+    path: its path in the tree of parameters; None if the leaf is the whole tree.
+    shape: the leaf's own shape, or the flat shape of its buffer.
+    dim_order: permutes the dimensions of `shape` to those of the buffer; None keeps their order.
+    reduces_over_leaf: whether the transformation combines all elements of the flat leaf, in any order. If it does not, and the leaf
+      is flat and has no path, the transformation is elementwise.
     """
 
     path: Path | None
@@ -148,11 +152,15 @@ class Spec(NamedTuple):
 
 
 class Field(NamedTuple):
-    """One array of the state: `shape` None where it is the leaf's own; `key` the kind of random key that its bits are.
+    """One array of state.
 
-    `dtype` is the type that it is kept in, `arithmetic` that in which the transformation computes with it: of half
-    parameters float32, but bfloat16 where the transformation asked for that. `position` is its place among the leaves of
-    the transformation's state; None where it is kept beside that. `asked`: the user has asked for this dtype.
+    shape: None if it is the leaf's own shape.
+    dtype: the dtype in which it is stored.
+    state_index: its index among the leaves of the transformation's state; None for auxiliary state.
+    key_impl: the implementation of the random key whose bits it holds; None if it is no random key.
+    compute_dtype: the dtype in which the transformation computes with it. For half-precision parameters this is float32, or bfloat16
+      if the transformation asks for it.
+    dtype_requested: whether the user asked for this dtype.
     """
 
     name: str
@@ -165,7 +173,7 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The state of a transformation over some leaves: what belongs to each of them, and what to all."""
+    """The state of a transformation over some leaves: its tree structure, the fields of each leaf, and the fields that all leaves share."""
 
     structure: PyTreeDef
     own: tuple[tuple[Field, ...], ...]
@@ -173,13 +181,13 @@ class Layout(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Further arguments of the transformations: their tree, and for each leaf its array's signature, or what is no array."""
+    """The extra arguments of an update: their tree, and for each leaf the signature of an array, or a value that is no array."""
 
     tree: PyTreeDef
     leaves: tuple[Signature | Same, ...]
 
     def restored(self, arrays: Sequence[jax.Array]) -> dict[str, PyTree]:
-        """The arguments by name, with these arrays."""
+        """Return the extra arguments by name, with these arrays."""
         rest = iter(arrays)
         return self.tree.unflatten([x.value if isinstance(x, Same) else next(rest) for x in self.leaves])
 
@@ -188,14 +196,17 @@ NO_EXTRA = Extra(jax.tree.structure({}), ())
 
 
 class Problem(NamedTuple):
-    """A transformation and the leaves that it is put before; `skeleton` has the paths of all parameters, dead or alive."""
+    """A transformation and the leaves that it updates.
+
+    all_paths: the paths of all parameters, also of those that are not updated.
+    """
 
     row: Row
     specs: tuple[Spec, ...]
     skeleton: tuple[Path, ...] = ()
 
     def tree(self, leaves: Sequence[object]) -> PyTree:
-        """The leaves as the transformation's params: the nested dict of all paths, None where there is no leaf."""
+        """Return the leaves as the transformation's params: one leaf, or a nested dict of all paths with None for absent leaves."""
         if self.specs[0].path is None:
             return leaves[0]
         given: dict[Path, object] = dict(zip((spec.path or () for spec in self.specs), leaves, strict=True))
@@ -208,7 +219,7 @@ class Problem(NamedTuple):
         return root
 
     def leaves(self, tree: PyTree) -> list[PyTree]:
-        """The inverse of `tree`."""
+        """Return the leaves of a tree that `to_tree` made."""
         return [tree if spec.path is None else functools.reduce(lambda node, part: node[part], spec.path, tree) for spec in self.specs]
 
     @property
@@ -217,46 +228,46 @@ class Problem(NamedTuple):
 
     @contextmanager
     def types(self) -> Generator[None]:
-        """The context that gives the transformation the types it would have in pure JAX, and jax's default promotion."""
+        """Set the 64-bit mode that the transformation would have in pure JAX, and jax's default type promotion."""
         with x64(not self.row.scaled or self.wide), default_promotion():
             yield
 
     def scalars(self, values: jax.Array) -> list[Scalar] | jax.Array:
-        """The row's numbers, float64 0-d arrays, as the transformation takes them."""
+        """Return the transformation's scalars, a float64 array, in the form that the transformation takes."""
         return [Scalar(values[i], np.float64 if self.wide else np.float32) for i in range(self.row.width)] if self.row.scaled else values
 
 
 def looks_across(problem: Problem) -> bool:
-    """Whether the transformation may look from one element of a leaf to another."""
+    """Return whether the transformation may combine different elements of a leaf."""
     spec = problem.specs[0]
     return spec.path is not None or spec.whole or problem.row.shaped
 
 
 def lift(x: jax.Array, row: Row) -> jax.Array:
-    """An array in the type that the arithmetic runs in; complex as real pairs for torch's equations only."""
+    """Return an array in the dtype of the arithmetic. torch's equations take a complex array as pairs of reals."""
     return x if row.scaled and jnp.issubdtype(x.dtype, jnp.complexfloating) else real(x)
 
 
 def lower(x: jax.Array, dtype: DTypeLike, row: Row) -> jax.Array:
-    """Back from `lift`: one rounding."""
+    """Return an array in its storage dtype, with one rounding: the inverse of `to_compute_dtype`."""
     if jnp.issubdtype(dtype, jnp.complexfloating) and not row.scaled:
         return jax.lax.complex(x[..., 0], x[..., 1])
     return x.astype(dtype)
 
 
 def unflatten(buffer: jax.Array, spec: Spec) -> jax.Array:
-    """A flat buffer in the leaf's shape."""
+    """Return a flat buffer in the leaf's shape."""
     if spec.order is None:
         return buffer.reshape(spec.shape)
     return buffer.reshape([spec.shape[d] for d in spec.order]).transpose(np.argsort(spec.order))
 
 
 def flatten(x: jax.Array, spec: Spec) -> jax.Array:
-    """The inverse of `unflatten`."""
-    return jnp.reshape(x if spec.order is None else x.transpose(spec.order), -1)  # a constant of the program is a number alone
+    """Return a leaf as a flat buffer: the inverse of `unflatten`."""
+    return jnp.reshape(x if spec.order is None else x.transpose(spec.order), -1)  # not `x.reshape`: a constant result may be a plain number
 
 
 def buffer_shape(field: Field, spec: Spec | None = None) -> tuple[int, ...]:
-    """The shape of the buffer that holds a field of state: flat, or () for one that is 0-d and not like the leaf."""
+    """Return the shape of the buffer of a state field: flat, or () if the field's own shape is ()."""
     shape = field.shape if field.shape is not None or spec is None else spec.shape
     return () if field.shape == () else (math.prod(shape or ()),)

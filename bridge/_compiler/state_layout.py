@@ -1,6 +1,6 @@
-"""The fields of a transformation's state by leaf, with the names that torch shows."""
+"""The layout of a transformation's state: the fields of each leaf, with the names that `optimizer.state` shows."""
 
-# jax declares many of its functions in part only.
+# jax annotates many of its functions only partially.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from .spec import BESIDE, Field, Layout, Problem, lift
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-# ------------------------------------------------------------------ the state
-
 
 @functools.lru_cache(4096)
 def layout(problem: Problem) -> Layout:
-    """What state the transformation keeps for these leaves, from a trace of its `init`."""
+    """Return the layout of the transformation's state for these leaves, from a trace of its `init`."""
     row, specs = problem.row, problem.specs
     keys: list[Hashable] = []
 
@@ -56,8 +54,8 @@ def layout(problem: Problem) -> Layout:
     for position, ((path, leaf), stored, key) in enumerate(zip(leaves, jax.tree.leaves(kept), keys, strict=True)):
         owner, name = owner_of(path)
         alike = owner is not None and leaf.shape == wide[owner].shape
-        like_it = owner is not None and not row.scaled and leaf.ndim > 0  # of one array for each leaf, whatever its shape
-        # A number is kept as it is computed: of half parameters in float32, since bfloat16 has no 0.999, and a decay of 1 gives NaN.
+        like_it = owner is not None and not row.scaled and leaf.ndim > 0  # one array for each leaf, of any shape
+        # A scalar keeps its compute dtype, float32 for half-precision parameters: bfloat16 rounds 0.999 to 1, and a decay of 1 gives NaN.
         dtype = specs[owner].dtype if owner is not None and like_it else str(stored.dtype if leaf.ndim or alike else leaf.dtype)
         may_be_asked = owner is not None and (alike or leaf.ndim > 0) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
         asked = may_be_asked and row.kept.state_dtype is not None
@@ -79,16 +77,16 @@ def _as_array(x: ArrayLike) -> jax.Array:
 
 
 def nested(path: Path | None) -> KeyPath:
-    """A path in a nested dict as a key path of jax."""
+    """Return a path in a nested dict as a key path of jax."""
     return tuple(map(jax.tree_util.DictKey, path or ()))
 
 
 def owners(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[KeyPath], tuple[int | None, str]]:
-    """How to tell from a path in the state which leaf it belongs to, and what it is called without the leaf's own path.
+    """Return a function that takes a path in the state and returns its leaf (None: shared) and its name without the leaf's path.
 
-    A leaf's path stands at the end (the longest such counts), or, where the state keeps several arrays a leaf (SM3),
-    before the end; then all leaves must be found in that place, and below them no tree of parameters (as below the
-    labels of a partition, which may be called as parameters are).
+    The path of a leaf stands at the end of the state's path; the longest match counts. If the state has several arrays for each leaf
+    (SM3), the path of the leaf stands before the end. Then all leaves must occur in that place, and no tree of parameters below them:
+    the labels of a partition may have the names of parameters.
     """
     index = {path: i for i, path in enumerate(leaves)}
     heads = {path[:n] for path in paths for n in range(len(path) + 1)}
@@ -115,12 +113,12 @@ def owners(paths: Sequence[KeyPath], leaves: Sequence[KeyPath]) -> Callable[[Key
 
 
 def tails(name: str) -> list[str]:
-    """The ends of a dotted name, from the last part to the whole."""
+    """Return the suffixes of a dotted name, from its last part to the whole name."""
     return [name.split(".", n)[-1] for n in range(name.count("."), -1, -1)]
 
 
 def _short_names(fields: list[Field], taken: set[str]) -> list[Field]:
-    """Each field by the shortest tail of its dotted name that is its own and not `taken`: 'nu', not '0.nu'."""
+    """Rename each field to the shortest unique suffix of its dotted name that is not in `taken`: 'nu', not '0.nu'."""
     ends = collections.Counter(tail for field in fields for tail in tails(field.name))
 
     def free(tail: str) -> bool:

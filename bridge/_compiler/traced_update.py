@@ -1,6 +1,6 @@
-"""A transformation traced over the leaves of a problem."""
+"""A transformation traced over the leaves of an `UpdateSpec`, for the separability analysis."""
 
-# jax declares many of its functions in part only, and modules of ours share names that begin with an underscore.
+# jax annotates many of its functions only partially, and modules of this project share names that begin with an underscore.
 # pyright: reportUnknownMemberType=false, reportUnusedClass=false
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .spec import Extra, Field, Problem, Same, buffer_shape
 from .state_layout import layout
 
 _COUNTS = ("int32", "int64", "uint32", "bool")
-_BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold what a jitted function does
+_BODIES = ("jaxpr", "call_jaxpr")  # parameters that hold the jaxpr of a called function
 _REAL = {"complex64": "float32", "complex128": "float64"}
 
 
 _SEVERAL = -1
-Name: TypeAlias = tuple[str, int | None]  # of an input or output, and the leaf that it belongs to (None: to all)
+Name: TypeAlias = tuple[str, int | None]  # of an input or output, and the leaf that it belongs to (None: shared by all)
 
 
 class _Program:
-    """The traced beginning and update of some leaves, cut along them."""
+    """The traced `init` and `update` of some leaves, from which the equations of each leaf can be taken."""
 
     def __init__(self, problem: Problem, extra: Extra) -> None:
         self.problem = problem
@@ -65,9 +65,9 @@ class _Program:
         owners = [i for i, own in enumerate(plan.own) for _ in own]
         self.jaxpr: Jaxpr = closed.jaxpr
         self._consts, self._shapes = closed.consts, [spec.shape for spec in specs]
-        # Of each leaf by name: whether a field is as large as the leaf, else its shape.
+        # For each leaf, the shape of each field by name; None for the leaf's own shape.
         self._fields = [{f.name: f.shape for f in (*own, *plan.shared)} for own in plan.own]
-        # What each input and output is called in the text.
+        # The name of each input and output in the text.
         states: list[Name] = [*zip(names[0], owners, strict=True), *((name, None) for name in names[1])]
         others: list[Name] = [("values", None), *(("multiplier", i) for i in each), *((f"extra{i}", None) for i in range(len(further)))]
         self._inputs: list[Name] = [*(("param", i) for i in each), *(("grad", i) for i in each), *states, *others]
@@ -83,7 +83,7 @@ class _Program:
         self._define()
 
     def _define(self) -> None:
-        """For each variable the operation that makes it, and the leaf that it depends on: None for none, `_SEVERAL` for more."""
+        """Find for each variable its equation and the leaf that it depends on: None for no leaf, `_SEVERAL_LEAVES` for more than one."""
         self._owners: dict[Var, int | None] = {}
         self._made: dict[Var, Eqn] = {}
         for var, (_, owner) in zip(self.jaxpr.invars, self._inputs, strict=True):
@@ -95,7 +95,7 @@ class _Program:
                 self._owners[var], self._made[var] = owner, eqn
 
     def text(self, index: int, marked: bool = True) -> str | None:
-        """All that is computed for a leaf, one operation a line, its shape as L if `marked`; None if another leaf takes part."""
+        """Return the equations of a leaf as text, one a line, with the leaf's shape as L if `marked`; None if they read another leaf."""
         like = self._shapes[index] if marked else None
         lines: list[str] = []
         self._names = dict(self._constants)
@@ -112,10 +112,10 @@ class _Program:
         return "\n".join([*lines, *results])
 
     def shapeless(self, index: int) -> str | None:
-        """All that is computed for a leaf that no other takes part in, without the leaf's shape; None if its shape takes part."""
+        """Return the equations of a leaf, which read no other leaf, as text without the leaf's shape; None if they depend on the shape."""
         shape, size = self._shapes[index], math.prod(self._shapes[index])
         if size < 2:
-            return None  # one element and the whole leaf could not be told apart
+            return None  # a scalar and the whole leaf would have the same size
         inputs = [(var, name) for var, (name, owner) in zip(self.jaxpr.invars, self._inputs, strict=True) if owner in (None, index)]
         results = [(name, var) for (name, owner), var in self._results if owner in (None, index)]
         wanted = [var for _, var in results]
@@ -131,7 +131,7 @@ class _Program:
 
     @functools.cached_property
     def flat(self) -> Flat | None:
-        """The update alone, in flat arrays; None where it calls back into Python."""
+        """The update without `init`, for flat arrays; None if it calls back into Python."""
         if properties_of(self.jaxpr).has_callback:
             return None
         update = self.jaxpr.replace(outvars=[var for _, var in self._after])
@@ -139,7 +139,7 @@ class _Program:
             return Flat.written(ClosedJaxpr(update, self._consts), self._flat_inputs, self._flat_results)
 
     def begun(self) -> Arrays[np.generic] | None:
-        """As the function of this name."""
+        """Return the result of `bridge._compiler.separability.initial_scalars`."""
         number_of = numbers_of(self.jaxpr)
         columns: list[list[np.generic]] = [[] for _ in self._shapes]
         shared: list[np.generic] = []
@@ -151,14 +151,14 @@ class _Program:
         return Arrays([], [], columns, shared)
 
     def kinds(self) -> tuple[int | None, ...] | None:
-        """As the function of this name; None where it calls back into Python."""
+        """Return the result of `bridge._compiler.separability.bucket_classes`; None if the update calls back into Python."""
         if self.flat is None:
             return None
         jaxpr: Jaxpr = self.flat.closed.jaxpr
         name_of = dict(zip(jaxpr.invars, self._inputs, strict=True))
         behind, is_known = slices(jaxpr.eqns), set(known(jaxpr))
 
-        # Of each array the inputs that it is, or is computed from, each element by itself; None where it is computed otherwise.
+        # For each array, the inputs that it is computed from elementwise; None if it is not computed elementwise.
         inputs: dict[Var, frozenset[Name] | None] = {v: frozenset([name]) for v, name in name_of.items()}
 
         def read_from(rest: Rest | None) -> frozenset[Name] | None:
@@ -174,7 +174,7 @@ class _Program:
         found: list[int | None] = []
         seen: dict[Hashable, int] = {}
         for i, (shape, own) in enumerate(zip(self._shapes, outputs, strict=True)):
-            new = [(at, v) for at, v in own if isinstance(v, Literal) or name_of.get(v) != self._after[at][0]]  # others stay as they are
+            new = [(at, v) for at, v in own if isinstance(v, Literal) or name_of.get(v) != self._after[at][0]]  # others are inputs
             rest = Rest.of(behind, is_known, new, math.prod(shape))
             read = None if rest is None or len(rest.places) < len(new) else read_from(rest)
             if rest is None or read is None or any(owner != i for _, owner in read):
@@ -185,7 +185,7 @@ class _Program:
         return tuple(found)
 
     def _write(self, var: Atom, lines: list[str], like: tuple[int, ...] | None) -> str:
-        """The variable's name in the text, after the lines that compute it."""
+        """Return the variable's name in the text, and append the lines that compute it."""
         if isinstance(var, Literal):
             return f"{var.val}:{kind_text(var.aval, like)}"
         stack = [var]
@@ -207,7 +207,11 @@ class _Program:
         return self._names[var]
 
     def may_be_each_leafs_own(self, field: Field) -> bool:
-        """Whether a shared field is a count, or a few numbers that never change; one number may be meant to be changed by hand."""
+        """Return whether each leaf may have its own copy of a shared field.
+
+        A count may be copied, and so may a small array that the update never changes. Another scalar may not: a user may change it by
+        hand.
+        """
         if field.shape == () or field.key:
             return field.dtype in _COUNTS and not field.key
         before = next(var for var, name in zip(self.jaxpr.invars, self._inputs, strict=True) if name == (field.name, None))
@@ -216,7 +220,7 @@ class _Program:
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element of the only leaf is computed from that element of the leaf and its state, and from scalars."""
+        """Whether each element of the only leaf is computed from that element of the leaf and of its state, and from scalars."""
         return _elementwise(self.jaxpr, self._shapes[0])
 
 
@@ -229,7 +233,7 @@ def _elementwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
         if shapes <= {()}:
             continue
         if any(isinstance(v, Literal) and np.shape(v.val) != () for v in eqn.invars):
-            return False  # a constant for each element: it knows where in the leaf the element lies
+            return False  # a constant with a value for each element depends on the position in the leaf
         spread = eqn.primitive.name == "broadcast_in_dim" and tuple(aval_of(eqn.invars[0]).shape) == ()
         taken_apart = eqn.primitive.name in ("slice", "squeeze", "dynamic_slice", "gather") and shapes.isdisjoint({shape})
         if bodies and all(_elementwise(body, shape) for body in bodies) and eqn.primitive.name not in ("scan", "while", "cond"):

@@ -1,6 +1,6 @@
-"""The update as a function that jax traces: (params, state, grads, hyperparams) -> (params, state), for one static `Plan`.
+"""The update as a function that jax traces: (params, state, grads, hyperparams) -> (params, state), for one `UpdatePlan`.
 
-Every number that a user may change between steps is an element of one float64 vector, so no value of it recompiles.
+Every scalar that a user may change between steps is an element of one float64 vector, so a new value needs no compilation.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _Result: TypeAlias = tuple[Array, Sequence[Array]]  # the new parameter of a lea
 
 
 def traces() -> int:
-    """How often an update has been traced in this process."""
+    """Return how often an update was traced in this process."""
     return _traces
 
 
 class Updated(NamedTuple):
     """The results of an update.
 
-    params, state, vectors, kept: the new values of the arguments of these names.
-    skipped: the count of skipped updates, if the loss is scaled.
-    tokens: a result that nobody donates.
+    params, state, scalar_vectors, copied_back: the new values of the arguments of these names.
+    skip_counts: the new count of skipped updates, if the loss is scaled.
+    tokens: the completion token, a result that is never donated.
     """
 
     params: Sequence[Array]
@@ -72,10 +72,14 @@ def update(
     fused: bool = True,
     pieces: bool = False,
 ) -> Updated:
-    """New parameters, state, vectors of scalars, kept leaves and count of skipped updates, and tokens.
+    """Return the results of one update.
 
-    The arguments after the plan are as of `abstract`: what a `bridge._runtime.launch.Launch` and a step have; `grads` as of `in_rows`.
-    `after`: zeros that are there when the program may begin. `fused`: as of `compile.compiled`. `pieces`: it will be cut by `outline.cut`.
+    The arguments after the plan are those of `abstract_args`, as a `BoundExecutable` and a step provide them, except for `grads`, which
+    `stack_grads` returns.
+
+    stream_event: zeros that exist when the program may begin.
+    fused: whether XLA is asked to fuse several results into one loop; see `bridge._xla.compile`.
+    is_outlined: whether `bridge._runtime.outline` compiles parts of the program separately.
     """
     global _traces
     _traces += 1
@@ -111,8 +115,8 @@ def update(
     new_shared, together = _together(plan, columns, states, common, way if plan.device.platform == "cpu" else None)
     results |= together
     ordered = [results[i] for i in range(len(plan.leaves))]
-    # jax gives each result the first donated buffer of its type that is left: so the results that donate come first, in
-    # the order of their arguments, and those without a buffer of their own last.
+    # jax gives each result the first unused donated buffer of its type. So the results that reuse a buffer come first, in
+    # the order of their arguments, and those without a donated buffer last.
     new_params = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if leaf.inplace]
     new_kept = [p for leaf, (p, _) in zip(plan.leaves, ordered, strict=True) if not leaf.inplace]
     new_state, new_vectors = _collected(plan, [fields for _, fields in ordered])
@@ -123,7 +127,7 @@ def update(
 def _together(
     plan: Plan, columns: Columns, states: Iterator[jax.Array], common: Common, way: Way | None
 ) -> tuple[list[Array], dict[int, _Result]]:
-    """The new state that belongs to no leaf, and by position the results of leaves that a transformation sees together."""
+    """Return the new state that belongs to no leaf, and the results of the leaves in joint sets by position."""
     new_shared: list[Array] = []
     results: dict[int, _Result] = {}
     for (problem, places), signatures in zip(plan.units, plan.shared, strict=True):
@@ -135,7 +139,7 @@ def _together(
 
 
 def _distributed(plan: Plan, state: Iterator[jax.Array], vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """The state of each leaf, from its arrays and from the vectors of scalars."""
+    """Return the state of each leaf, from the state arrays and the vectors of scalars."""
     cells = {dtype: iter(jax.lax.split(x, [1] * len(x))) for dtype, x in zip(plan.scalars, vectors, strict=True)}
     return [
         [next(cells[dtype]).reshape(()) if among else next(state) for (_, dtype), among in zip(leaf.state, leaf.together, strict=True)]
@@ -144,7 +148,7 @@ def _distributed(plan: Plan, state: Iterator[jax.Array], vectors: Sequence[jax.A
 
 
 def _collected(plan: Plan, own: Sequence[Sequence[Array]]) -> tuple[list[Array], list[jax.Array]]:
-    """The arrays of the state of each leaf, and the vectors of scalars: what `_distributed` takes."""
+    """Return the state arrays and the vectors of scalars: the inverse of `_unpack_state`."""
     arrays: list[Array] = []
     scalars: dict[str, list[Array]] = {dtype: [] for dtype in plan.scalars}
     for leaf, fields in zip(plan.leaves, own, strict=True):
@@ -154,24 +158,24 @@ def _collected(plan: Plan, own: Sequence[Sequence[Array]]) -> tuple[list[Array],
 
 
 def _passes(plan: Plan, leaf: Leaf, fused: bool) -> Passes:
-    """How often the rule of a leaf is evaluated."""
+    """Return how often the transformation of a leaf is evaluated."""
     large = leaf.count in (None, 1) and math.prod(leaf.spec.shape) >= LARGE
     return passes_of(plan.problem(leaf), plan.extra, plan.device, large, fused)
 
 
 def by_type(plan: Plan) -> bool:
-    """Whether the results of some leaf come from loops of one type each, behind barriers that must stay."""
+    """Return whether some leaf computes the results of each dtype in a loop of its own, behind barriers that must survive."""
     alone = {leaf for leaf in plan.leaves if leaf.row.unit is None}
     return plan.device.platform == "cpu" and any(_passes(plan, leaf, True).by_type for leaf in alone)
 
 
-# So many kinds in one program are worth finding out whether a leaf's size matters, which takes as long as tracing two of them.
+# From this many classes of leaves in one program on, it pays off to find out whether the size of a leaf matters, which takes two traces.
 _KINDS = 4
 _of_any_size: dict[Hashable, bool] = {}
 
 
 def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Hashable:
-    """Equal for leaves whose updates are the same, but for their size where that was found not to matter."""
+    """Return a key that is equal for leaves with the same update. Sizes may differ if they are known not to matter."""
     size = math.prod(leaf.spec.shape)
     rule = plan.problem(leaf)._replace(specs=(leaf.spec._replace(shape=()),)), plan.extra
     key = rule, size if leaf.row.scaled else None
@@ -190,11 +194,11 @@ def _family(plan: Plan, leaf: Leaf, passes: Passes, kinds: int) -> Hashable:
 
 
 def _values(plan: Plan, hyperparams: jax.Array, offsets: jax.Array, first: Sequence[int], pieces: bool) -> list[Value]:
-    """The numbers of each leaf's row; of a pack one row of them for each of its leaves.
+    """Return the hyperparam scalars of each leaf; for a bucket, one row for each parameter.
 
-    They are taken from the hyperparams as a table for each transformation, those of the leaves `first` in the order in which they
-    are put together again: XLA then takes the table, where of forty-seven leaves one by one it had a loop of as many results. In
-    a program that will be cut in `pieces`, those of leaves that are seen together stay rows of their table.
+    The scalars of one transformation are sliced as one table. The leaves `first` have the order in which their scalars are stacked
+    again later, so that XLA reuses the table instead of computing one loop with a result for each leaf. In an outlined program, the
+    scalars of a leaf in a joint set stay a row of their table.
     """
     starts = [0, *accumulate(leaf.count or 1 for leaf in plan.leaves)]
     tables: dict[tuple[Row, bool], list[int]] = {}
@@ -205,7 +209,7 @@ def _values(plan: Plan, hyperparams: jax.Array, offsets: jax.Array, first: Seque
     for (kind, stay), at in tables.items():
         counts = [plan.leaves[i].count for i in at]
         rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in at])
-        # Rows that follow each other are a part of the vector; others are gathered by a loop of their own.
+        # Consecutive rows are a slice of the vector; other rows need a gather, which is a loop of its own.
         in_turn = bool(np.all(np.diff(rows) == 1))
         own = offsets[rows[0] : rows[-1] + 1] if in_turn else offsets[rows]
         table = jax.vmap(partial(_cut, hyperparams, width=kind.width))(own)
@@ -230,12 +234,12 @@ def stepped(
     grads: list[jax.Array],
     *others: Any,
 ) -> tuple[Sequence[Array], ...]:
-    """As `update`, of flat gradients as of `abstract`: the program of a step."""
+    """Run `update` on flat gradients as `abstract_args` describes them: the program of a step."""
     return tuple(update(plan, params, state, vectors, kept, in_rows(plan, grads), *others, pieces=plan.device.platform == "cpu"))
 
 
 def _flags(plan: Plan, masks: Sequence[jax.Array], live: jax.Array) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
-    """For each leaf its mask of elements, and for each pack which of its rows are updated; None where there is none."""
+    """Return for each leaf its element mask, and for each bucket which of its rows are updated; None where there is none."""
     at, given = 0, iter(masks)
     lives: list[jax.Array | None] = []
     for leaf in plan.leaves:
@@ -245,7 +249,7 @@ def _flags(plan: Plan, masks: Sequence[jax.Array], live: jax.Array) -> tuple[lis
 
 
 def _where_live(live: jax.Array, new: NewLeaf, arrays: LeafArrays, scalars: LeafScalars) -> NewLeaf:
-    """The new rows of a pack; those that are not `live` keep their bits."""
+    """Return the new rows of a bucket; rows without a flag keep their bits."""
 
     def chosen(after: jax.Array, before: jax.Array) -> jax.Array:
         return jnp.where(along(live, before), after, before)
@@ -262,7 +266,7 @@ def measured(
     measure: Array,
     after: Sequence[jax.Array],
 ) -> Array:
-    """What the gradients of a plan add to a norm and a finite check that are over more: see `found_in`."""
+    """Add the statistics of a plan's gradients to those of other programs; see `bridge._compiler.grad_stats`."""
     measure = sum((x[0].astype(jnp.float64) for x in after), start=measure)
     return found_here(plan, in_rows(plan, grads), *_flags(plan, masks, live), scaling, measure)
 
@@ -275,7 +279,7 @@ def found_here(
     scaling: Sequence[jax.Array],
     before: Array,
 ) -> Array:
-    """As `found_in`, of the gradients of a plan that are not `far`."""
+    """Return the statistics of those gradients of a plan that the streaming statistics do not read, added to previous ones."""
     near = [not plan.far(leaf) for leaf in plan.leaves]
-    read = cast(list[jax.Array], list(compress(grads, near)))  # those of rows that lie anywhere are far
+    read = cast(list[jax.Array], list(compress(grads, near)))  # the streaming statistics read all addressed gradients
     return found_in(plan.clip, read, list(compress(masks, near)), list(compress(lives, near)), scaling, before, plan.device.platform)
