@@ -66,9 +66,7 @@ class Leaf:
         self.address: int | None = None  # the last known data_ptr; None before adoption
         self.why = "from the first step on"
         self.state: tuple[jax_buffers.Memory, ...] | None = None
-        self.scalars: dict[
-            str, torch.Tensor
-        ] = {}  # in the memory of `bridge._memory.scalar_vectors`
+        self.scalars: dict[str, torch.Tensor] = {}  # in the memory of `bridge._memory.scalar_vectors`
         self.spare: dict[str, torch.Tensor] = {}  # tensors that are reserved for scalar state and not yet in use
         self.fields: tuple[str, ...] = ()
         self.shown: tuple[torch.Tensor, ...] = ()
