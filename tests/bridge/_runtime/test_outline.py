@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, which_scaled_steps_move, norm_of, program, pure
+from joint_cases import TRANSFORMATIONS, clipped, moved, moved_by, norm_of, program, pure, which_scaled_steps_move
 from oracles import CLOSE, movement_error, random_grads, random_params, set_grads
 
 import torch_api

@@ -83,7 +83,9 @@ def test_bucketed_parameters_move_like_unbucketed_ones(make):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_parameters_of_every_dtype_move_like_unbucketed_ones(dtype):
     ours = parameters(dtype)
-    optimizer, _ = compare_with_unbucketed(lambda ps: torch_api.MaskedAdamW(ps, lr=0.01), ours, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6)
+    optimizer, _ = compare_with_unbucketed(
+        lambda ps: torch_api.MaskedAdamW(ps, lr=0.01), ours, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6
+    )
     bucketed(optimizer, 4)
 
 
