@@ -1,4 +1,8 @@
-"""The engine: torch's param groups in, one compiled update per device, results in the parameters' own memory."""
+"""The optimizer class under all others: it updates torch parameters by compiled JAX programs, one or more for each device.
+
+A change of param groups, parameters or options rebuilds the layout: records, hyperparameter table, buffers and caches. A step in between
+compares guards and calls the bound executables.
+"""
 
 from __future__ import annotations
 
@@ -56,56 +60,58 @@ from .options import Changeable, Options
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-_ALL = "all"  # the key of the only rule
-_FEW = 50  # so many leaves are traced to look for a constant in their update; of more only the first
+_ALL = "all"  # the key of the only `OptimizerSpec`
+_FEW = 50  # with more leaves, only the first is traced to find a constant factor of the update
 _ENGINE = options.NAMES | {"mask", "decay_mask", "lr_scale"}
 
 
 class OptaxOptimizer(GroupedOptimizer):
-    """A `torch.optim.Optimizer` whose update is one compiled JAX program over the parameters' own memory.
+    """A `torch.optim.Optimizer` whose update is one compiled JAX program that writes into the parameters' own memory.
 
     Args:
-      params: all that torch.optim takes: tensors, (name, tensor) pairs, or dict groups of either. Patterns need names.
+      params: everything that torch.optim takes: tensors, (name, tensor) pairs, or dict groups of either. Patterns need names.
       tx: an optax transformation (anything with `init` and `update`), a function that makes one from keyword arguments
-        (`optax.adamw`, `bridge.rules.adam`), or a `bridge.OptimizerDef`. It sees what it would see in pure JAX: the
-        nested dict of the parameters, by their dotted names. A ready one is over all groups, a function makes one for each.
-      mask: which parameters are optimized, True = optimized; any selector of the README. False leaves a parameter's
-        bits alone for good: no state, no decay, gradient not read, left out of the norm.
-      decay_mask: which parameters decay, True = with the group's `weight_decay`; any selector.
-      lr_scale: a selector whose values multiply the lr, parameter by parameter (`layer_decay`); 1 where it says nothing.
-      max_grad_norm: bound on the global norm of the gradients that this step reads, over all groups; None for no
-        bound. As `torch.nn.utils.clip_grad_norm_` before the step, but the gradients are not written to.
-      writeback: "inplace" moves each parameter that owns its storage into jax-owned memory, once; "copy" leaves all
-        where they are and copies results into them. Both keep the tensors' identity; `report()` shows which and why.
-      state_dtype: the floating torch.dtype in which a parameter's arrays of state (no scalars) are kept; None as the
-        transformation has it, which for torch's own optimizers is the parameter's. Arithmetic is in float32 or wider anyway.
+        (`optax.adamw`, `bridge.rules.adam`), or a `bridge.OptimizerDef`. It sees the same tree as in pure JAX: the nested
+        dict of the parameters, by their dotted names. A transformation updates all groups; a function makes one for each group.
+      mask: which parameters are optimized, True = optimized; any selector of the README. A parameter with False is frozen:
+        its bits never change, it has no state and no decay, and its gradient is neither read nor part of a norm.
+      decay_mask: which parameters decay, True = by the group's `weight_decay`; any selector.
+      lr_scale: a selector whose values multiply the lr of each parameter (`layer_decay`); 1 for parameters that it does not select.
+      max_grad_norm: bound on the global norm of the gradients that a step reads, over all groups; None for no bound. The
+        effect is that of `torch.nn.utils.clip_grad_norm_` before the step, but the gradients are not changed.
+      writeback: "inplace" moves each parameter that owns its storage into jax-owned memory, once. "copy" leaves all parameters
+        in place and copies results into them. Both keep the tensors' identity. `report()` shows which one applies, and why.
+      state_dtype: the floating torch.dtype of a parameter's state arrays, scalars excepted. None keeps the transformation's
+        choice, which for torch's own optimizers is the parameter's dtype. Arithmetic is in float32 or wider in any case.
       master_weights: update a float32 copy of each float16 and bfloat16 parameter, `state[p]["master_param"]`, and round it
-        into the parameter. A parameter that is written to by hand is gone on from, element by element.
-      stochastic_rounding: round results to float16 and bfloat16 parameters up or down at random, without bias, from the
-        `rounding_seed` and the parameter's name; `state[p]["rounding_key"]` carries it on.
+        into the parameter. Elements that user code has changed in the parameter are copied into the master weight.
+      stochastic_rounding: round results for float16 and bfloat16 parameters up or down at random, without bias. The random
+        bits follow from `rounding_seed` and the parameter's name; `state[p]["rounding_key"]` holds the generator's state.
+      rounding_seed: the seed of `stochastic_rounding`.
       ema_decay: keep `state[p]["ema_param"]`, an average of the trained weights: ema += (1 - ema_decay) * (p - ema) after
-        each update of p, from the weights before the first; float32 for half types. `ema_params()` swaps it in.
-      **hyperparams: of a factory or definition; each number lives in `param_groups` and may change at any step at no
-        cost. `lr` is the factory's `learning_rate`; where it has none, where that is a schedule, and for a ready
-        transformation, `lr` multiplies the update (default 1.0; 0 changes nothing).
+        each update of p. It starts at the weights before the first update, and is in float32 for half types.
+        `ema_params()` swaps it in.
+      **hyperparams: the hyperparameters of a function or definition. Each number lives in `param_groups` and may change at
+        any step at no cost. `lr` is the function's `learning_rate`. If the function has none, if its learning rate is a
+        schedule, or if `tx` is a transformation, `lr` multiplies the update (default 1.0; 0 changes nothing).
 
-    The step waits for its results. Parameters with `requires_grad=False` are frozen even with a stale `.grad`
-    (torch.optim would still update them); a parameter whose `.grad` is None keeps value, state and step count, as far
-    as the transformation updates each parameter by itself; one that looks at all of them (a global norm inside it,
-    `optax.MultiSteps`) has one state for all, which every parameter's state shows.
+    `step` waits for its results. Parameters with `requires_grad=False` are frozen even with a stale `.grad` (torch.optim
+    would still update them). A parameter whose `.grad` is None keeps its value, state and step count, if the transformation
+    updates each parameter separately. A transformation that looks at all parameters (a global norm inside it,
+    `optax.MultiSteps`) has one state for all of them, which the state of every parameter shows.
 
-    Of a DTensor (FSDP2's `fully_shard`) each process updates what it holds, by a copy; `state` holds DTensors that lie as
-    the parameter does. A sharded one needs a transformation that treats each element by itself, and no `max_grad_norm`.
+    For a DTensor (FSDP2's `fully_shard`), each process updates its local shard, by a copy. `state` holds DTensors with the
+    parameter's placements. A sharded parameter needs an elementwise transformation, and no `max_grad_norm`.
 
     Raises:
-      ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a
-        selector that fits nothing, and what the transformation itself raises. Nothing has been changed then.
+      ValueError, TypeError: empty or duplicate parameters, unknown arguments or group keys, values out of range, a selector
+        that matches nothing, or an error of the transformation. Nothing has been changed then.
     """
 
-    _overridden: Callable[..., AbstractContextManager[None]] | None = None  # by hyper_params of one step, where a class has that
+    _overridden: Callable[..., AbstractContextManager[None]] | None = None  # sets `hyper_params` for one step, in classes that have them
     max_grad_norm: Any = Changeable()
     ema_decay: Any = Changeable()
-    # What copies and pickles have beside torch's own.
+    # The attributes that copies and pickles have in addition to torch's.
     _carried = ("_rules", "_options", "_selectors", "_gave_lr", "max_grad_norm", "ema_decay")
 
     def __init__(
@@ -140,7 +146,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def _build(
         self, params: ParamsT, rules: dict[Hashable, Rule], defaults: MutableParamGroup, selectors: Selectors, engine: Hyperparams
     ) -> None:
-        """Construct with one rule for all groups, or one for each label."""
+        """Construct with one `OptimizerSpec` for all groups, or one for each label."""
         owner = type(self).__name__
         self._rules, self._options = rules, Options.of(owner, engine)
         self.max_grad_norm, self.ema_decay = self._options.max_grad_norm, self._options.ema_decay
@@ -160,19 +166,19 @@ class OptaxOptimizer(GroupedOptimizer):
         self._follow_fused()
 
     def _begin(self) -> None:
-        """What no copy or pickle carries."""
+        """Initialize the attributes that no copy or pickle has."""
         self._signature = []
         self._extra, self._argument_names, self._cache = NO_EXTRA, (), Cache(type(self).__name__)
-        self._group_keys: list[tuple[str, ...]] = []  # of each group, when they were checked
+        self._group_keys: list[tuple[str, ...]] = []  # the keys of each group at the last check
         self._scaling, self._exchange, self._sight, self._asks = Scaling(), Exchange(), Sight(), Asks()
         self._warned = self._warned_of_frozen = False
 
     def rule_of(self, group: ParamGroup) -> Rule:
-        """The rule by which the parameters of a group are updated."""
+        """Return the `OptimizerSpec` that updates the parameters of a group."""
         return self._rules[group.get("label") if self.by_label else _ALL]
 
     def _with_momentum(self, defaults: MutableParamGroup) -> MutableParamGroup:
-        """The defaults of all groups, in which schedulers find `betas` where every group has them under this or another name."""
+        """Return the defaults of all groups. Schedulers find `betas` in them if every group has momenta, under this or another name."""
         if not self.by_label:
             return self._with_betas(defaults)
         everywhere = all(
@@ -183,30 +189,30 @@ class OptaxOptimizer(GroupedOptimizer):
     # ------------------------------------------------------------------ placement
 
     def _place(self, move: bool = True) -> None:
-        """Give each leaf its row of hyperparams and its memory, and forget the launches that knew otherwise.
+        """Rebuild the layout: hyperparameter rows, buffers, state and caches of all parameters.
 
-        `move` False leaves the memory to the first step: an unpickler still holds on to what it has made.
+        `moves_params` False leaves the buffers to the first step, because an unpickler still references the tensors that it has made.
 
-        Leaves, rows and launches fit together only when all of this is done. The signature is None until then, so that the
-        step after an error or an interrupt prepares everything anew.
+        Records, hyperparameter table and caches are consistent only when all of this is done. `_prepared_signature` is None until then, so
+        the step after an error or an interrupt rebuilds the layout.
         """
         with self._transaction():
             self._arrange(move)
 
     def _arrange(self, move: bool) -> None:
         if self._signature is None:
-            gc.collect()  # what an interrupted preparation has left, jax's references among it, may share the parameters' memory
+            gc.collect()  # objects of an interrupted rebuild may still reference the parameters' memory
         self._signature = None
         if "_launches" in vars(self):
-            self._launches.is_outdated = True  # first: a step that compiles goes on even where this raises in a signal handler
+            self._launches.is_outdated = True  # first, because a step that compiles continues even if this raises in a signal handler
         _process.refuse_fork()
-        for group in self.param_groups:  # it may be a plain dict that was put in by hand
+        for group in self.param_groups:  # user code may have added a plain dict
             betas.take_betas(group, self._betas_of(self.rule_of(group)))
         leaves = self._followed()
         for leaf in leaves:
             if self._is_active(leaf) and leaf.param.requires_grad:
                 param_groups.check_parameter(type(self).__name__, leaf.name, leaf.param)
-            leaf.look()  # model.to() gives all of them another dtype at once
+            leaf.look()  # model.to() may have changed the dtype
         self._leaves, self._devices = leaves, devices_of(leaf.param for leaf in leaves)
         checkpoint.update_trainable_params(self.param_groups, leaves)
         check_norm(type(self).__name__, self.max_grad_norm, filter(self._is_active, self._leaves))
@@ -219,7 +225,7 @@ class OptaxOptimizer(GroupedOptimizer):
             leaf.state = None
         trained = [leaf for leaf in self._active if leaf.param.requires_grad]
         for leaf in trained:
-            device_of(leaf.param)  # raises before the first parameter is moved
+            device_of(leaf.param)  # raises for an unsupported device before any parameter is moved
         check_apart(type(self).__name__, self._active)
         if move:
             self._place_leaves(trained)
@@ -232,7 +238,7 @@ class OptaxOptimizer(GroupedOptimizer):
         self._warn_of_copies()
 
     def _warn_of_frozen(self) -> None:
-        """Warn once of a step that updates nothing because every gradient belongs to a frozen parameter."""
+        """Warn once about a step that updates nothing because every gradient belongs to a frozen parameter."""
         names = [] if self._warned_of_frozen else [leaf.name for leaf in self._leaves if leaf.param.grad is not None]
         if names:
             self._warned_of_frozen = True
@@ -243,9 +249,9 @@ class OptaxOptimizer(GroupedOptimizer):
             )
 
     def _warn_of_products(self) -> None:
-        """Warn once where the lr that is given multiplies an update that is multiplied with a learning rate already.
+        """Warn once if the given lr multiplies an update that a learning rate multiplies already.
 
-        Where one group has an lr of 1, those of the others are multipliers on purpose.
+        If one group has an lr of 1, the lr of each other group is a multiplier on purpose.
         """
         rates: dict[int, tuple[Rule, list[float]]] = {}
         for group in self.param_groups:
@@ -269,7 +275,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 return
 
     def _tree_of(self, leaves: Sequence[Leaf]) -> PyTree:
-        """The tree of shapes in which a transformation sees these leaves, None in the place of the others."""
+        """Return the tree of shapes that a transformation sees for these records, with None in place of all others."""
         paths = tree_paths([leaf.name for leaf in self._leaves])
         kinds = {id(leaf): jax.ShapeDtypeStruct(tuple(leaf.param.shape), numpy_dtype(leaf.dtype)) for leaf in leaves}
         root: PyTree = {}
@@ -281,11 +287,14 @@ class OptaxOptimizer(GroupedOptimizer):
         return root
 
     def _place_leaves(self, leaves: Sequence[Leaf]) -> None:
-        with torch.inference_mode(False):  # else the parameters would become inference tensors
+        with torch.inference_mode(False):  # otherwise the parameters would become inference tensors
             buckets.place(leaves, self.arrangement.pack_key, self._options.writeback)
 
     def _warn_of_copies(self) -> None:
-        """Warn once of parameters that could be updated in place, if nobody else held their memory; all is in order when this raises."""
+        """Warn once about parameters that could be updated in place if nobody else referenced their memory.
+
+        The layout is complete before this raises, if warnings are errors.
+        """
         names = [] if self._warned or self._options.writeback != "inplace" else buckets.copied_by_others(self._active)
         if names:
             self._warned = True
@@ -298,9 +307,9 @@ class OptaxOptimizer(GroupedOptimizer):
             )
 
     def dissolve(self, leaves: Iterable[Leaf]) -> bool:
-        """Move leaves that are large rows of buckets, and their state, into memory of their own; return whether there were any.
+        """Move parameters that are large rows of buckets, and their state, into buffers of their own. Return whether there were any.
 
-        They stay there: a set of leaves with gradients that comes later finds them where they are.
+        They stay there, so a later set of gradients finds them in the same place.
         """
         found = list(filter(buckets.is_large_row, leaves))
         if not found:
@@ -314,22 +323,22 @@ class OptaxOptimizer(GroupedOptimizer):
         return True
 
     def _follow(self) -> None:
-        """Prepare anew, as a step would, where groups or options were changed by hand or the last preparation came to no end."""
+        """Rebuild the layout, as a step would, if user code changed groups or options, or if the last rebuild failed."""
         if self._group_signature() != self._signature:
             self._place()
 
     def _group_signature(self) -> list[object]:
-        """What decides which parameters there are and which program runs; a change of it is followed at the next step.
+        """Return everything that decides which parameters exist and which program runs. A step rebuilds the layout when it changes.
 
         Raises:
-          ValueError: since the last call a key that is almost a known one has come into a group.
+          ValueError: a group has a new key that is almost a known one.
         """
         keys = list(map(tuple, self.param_groups))
         if keys != self._group_keys:
             for group in self.param_groups:
                 param_groups.check_keys(type(self).__name__, group, self.rule_of(group))
             self._group_keys = keys
-        get: Any = dict.get  # in C also for `betas.Group`
+        get: Any = dict.get  # faster than the method of `betas.Group`
         signature: list[object] = [self.max_grad_norm is None, self.ema_decay is None, len(self.param_groups)]
         for group, listed in zip(self.param_groups, self._listed, strict=False):
             params = group["params"]
@@ -343,7 +352,7 @@ class OptaxOptimizer(GroupedOptimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's, of a step: hooks and a mark for profilers around it, which take as long as a small update, only where somebody hears."""
+        """Wrap a step in hooks and a profiler mark, as torch does, but only if somebody observes it: both cost as much as a small step."""
         heard, found = torch.optim.Optimizer.profile_hook_step(func), hooks.FOUND
 
         @not_traced
@@ -360,22 +369,22 @@ class OptaxOptimizer(GroupedOptimizer):
 
     @not_traced
     def step(self, closure: Callable[[], Any] | None = None, **extra_args: PyTree) -> Any:
-        """One update of every trained parameter that has a gradient.
+        """Update every trained parameter that has a gradient.
 
         Args:
           closure: reevaluates the model with gradients enabled and returns the loss.
-          **extra_args: further arguments of the transformation, such as `value=loss`: numbers, tensors, trees of them,
-            jax functions. A tree by the parameters' names, dotted or nested, reaches it as the nested dict of the live
-            ones. With a closure, `value` and `grad` are given without being asked for, and `value_fn`, which runs the
-            closure for a line search.
+          **extra_args: extra arguments of the transformation, such as `value=loss`: numbers, tensors, trees of them, or jax
+            functions. A tree by the parameters' names, dotted or nested, becomes the nested dict of the parameters with a
+            gradient. With a closure, `value` and `grad` are passed automatically, and so is `value_fn`, which runs the closure for a
+            line search.
 
         Returns:
           The closure's loss, or None.
 
         Raises:
-          ValueError: a gradient is sparse, or of another shape, dtype or device than its parameter, or the storage of a gradient or a
-            parameter was freed; nothing was updated.
-          TypeError: the transformation takes no further arguments, or needs some that are missing.
+          ValueError: a gradient is sparse, its shape, dtype or device differs from its parameter's, or the storage of a gradient or
+            parameter was freed. Nothing was updated.
+          TypeError: the transformation takes no extra arguments, or a required one is missing.
         """
         numbers = extra_args.pop("hyper_params", None) if self._overridden is not None else None
         if self._exchange.inside:
@@ -400,19 +409,19 @@ class OptaxOptimizer(GroupedOptimizer):
         return loss
 
     def _update(self, transaction: Transaction, extra_args: dict[str, PyTree], looked: bool, search: Closure | None) -> bool:
-        """The step within a transaction; False where that is not for the devices on which parameters are now.
+        """Run the step within a transaction. Return False if it must start over, because the parameters are on other devices now.
 
-        `looked`: somebody has looked at all gradients, for the scale of the loss.
+        `grads_checked`: GradScaler has checked all gradients for infinities.
         """
         given, devices = vars(self), self._devices
-        if self._exchange.inside:  # by now, in another thread
+        if self._exchange.inside:  # another thread may have opened the context
             self._exchange.refuse(f"{type(self).__name__}.step")
         arguments = self._arguments(extra_args) if extra_args else None
         if self._group_signature() != self._signature:
             self._place()
         asked = self._asks.count
         if self._asks.open and not self._as_left():
-            self._place()  # the state was changed by hand: go on from what is there
+            self._place()  # user code edited the state: continue from the edited values
         live, grads = self._sight.glance() or self._look()
         if self._devices != devices or not live:
             if not live:
@@ -455,9 +464,9 @@ class OptaxOptimizer(GroupedOptimizer):
         return True
 
     def _arguments(self, given: dict[str, PyTree]) -> Arguments:
-        """The further arguments of a step; the leaves are arranged anew if they are others than at the last."""
+        """Return the extra arguments of a step. If their names differ from the last step's, the layout is rebuilt."""
         if not any(rule.takes_extra for rule in self._rules.values()):
-            raise TypeError(f"{type(self).__name__}.step: this transformation takes no further arguments, but got {sorted(given)}.")
+            raise TypeError(f"{type(self).__name__}.step: this transformation takes no extra arguments, but got {sorted(given)}.")
         arguments = Arguments(given, self._leaves, self.arrangement.skeleton)
         if arguments.names != self._argument_names:
             before = self._argument_names, self._extra
@@ -466,30 +475,35 @@ class OptaxOptimizer(GroupedOptimizer):
                 self._argument_names = arguments.names
                 self._place()
             except BaseException:
-                self._argument_names, self._extra = before  # the next step may come without those that are refused
+                self._argument_names, self._extra = before  # the next step may not have the rejected arguments
                 raise
         return arguments
 
     def _build_launches(
         self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
     ) -> list[list[Launch]]:
-        """`Launches.build`; after an error or an interrupt in it the next step prepares everything anew.
+        """Call `LaunchCache.prepare`. The next step rebuilds the layout after an error or an interrupt in it.
 
-        Empty where the step must begin again.
+        Returns:
+          The bound executables by device, or an empty list if the step must start over.
         """
         if self.dissolve(self._launches.sparse(live)):
             return []
         launches, signature, self._signature = self._launches, self._signature, None
         with self.arrangement.explaining([self._active[i] for i in live]):
             found = launches.build(live, extra, scaled, hyperparams, checked, transaction)
-        if launches.is_outdated or self._exchange.inside:  # a signal handler has loaded or changed the optimizer while this compiled
+        if launches.is_outdated or self._exchange.inside:  # a signal handler has changed the optimizer during the compilation
             return []
         self._sight.forget(launches.began)
         self._signature = signature
         return found
 
     def _look(self) -> tuple[tuple[int, ...], list[torch.Tensor]]:
-        """`Sight.glance` leaf by leaf: each gradient is checked before any is used, and what has changed is followed."""
+        """Do the work of `Guards.check` parameter by parameter: check each gradient before any is used, and follow all changes.
+
+        Returns:
+          The positions of the records with a gradient, and the gradients.
+        """
         live: list[int] = []
         grads: list[torch.Tensor] = []
         in_other_dtypes: list[tuple[Leaf, torch.dtype]] = []
@@ -513,7 +527,7 @@ class OptaxOptimizer(GroupedOptimizer):
             live.append(i)
             grads.append(g)
         if in_other_dtypes:
-            self._signature = None  # an interrupt in here would leave launches that read gradients as of another dtype
+            self._signature = None  # an interrupt would leave executables for gradients of another dtype
             for leaf, dtype in in_other_dtypes:
                 leaf.gradient_dtype = dtype
             self._place()
@@ -523,23 +537,26 @@ class OptaxOptimizer(GroupedOptimizer):
         if found is grads:
             self._sight.remember(self._active, live, grads)
         else:
-            self._sight.forget()  # copies are made anew at each step
+            self._sight.forget()  # each step must make its own copies
         return tuple(live), found
 
     def _placed_anew(self, leaf: Leaf) -> bool:
-        """Follow parameters whose `data` was replaced; True if launches were made for something else and are gone."""
+        """Adopt parameters whose `data` was replaced.
+
+        Return True if the layout was rebuilt and the step must check all parameters again.
+        """
         p, known = leaf.param, (leaf.shape, leaf.dtype, leaf.device)
         if leaf.spec is None or (leaf.layout is None and (p.shape, p.dtype, p.device) != known):
-            self._place()  # it required no grad when the leaves were arranged, or its transformation saw it in another shape or dtype
+            self._place()  # it was frozen at the last rebuild, or had another shape or dtype
             return True
         check_whole(type(self).__name__, leaf)
         check_apart(type(self).__name__, self._active)
         others = [x for x in self._active if x is not leaf and x.spec is not None and x.layout is None and x.param.requires_grad]
-        # Others without a gradient too, for two may have been exchanged; but those whose memory was freed meanwhile stay as they are.
+        # Parameters without a gradient are included, because two may have been swapped. Parameters whose memory was freed are left out.
         elsewhere = [leaf, *(x for x in others if x.param.data_ptr() not in (x.address, 0))]
         before = [x.signature for x in elsewhere]
-        signature, self._signature = self._signature, None  # as in `_place`
-        self._place_leaves(elsewhere)  # all at once: those that were packed are packed again
+        signature, self._signature = self._signature, None  # as in `_rebuild_layout`
+        self._place_leaves(elsewhere)  # together, so that rows of a bucket become rows of a bucket again
         if all(old in (None, x.signature) for old, x in zip(before, elsewhere, strict=True)):
             self._signature = signature
             return False
@@ -547,15 +564,15 @@ class OptaxOptimizer(GroupedOptimizer):
         return True
 
     def _hyperparams(self) -> np.ndarray:
-        """Every traced number of this step, read from the groups: what a scheduler wrote is what the step uses."""
+        """Return all traced hyperparameters of this step. They are read from the groups, so the step uses what a scheduler wrote."""
         values = [1.0] * leaf_update.ONES
         values.append(self.max_grad_norm or 0.0)
-        get: Any = dict.get  # in C also for `betas.Group`
+        get: Any = dict.get  # faster than the method of `betas.Group`
         try:
             for source in self.arrangement.rows:
                 group, row, scale = source.group, source.row, source.lr_scale
                 taken = get(group, param_groups.TAKEN_LR_SCALE, 1.0)
-                scale = scale if taken is None else scale * get(group, "lr_scale", 1.0) * taken  # groups.lr_scale, without the call
+                scale = scale if taken is None else scale * get(group, "lr_scale", 1.0) * taken  # `param_groups.lr_scale`, inlined
                 for name, length in row.traced:
                     value = group[name]
                     if name == "lr" and not row.scaled:
@@ -573,7 +590,7 @@ class OptaxOptimizer(GroupedOptimizer):
                 if row.scaled:
                     values.append(scale if source.has_lr else scale * float(group["lr"]))
         except (TypeError, ValueError, RuntimeError):
-            for group in self.param_groups:  # says which value of which key was no number
+            for group in self.param_groups:  # raises an error that names the key and its value
                 param_groups.check_types(type(self).__name__, group, self.rule_of(group))
             raise
         values += [0.0] * (self.arrangement.width - len(values))
@@ -581,17 +598,17 @@ class OptaxOptimizer(GroupedOptimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped inside the program for a gradient that was not finite; reading it waits for the device."""
+        """The number of steps that programs skipped because of a gradient that was not finite. Reading it waits for the device."""
         return self._scaling.skipped
 
     def ema_params(self) -> AbstractContextManager[None]:
-        """The averages of the trained weights in the parameters, for as long as the context is open; `ema_decay` must be given.
+        """Swap the averages of the trained weights into the parameters while the context is open. It needs `ema_decay`.
 
-        In place, rounded to the parameter's dtype; the trained bits come back on leaving, also by an exception. Parameters
-        that were never updated, frozen ones among them, stay as they are.
+        The swap is in place, and averages are rounded to the parameter's dtype. The trained bits return on exit, also after an
+        exception. Parameters that were never updated, such as frozen ones, keep their values.
 
         Raises:
-          RuntimeError: there is no average, or the context is open already; nothing is changed then.
+          RuntimeError: there is no average, or the context is open already. Nothing is changed then.
         """
         owner = type(self).__name__
         if self.ema_decay is None:
@@ -604,34 +621,36 @@ class OptaxOptimizer(GroupedOptimizer):
     # ------------------------------------------------------------------ checkpoints, copies, reports
 
     def state_dict(self) -> StateDict:
-        """torch's, with an empty entry for each frozen parameter that still requires grad.
+        """Return torch's state_dict, with an empty entry for each frozen parameter that still requires grad.
 
-        torch.distributed.checkpoint loads strictly and wants one; whoever loads it begins that state at the first gradient.
+        torch.distributed.checkpoint loads strictly and needs this entry. After a load, the state of such a parameter is initialized at its
+        first gradient.
         """
 
-        with checkpoint.hooked(self.register_state_dict_post_hook, checkpoint.complete, prepend=True):  # before the user's
+        with checkpoint.hooked(self.register_state_dict_post_hook, checkpoint.complete, prepend=True):  # before the user's hooks
             return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state_dict of this class or of the torch optimizer that it stands for.
+        """Load a state_dict of this class, or of the torch optimizer that it replaces.
 
-        As torch's, and: parameters are matched by name where both sides have names, which need not have the same wrappers
-        (`_orig_mod.`, `module.`); frozen parameters may be missing; state keeps a wider type than its parameter's; group flags
-        that the saved groups lack stay as they are; tensors are copied, never shared.
+        Differences from torch: parameters are matched by name if both sides have names, and the names may have other wrappers
+        (`_orig_mod.`, `module.`). Frozen parameters may be missing. State keeps a dtype that is wider than its parameter's. Group flags
+        that the saved groups lack keep their values. Tensors are copied, never shared.
 
         Raises:
-          ValueError: other groups, parameters, state fields or shapes, or damaged values; parameters and state are then as before.
+          ValueError: groups, parameters, state fields or shapes do not match, or values are damaged. Parameters and state are then as
+            before.
         """
         with self._transaction(), checkpoint.hooked(self.register_load_state_dict_pre_hook, checkpoint.prepare):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> StateDict:
-        """For pickle and deepcopy."""
+        """Return the attributes for pickle and deepcopy."""
         own = {key: self.__dict__[key] for key in self._carried}
         return super().__getstate__() | own | {"_decided": [(leaf.name, leaf.group, leaf.decided) for leaf in self._followed()]}
 
     def __setstate__(self, state: StateDict) -> None:
-        """Take a loaded state and groups, which `state_dict.prepare` has checked, or all of a copied or unpickled optimizer."""
+        """Set state and groups that `state_dict.check_and_align` has checked, or all attributes of a copied or unpickled optimizer."""
         decided = state.pop("_decided", None)
         with self._all_or_nothing() if decided is None else nullcontext():
             self._set_state(state, decided)
@@ -639,7 +658,7 @@ class OptaxOptimizer(GroupedOptimizer):
     def _set_state(self, state: StateDict, decided: Sequence[tuple[str, int, Decided]] | None) -> None:
         defaults = dict(self.defaults if decided is None else state["defaults"])
         super().__setstate__(state)
-        self.defaults = self._with_momentum(defaults)  # torch adds "differentiable", which would come into the groups of every loaded state
+        self.defaults = self._with_momentum(defaults)  # torch adds "differentiable", which must not get into loaded groups
         self.param_groups[:] = map(self._with_betas, self.param_groups)
         if decided is None:
             self._leaves = self._followed()
@@ -654,19 +673,19 @@ class OptaxOptimizer(GroupedOptimizer):
         self._follow_fused()
 
     def state_fields(self, leaf: Leaf, group: ParamGroup) -> dict[str, Field] | None:
-        """The state fields of a parameter in such a group, by name; None where the parameter is frozen and nothing knows them."""
+        """Return the state fields of a parameter by name, if it is in this group; None if it is frozen and its fields are unknown."""
         return self.arrangement.state_fields(leaf, group, self.rule_of(group))
 
     def bytes_accessed(self) -> float:
-        """Bytes that one step moves by the compiler's count, for the set of live leaves that was seen last."""
+        """Return the bytes that one step moves, by the compiler's count, for the last set of gradients."""
         return sum(launch.program.bytes_accessed for launch in self._launches.latest)
 
     def cache_info(self) -> CacheInfo:
-        """How many steps found their programs at hand, and how many programs were used and compiled."""
+        """Return how many steps found their executables in the cache, and how many executables were used and compiled."""
         return self._cache.info
 
     def report(self) -> report.Report:
-        """One line per parameter, as text when printed, as a table in a notebook, and as `rows` for programs."""
+        """Return a report with one line for each parameter: text when printed, a table in a notebook, and `rows` for programs."""
         made_by_tx = [i for i, group in enumerate(self.param_groups) if multiplies(self.rule_of(group))]
         return report.Report(type(self).__name__, self._followed(), self.param_groups, self.state, made_by_tx)
 

@@ -1,4 +1,4 @@
-"""A launch: one compiled program over some live leaves, with all that a call needs at hand."""
+"""An executable bound to the buffers on which a step calls it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from torch_api._params.state import Shared
 
 
 class Block:
-    """What a program takes as one leaf: one by itself, or the live ones of a pack; with their positions among the live leaves."""
+    """One leaf of a program: a parameter, or the rows of a bucket whose parameters have a gradient.
+
+    leaves: the records of the parameters. grad_positions: the position of each parameter's gradient among all gradients of the step.
+    bucket: the `BucketState`, None for a parameter with its own buffer. leaf_plan: the leaf in the plan of the program.
+    """
 
     __slots__ = ("described", "leaves", "pack", "positions")
 
@@ -44,13 +48,16 @@ class Block:
 
     @property
     def places(self) -> Places:
-        """Where its gradients are, if they are read where they lie."""
+        """The addresses of the gradients, for a program that reads them by address."""
         rows, first = [leaf.slot or 0 for leaf in self.leaves], self.leaves[0]
         return Places(len(self.rows), rows, first.dtype, [leaf.order for leaf in self.leaves], READS)
 
     @property
     def singly(self) -> list[tuple[int, tuple[int, ...] | None]]:
-        """For each row the position of its gradient, and the order of its dimensions; where there is none, those of another's."""
+        """For each row the position of its gradient and the order of its dimensions.
+
+        A row without gradient repeats those of another row.
+        """
         if self.pack is None:
             return [(self.positions[0], self.leaves[0].order)]
         given = {leaf.slot: (position, leaf.order) for leaf, position in zip(self.leaves, self.positions, strict=True)}
@@ -58,7 +65,7 @@ class Block:
 
 
 class Launch(launch.Launch):
-    """The launch of some blocks, leaves by themselves before packs."""
+    """The executable of some operands: first the parameters with their own buffers, then the buckets."""
 
     __slots__ = ("_blocks", "_offsets", "device", "leaves", "packs", "shared")
 
@@ -83,16 +90,16 @@ class Launch(launch.Launch):
 
     @property
     def far(self) -> list[tuple[int, int, str]]:
-        """The gradients that are measured before the program, where they lie: position, elements and dtype of each."""
+        """Position, elements and dtype of each gradient whose norm is computed before the program runs."""
         plan = self.program.plan
         blocks = [block for block in self._blocks if plan.far(block.described)]
         return [(position, block.described.size, block.described.gradient_dtype) for block in blocks for position in block.positions]
 
     def prepare(self) -> None:
-        """Find all that a call needs."""
+        """Look up all buffers, views and arguments that a call needs."""
         blocks, offsets, program, shared = self._blocks, self._offsets, self.program, self.shared
         alone = [block.leaves[0] for block in blocks if block.pack is None]
-        scattered = [block for block in blocks if block.described.at_once]  # in programs of their own
+        scattered = [block for block in blocks if block.described.at_once]  # such buckets have a program of their own
         singly = [(block, each) for block in blocks if block.pack is None or block.described.singly for each in block.singly]
         kept = [leaf for leaf in alone if leaf.memory is None]
         self.inplace = [block.leaves[0] for block in blocks if block.leaves[0].memory is not None]
@@ -128,7 +135,7 @@ class Launch(launch.Launch):
                 live.append(np.zeros(len(block.rows), np.bool_))
                 at[-1][rows], live[-1][rows] = own, True
         self.offsets, self.live = (allocation.constant(np.concatenate(x), program.plan.device) for x in (at, live))
-        self._blocks, self.ready = (), True  # last: an interrupted call begins again
+        self._blocks, self.ready = (), True  # last, so that an interrupted call starts over
 
     @property
     def _mirrors(self) -> Mirrors:
@@ -136,14 +143,14 @@ class Launch(launch.Launch):
         return [*(pair for leaf in self.leaves for pair in leaf.mirrors), *shared]
 
     def follow(self) -> None:
-        """Look at the new places after results came to lie elsewhere."""
+        """Bind to the new addresses after results moved."""
         for part in (*self.leaves, *self.shared):
             part.follow()
         if self.mirrored:
-            foreach_copy_(self.mirrored, self.mirrors)  # what was copied before was read at the old places
+            foreach_copy_(self.mirrored, self.mirrors)  # earlier copies were read at the old addresses
 
     def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor that the update may change or its failure may take, and a copy of it, for `restore`."""
+        """Return each tensor that the update may change, or that its failure may destroy, with a copy for `restore_values`."""
         packed = dict.fromkeys(memory for pack in self.packs for memory in (pack.memory, *pack.state))
         alone = [leaf for leaf in self.leaves if leaf.slot is None]
         own = [tensor for leaf in alone for tensor in (leaf.local, *leaf.views)] + [tensor for tensor, _ in self._mirrors]
@@ -151,6 +158,6 @@ class Launch(launch.Launch):
 
 
 def restore(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give the tensors the values that they had, wherever they lie now."""
+    """Write the copied values back into the tensors, wherever these are now."""
     for tensor, copy in before:
         tensor.detach().copy_(copy)

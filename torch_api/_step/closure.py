@@ -1,4 +1,4 @@
-"""A torch closure that a compiled update calls."""
+"""A torch closure as a JAX function that a compiled update calls, for line searches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Typed: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Closure:
-    """A torch closure during one step, as the differentiable JAX function `value_fn` of the nested dict of the live parameters.
+    """A torch closure during one step, as the differentiable JAX function `value_fn` of the nested dict of parameters with a gradient.
 
-    The compiled update calls back into torch: each parameter looks at the trial values while the closure runs. Only the
-    first derivative exists. Programs know a closure by a number, so they serve any, and hold none.
+    The compiled update calls back into torch. While the closure runs, each parameter holds the trial values. Only the first derivative
+    exists. An executable refers to a closure by a number, so it serves any closure and keeps none alive.
     """
 
     def __init__(self, closure: Callable[[], torch.Tensor | SupportsFloat], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
@@ -38,7 +38,10 @@ class Closure:
         return jax.tree_util.Partial(_value, np.int32(self._token))
 
     def run(self, params: PyTree) -> tuple[np.ndarray, PyTree]:
-        """On the host: value and gradient at the trial values; what the closure raises is kept for `step` to raise, and reads as NaN."""
+        """Return value and gradient at the trial values, on the host.
+
+        An exception of the closure is kept in `error`, for `step` to raise. The value and the gradients are NaN then.
+        """
         flat, structure = jax.tree_util.tree_flatten_with_path(params)
         trial = [(self._leaves[path_name(path)].param, torch.from_numpy(np.array(x))) for path, x in flat]
         kept = [(p, p.data, p.grad) for p, _ in trial]
@@ -48,7 +51,7 @@ class Closure:
             with torch.enable_grad():
                 loss = self._closure()
             grads = [torch.zeros_like(p) if p.grad is None else with_memory(p.grad.detach()).clone() for p, _ in trial]
-        except BaseException as error:  # noqa: BLE001 - it would be lost among the threads of XLA
+        except BaseException as error:  # noqa: BLE001 - XLA's threads would lose it
             self.error = error
             loss, grads = torch.nan, [torch.full_like(p, torch.nan) for p, _ in trial]
         finally:
@@ -64,7 +67,7 @@ _closures: weakref.WeakValueDictionary[int, Closure] = weakref.WeakValueDictiona
 
 
 def _loss_type(params: PyTree) -> type[np.floating]:
-    """The type of a loss of these parameters, as a JAX function would give it."""
+    """Return the dtype that a JAX loss of these parameters has."""
     return np.float64 if any(x.dtype in (np.float64, np.complex128) for x in jax.tree.leaves(params)) else np.float32
 
 
@@ -79,7 +82,7 @@ def _value_and_grad(token: jax.typing.ArrayLike, params: PyTree) -> tuple[jax.Ar
         trial = jax.tree.map(_decoded, coded, like[1])
         return jax.tree.map(_words, _closures[int(number)].run(trial))
 
-    # jax converts what goes in and comes out by the x64 flag of whichever thread runs the callback, so 64 bits go as words.
+    # jax converts arguments and results by the x64 flag of the thread that runs the callback. So 64-bit values are passed as 32-bit words.
     coded = jax.tree.map(lambda x: jax.lax.bitcast_convert_type(_reals(x), np.uint32) if _is_wide(x) else x, params)
     results = jax.pure_callback(call, jax.tree.map(_coded, like), token, coded)
     return jax.tree.map(lambda x, to: _joined(jax.lax.bitcast_convert_type(x, np.float64), to) if _is_wide(to) else x, results, like)
@@ -98,18 +101,18 @@ def _joined(x: jax.Array, like: _Typed) -> jax.Array:
 
 
 def _coded(like: jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
-    """What stands for such an array while it crosses."""
+    """Return the shape and dtype of the 32-bit words of an array; an array without 64-bit values is returned as it is."""
     words = {np.dtype(np.float64): (2,), np.dtype(np.complex128): (2, 2)}.get(like.dtype)
     return like if words is None else jax.ShapeDtypeStruct((*like.shape, *words), np.uint32)
 
 
 def _words(x: np.ndarray) -> np.ndarray:
-    """An array of the host as it crosses."""
+    """Return a host array as 32-bit words."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint32).reshape(_coded(x).shape) if _is_wide(x) else x
 
 
 def _decoded(x: jax.typing.ArrayLike, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The array of the host that has crossed."""
+    """Return the host array that 32-bit words stand for."""
     return np.ascontiguousarray(x).reshape(-1).view(like.dtype).reshape(like.shape) if _is_wide(like) else np.asarray(x)
 
 

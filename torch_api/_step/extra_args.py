@@ -1,4 +1,4 @@
-"""Further arguments of a step."""
+"""Extra arguments of a step: `step(**extra_args)`, as arrays of a program."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NARROW_NUMPY = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("f8", "f
 
 
 def are_wide(leaves: Iterable[Leaf]) -> bool:
-    """Whether all parameters of floats have 64 bits; frozen ones may be of other kinds."""
+    """Return whether all floating and complex parameters have 64 bits. Frozen parameters may be of other kinds."""
     floats = [leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
     return all(dtype in (torch.float64, torch.complex128) for dtype in floats)
 
 
 class Arguments:
-    """The keyword arguments of one step, ready for the compiled program.
+    """The extra keyword arguments of one step, as arguments of a program.
 
-    Tensors and numbers become arrays, of 32 bits unless all parameters have 64, as in pure JAX; what is neither stays as it
-    is and is known by identity. A dict by the names of all parameters, dotted or nested, becomes the nested dict of the
-    live ones.
+    Tensors and numbers become arrays. As in pure JAX, the arrays have 32 bits, unless all parameters have 64. Any other object stays as it
+    is and is compared by identity. A dict with the names of all parameters, dotted or nested, becomes the nested dict of the parameters
+    that have a gradient.
     """
 
     def __init__(self, given: Mapping[str, PyTree], leaves: Sequence[Leaf], skeleton: Sequence[Path]) -> None:
@@ -50,7 +50,7 @@ class Arguments:
         return _ByParameter(argument, flat) if whole else jax.tree.map(functools.partial(self._array, argument), value)
 
     def of(self, leaves: Sequence[Leaf]) -> tuple[Extra, list[_Array]]:
-        """The arguments for these live leaves: what is static about them, and the arrays."""
+        """Return the static description of the arguments, and their arrays, for the parameters that have a gradient."""
         alive = {self._names[id(leaf)] for leaf in leaves}
         tree = {name: self._nested(value, alive) if isinstance(value, _ByParameter) else value for name, value in self._given.items()}
         flat, structure = jax.tree.flatten(tree)

@@ -1,4 +1,4 @@
-"""A scaled loss: what `torch.amp.GradScaler` hands to an optimizer that unscales by itself."""
+"""Loss scaling: the tensors that `torch.amp.GradScaler` hands to an optimizer that unscales its own gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _Scalar: TypeAlias = torch.Tensor | float
 
 
 def check(**given: object) -> None:
-    """Raise for a tensor of GradScaler's whose storage was freed."""
+    """Raise if the storage of a tensor of GradScaler was freed."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor) and (why := shortage(value)):
             raise ValueError(f"optimizer.{name} cannot be read: {why}. Nothing was updated: set it to a tensor whose storage is whole.")
 
 
 class Scaling:
-    """The loss scale of one step, and the count of the updates that were skipped on each device.
+    """The loss scale of a step, and the number of updates that each device has skipped.
 
-    GradScaler leaves the scale and its count of infinities as tensors in `optimizer.grad_scale` (None: the gradients are
-    unscaled already) and `optimizer.found_inf`. They go into the program as they are; nothing is read on the host.
+    GradScaler sets `optimizer.grad_scale` (None if the gradients are unscaled already) and `optimizer.found_inf`. Both tensors are
+    arguments of the program, so the host never reads them.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Scaling:
 
     @property
     def skipped(self) -> int:
-        """How many updates were skipped; reading it waits for the device."""
+        """Return how many updates were skipped; this waits for the device."""
         return max((int(np.asarray(count)[0]) for count in self._skipped.values()), default=0)
 
     def arrays(self, device: torch.device, grad_scale: _Scalar | None, found_inf: _Scalar | None) -> list[jax.typing.ArrayLike]:
-        """Loss scale, infinities found and updates skipped, as the program takes them."""
+        """Return the arguments of a program: the loss scale, the number of infinities, and the number of updates skipped so far."""
         count = self._skipped.get(device)
         if count is None:
             count = operands([torch.zeros((), dtype=torch.int32, device=device)], [None])[0]
@@ -45,11 +45,11 @@ class Scaling:
         return [*operands(given, [None, None]), count]
 
     def keep(self, device: torch.device, count: jax.Array) -> None:
-        """Take the new count of a program."""
+        """Record the number of skipped updates that a program returns."""
         self._skipped[device] = count
 
 
 def _scalar(value: _Scalar | None, default: float, device: torch.device) -> torch.Tensor:
     if value is None:
-        return torch.full((), default, dtype=torch.float32, device=device)  # a number in `as_tensor` would make the host wait for the copy
+        return torch.full((), default, dtype=torch.float32, device=device)  # `as_tensor` of a number would make the host wait for a copy
     return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())

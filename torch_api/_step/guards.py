@@ -1,4 +1,4 @@
-"""Guards of the warm path. They check that parameters and gradients still have the metadata and addresses seen at the last step."""
+"""Guards of the warm path: they compare parameters and gradients with the metadata and addresses of the last step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _address, _grad = torch.Tensor.data_ptr, attrgetter("grad")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Active leaves as they were at the last look.
+    """The metadata of all trainable parameters at the last step that checked each of them.
 
-    live, params: the positions of the leaves with a gradient; all dense parameters. present, absent: those with a gradient, and those that
-    must have none. kept: those with a gradient in torch's own memory. as_params, as_grads: the C guards. addresses: of `present`.
-    sizes, offsets: of the storages of gradients and `kept`.
+    with_grad: the positions of the records whose parameter has a gradient. dense_params: all dense parameters.
+    params_with_grad: the parameters of `with_grad`. params_without_grad: the parameters that must have no gradient.
+    copied_back: the parameters of `with_grad` that live in torch's own memory.
+    params_guard, grads_guard: torch's C guards. param_addresses: the addresses of `params_with_grad`.
+    storage_sizes, storage_offsets: of the gradients, then of `copied_back`.
     """
 
     live: tuple[int, ...]
@@ -38,31 +40,31 @@ class _Known:
 
 
 class Sight:
-    """What was true of the active leaves when each of them was last looked at.
+    """Compare the trainable parameters with the last step.
 
-    A step asks in a few C calls whether all is as it was for the same live leaves. Where anything differs, or nothing is known, the
-    leaves are looked at one by one.
+    A warm step compares all of them in a few C calls. If anything differs, or if nothing is recorded, the step takes the slow path and
+    checks each parameter.
     """
 
     def __init__(self) -> None:
         self._known: _Known | None = None
 
     def forget(self, really: bool = True) -> None:
-        """The next step looks at each leaf."""
+        """Make the next step take the slow path, if `condition` holds."""
         self._known = None if really else self._known
 
     def remember(self, leaves: Sequence[Leaf], live: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take note of the leaves as they are. Each has been looked at, and so has its gradient, which is None for those that are not live.
+        """Record the metadata of parameters and gradients. The caller has checked each of them.
 
         Args:
-          leaves: the active ones.
-          live: the positions of those that have a gradient.
-          grads: their gradients.
+          leaves: the records of all trainable parameters.
+          with_grad: the positions of the records whose parameter has a gradient.
+          grads: the gradients of `with_grad`.
         """
         self._known = None
         if any(leaf.layout is not None for leaf in leaves):
             return
-        # The guard cannot look at sparse parameters, which are frozen: only a gradient that one gets makes a difference.
+        # The guard rejects sparse parameters. They are frozen, so only a gradient that appears on one matters.
         params = [leaf.param for leaf in leaves if leaf.param.layout is torch.strided]
         as_params, as_grads = guard(params), guard(grads)
         if as_params is None or as_grads is None:
@@ -71,14 +73,14 @@ class Sight:
         present = [leaves[i].param for i in live]
         rest = [leaf.param for i, leaf in enumerate(leaves) if i not in chosen]
         absent = [p for p in rest if p.requires_grad or p.layout is not torch.strided]
-        # torch owns the memory of those that are read and written at their address, so it may be resized too.
+        # torch owns this memory, so user code may resize it. The program reads and writes it by address.
         kept = [leaves[i].param for i in live if leaves[i].memory is None]
-        held = [*grads, *kept]  # equal strides and these: equal reach (`tensor_storage.shortage`)
+        held = [*grads, *kept]  # with equal strides, sizes and offsets, `tensor_storage.shortage` gives the same answer
         sizes, offsets = list(map(len, map(storage_of, held))), list(map(offset_of, held))
         self._known = _Known(tuple(live), params, present, absent, kept, as_params, as_grads, list(map(_address, present)), sizes, offsets)
 
     def glance(self) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-        """The active leaves that have a gradient, and the gradients; None where anything has changed since `remember`."""
+        """Return the positions of the records with a gradient, and the gradients; None if anything has changed since `record`."""
         known = self._known
         if known is None:
             return None

@@ -1,4 +1,4 @@
-"""Who hears of a step beside the hooks of its optimizer: the hooks of all optimizers, and torch's profiler."""
+"""Who observes every step of every optimizer: the hooks of all optimizers, and torch's profilers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bridge._compat.torch import heard
 
 
 class Listeners(NamedTuple):
-    """Who is told before each step and after it.
+    """The process-wide observers of a step.
 
-    before, after: the hooks of all optimizers.
-    noted: whether some thread has a profiler.
-    profiled: whether one hears this thread.
+    pre_hooks, post_hooks: the hooks of all optimizers.
+    is_any_thread_profiled: whether some thread has a profiler.
+    is_this_thread_profiled: whether a profiler records the calling thread.
 
-    Not among them are an `ExecutionTraceObserver` and the annotations of a CUDA memory history, without a profiler: their records then have
-    no mark around a step.
+    An `ExecutionTraceObserver` and the annotations of a CUDA memory history do not count unless a profiler runs: their records then have no
+    mark around a step.
     """
 
     before: Mapping[int, Callable[..., object]]

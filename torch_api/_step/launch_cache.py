@@ -1,4 +1,4 @@
-"""Launches: which programs update each set of live parameters."""
+"""Cache of the bound executables that update each set of parameters with a gradient."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from .bound_executable import Block, Launch, restore
 from .recompile_reasons import Cache, Situation
 
 _name = attrgetter("name")
-# Sets of live leaves whose launches are at hand; those of an older one are put together again from their programs.
+# The number of sets of gradients whose bound executables are kept. An older set is bound again from its executables.
 _KEPT = 64
-# Bytes that compiling a step takes for a while: 170 MiB for GPT-2 small.
+# Memory that compiling a step may take for a while.
 _COMPILING = 256 << 20
-# The ids of the descriptions of its leaves, their device, and what else the plan of a program is made of.
+# The ids of the plans of the leaves, their device, and the other inputs of an `UpdatePlan`.
 _ProgramKey: TypeAlias = tuple[tuple[int, ...], torch.device, Extra, bool, bool, bool]
 
 
 class Launches:
-    """The launches of an optimizer as it is now; whatever changes more than numbers makes a new one.
+    """The bound executables of an optimizer. Any change of more than numbers replaces the cache.
 
     Args:
-      states: the leaves that may be trained, in the order that live sets count, with their rules and state.
+      states: the trainable parameters, with their transformations and state. Sets of gradients are positions among them.
       max_grad_norm: None for no clipping.
-      cache: the programs that the optimizer has used.
+      cache: the executables that the optimizer has used.
     """
 
     def __init__(self, states: States, max_grad_norm: float | None, cache: Cache) -> None:
         self.states, self._max_grad_norm, self._cache = states, max_grad_norm, cache
         self._owner, self._active, self._rows, self._rules = states.owner, states.active, states.rows, states.rules
-        self._stores = False  # whether XLA stores what all rows of packs at once are to compute
-        self.began = False  # whether the last set of live leaves had some that were given state
-        self.is_outdated = False  # whether the optimizer has been prepared anew since
+        self._stores = False  # whether XLA materializes the values of all rows of addressed buckets
+        self.began = False  # whether preparing the last set of gradients made state
+        self.is_outdated = False  # whether the optimizer has a newer cache
         self.known: dict[tuple[tuple[int, ...], Extra, bool, bool], list[list[Launch]]] = {}
         self._described: dict[Leaf, update.Leaf] = {}
         self._kinds: dict[update.Leaf, update.Leaf] = {}
@@ -68,14 +68,14 @@ class Launches:
         kinds = {leaf: self._rows.sort_key(leaf)[:-1] for leaf in trainable if leaf.alone}
         alike, packs = Counter(kinds.values()), {leaf.memory for leaf in trainable if not leaf.alone}
         frequent = chunking.enough(len(kinds) + len(packs))
-        # On a GPU calling a program costs the host more than the device has to do in it.
+        # On a GPU, a call costs the host more than the work of a small program costs the device.
         self._equals = {leaf: alike[kind] for leaf, kind in kinds.items() if alike[kind] >= frequent and leaf.device.type == "cpu"}
-        self._large: dict[tuple[object, ...], list[Leaf]] = {}  # by kind: those in buckets that may be dissolved
+        self._large: dict[tuple[object, ...], list[Leaf]] = {}  # large rows of buckets, by kind; they may leave their bucket
         for leaf in filter(is_large_row, trainable):
             self._large.setdefault(self._rows.sort_key(leaf)[:-1], []).append(leaf)
 
-        # Of all that may be trained: a set of live leaves is to change nothing. Of few elements gradients are sooner gathered than one more
-        # program is called.
+        # These two count all trainable parameters, so that the set of gradients does not change the plans. For few elements, gathering the
+        # gradients is cheaper than calling one more program.
         self._are_few = sum(leaf.shape.numel() for leaf in trainable) <= ON_ONE_CORE
         lie = [leaf for leaf in trainable if leaf.elements is None and (leaf.alone or self._rows.is_addressed(leaf))]
         sizes = [(str(numpy_dtype(leaf.gradient_dtype)), leaf.shape.numel()) for leaf in lie]
@@ -83,13 +83,13 @@ class Launches:
 
     @property
     def latest(self) -> list[Launch]:
-        """The launches of the set of live leaves that was seen last."""
+        """The bound executables of the last set of gradients."""
         return [launch for part in next(reversed(self.known.values()), []) for launch in part]
 
     def sparse(self, live: Iterable[int]) -> list[Leaf]:
-        """Return the leaves of buckets whose rows without a gradient cost more than an array for each of the other leaves.
+        """Return the records in buckets whose rows without a gradient cost more than an own buffer for each other row.
 
-        All leaves of a kind are returned, with or without a gradient: which leaves have one changes from step to step.
+        All records of a kind are returned, with or without a gradient, because the set of gradients changes from step to step.
         """
         active = {self._active[i] for i in live} if self._large else set()
         found: list[Leaf] = []
@@ -103,14 +103,24 @@ class Launches:
     def build(
         self, live: tuple[int, ...], extra: Extra, scaled: bool, hyperparams: np.ndarray, checked: bool, transaction: Transaction
     ) -> list[list[Launch]]:
-        """Launches for a set of live leaves, by device, with state for leaves that have none yet, begun with these numbers.
+        """Return the bound executables for a set of gradients, by device. Parameters without state get their initial state.
 
-        `scaled`: the gradients are those of a scaled loss; `checked`: somebody else has seen whether all are finite. Compiling may be
-        interrupted, the rest of the `transaction` not. Empty where the step must begin again: a signal handler has changed the optimizer,
-        or XLA stores what rows read where they lie are to compute.
+        Compiling may be interrupted, the rest of the `transaction` not.
+
+        Args:
+          with_grad: the positions of the parameters with a gradient.
+          extra: the static description of the extra arguments.
+          scaled: whether the gradients are those of a scaled loss.
+          hyperparams: the hyperparameters of this step. Initial state may depend on them.
+          finite_check_done: whether GradScaler has checked all gradients for infinities.
+          transaction: the transaction of the step.
+
+        Returns:
+          The bound executables, or an empty list if the step must start over: a signal handler has changed the optimizer, or XLA
+          materializes the values of rows whose gradients are read by address.
         """
         values, key = self._rows.cut(hyperparams), (live, extra, scaled, checked)
-        checked = checked and self._max_grad_norm is None  # a norm finds it too, and so there is one program for both
+        checked = checked and self._max_grad_norm is None  # a norm shows infinities too, so one program serves both
         on_device: dict[torch.device, list[tuple[Leaf, int]]] = {}
         for position, i in enumerate(live):
             on_device.setdefault(self._active[i].device, []).append((self._active[i], position))
@@ -156,18 +166,24 @@ class Launches:
         return launches
 
     def _begun_early(self, leaves: Sequence[Leaf], values: Sequence[Sequence[float]]) -> dict[Leaf, list[InitialValue]]:
-        """State that is written while programs are read, or compiled, which has room in what is held back: the peak of memory stays."""
-        if getattr(jax.config, "jax_compilation_cache_dir", None):  # most likely they are read
+        """Start to write initial state while executables are compiled or read.
+
+        It uses memory held back for compiling, so the peak stays the same.
+        """
+        if getattr(jax.config, "jax_compilation_cache_dir", None):  # jax most likely reads the executables from its cache
             return self.states.begun_early(leaves, values)
         return self.states.begun_early([leaf for leaf in leaves if leaf.device.type == "cpu"], values, held_back=_COMPILING)
 
     def whole(
         self, live: Sequence[int], extra: Extra, hyperparams: np.ndarray, compiled: Callable[[Sequence[Block], update.Plan], Any]
     ) -> Launch | None:
-        """One launch of these leaves, all on one device, as one program that does more than update them.
+        """Return one bound executable for all parameters with a gradient, which are on one device. Its program does more than update them.
 
-        `compiled` makes it, from the blocks and the plan of their update; state is given only when it has. None where a signal handler
-        has changed the optimizer meanwhile.
+        Args:
+          compile_program: makes the program from the operands and the plan of their update. State is made only after it returns.
+
+        Returns:
+          The bound executable, or None if a signal handler has changed the optimizer.
         """
         values = self._rows.cut(hyperparams)
         leaves = [self._active[i] for i in live]
@@ -187,9 +203,13 @@ class Launches:
     def _blocks(
         self, leaves: Sequence[tuple[Leaf, int]], values: Sequence[Sequence[float]], addressed: bool, singly: bool = False
     ) -> list[Block]:
-        """The leaves, each with its position among the gradients, as programs take them: by themselves, then in packs.
+        """Return the parameters as operands of programs: first those with their own buffers, then buckets.
 
-        `addressed`: whether gradients of rows may be read where they lie; else they are gathered, or arguments of their own if `singly`.
+        Args:
+          leaves: each record with the position of its gradient.
+          values: the hyperparameters by row.
+          addressed: whether programs may read gradients of buckets by address.
+          grads_as_arguments: whether gradients that no program reads by address are arguments of their own; they are gathered otherwise.
         """
         alone, packed = [], {}
         for leaf, position in leaves:
@@ -200,13 +220,13 @@ class Launches:
                 block = packed.get(leaf.memory) or packed.setdefault(leaf.memory, Block(self.states.pack(leaf, values[leaf.row])))
             block.leaves.append(leaf)
             block.positions.append(position)
-        blocks = [*alone, *sorted(packed.values(), key=lambda block: not block.pack.singly)]  # as a launch has their gradients
+        blocks = [*alone, *sorted(packed.values(), key=lambda block: not block.pack.singly)]  # the order in a `BoundExecutable`
         for block in blocks:
             leaf = block.leaves[0]
             if leaf not in self._described:
                 described = self._describe(block)
                 block.described = self._kinds.setdefault(described, described)
-                if leaf.state is not None:  # else what it begins with may still be changed
+                if leaf.state is not None:  # before, its initial state may still change
                     self._described[leaf] = block.described
             else:
                 block.described = self._described[leaf]
@@ -220,7 +240,7 @@ class Launches:
         return blocks
 
     def _read(self, described: update.Leaf, small: bool, addressed: bool, singly: bool) -> update.Leaf:
-        """Return a bucket whose gradients may be read where they lie, by the way in which they are read now; others are as of `_blocks`."""
+        """Return the plan of a bucket with the way in which the program reads its gradients: by address, as arguments, or gathered."""
         lie = addressed and not self._stores and (self._max_grad_norm is None or takes(described.spec.dtype, described.size))
         return replace(described, singly=singly and not lie and not small, at_once=lie)
 
@@ -243,8 +263,8 @@ class Launches:
         return update.Leaf(row, spec, state, True, False, count, pack.singly, length=length, at_once=pack.addressed, other_gradient=other)
 
     def _divided(self, blocks: list[Block]) -> Iterator[list[Block]]:
-        """The blocks of each program."""
-        at_once: dict[str, list[Block]] = {}  # by type: a program is given all memory as one
+        """Yield the operands of each program."""
+        at_once: dict[str, list[Block]] = {}  # by dtype: one array over all memory is the argument
         for block in blocks:
             if block.described.at_once:
                 at_once.setdefault(block.described.spec.dtype, []).append(block)
@@ -262,7 +282,7 @@ class Launches:
         plans: dict[_ProgramKey, update.Plan] = {}
         keys = []
         for tile, is_part in zip(divided, several, strict=True):
-            kinds = tuple(id(block.described) for block in tile)  # equal ones are one object
+            kinds = tuple(id(block.described) for block in tile)  # equal plans are one object
             keys.append((kinds, tile[0].leaves[0].device, extra, scaled, checked, is_part))
             if keys[-1] not in self._programs_of or _units(tile):
                 plans[keys[-1]] = self._plan(tile, extra, scaled, checked, is_part)
@@ -279,7 +299,7 @@ class Launches:
         return [self._programs_of[key] for key in keys]
 
     def _read_ahead(self, launches: Sequence[Launch]) -> None:
-        """Have the large gradients of all these launches, of one device, measured where they lie."""
+        """Let the first executable of a device compute the statistics of large gradients of all executables, before any of them runs."""
         plan, far = launches[0].program.plan, [each for launch in launches for each in launch.far]
         launches[0].reader = Reader(far, plan.clip, plan.scaled, plan.device) if far else None
 
@@ -295,22 +315,27 @@ class Launches:
         return replace(plan, measured=is_part and plan.decisive, ahead=ahead)
 
     def follow(self, launches: Sequence[Launch]) -> None:
-        """Look at the new places after results came to lie elsewhere."""
+        """Bind all executables to the new addresses after results moved."""
         for launch in launches:
             launch.follow()
         self.known.clear()
 
     def salvage(self, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]], landed: Sequence[Launch] = ()) -> bool:
-        """After a call that failed with its donated arguments gone: give all tensors valid memory, and the values of `before`.
+        """Give all tensors valid memory after a failed call, whose donated buffers are gone, and restore the copied values.
 
-        The error gets a note that names the parameters that are updated nevertheless, those of the launches that have `landed`.
+        A note on the error names the parameters that were updated nevertheless, and those whose values are lost.
+
+        Args:
+          error: the error of the call.
+          snapshots: tensors with copies of their values before the call.
+          completed: the executables whose results are in place.
 
         Returns:
-          Whether there were such; the error then names those whose values are lost.
+          Whether any values are lost.
         """
         lost = self.states.salvage()
         restore(before)
-        self.known.clear()  # some may not have come to their call
+        self.known.clear()  # some executables may not have been called
         if lost and not before:
             alone, both = ([leaf.name for leaf in lost if (leaf.memory is None) is is_alone] for is_alone in (True, False))
             parts = ([f"parameters and state of {both}"] if both else []) + ([f"the state of {alone}"] if alone else [])
@@ -322,5 +347,5 @@ class Launches:
 
 
 def _units(blocks: Iterable[Block]) -> list[int]:
-    """The units that are evaluated in a program of these blocks."""
+    """Return the joint sets that a program with these operands evaluates."""
     return sorted({block.described.row.unit for block in blocks if block.described.row.unit is not None})

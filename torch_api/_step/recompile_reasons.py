@@ -1,4 +1,4 @@
-"""Which compiled programs an optimizer has used, and why it needed one more."""
+"""The executables that an optimizer has used, and the reasons why it needed another one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bridge._compiler.spec import Extra
 from bridge._runtime import cache, executable
 from bridge._warnings import CompilationWarning, stack_level
 
-# After so many sets of live leaves with programs of their own, programs serve any.
+# After this many sets of gradients with executables of their own, executables are chosen so that they serve any set.
 _SETS = 3
 
 
 class CacheInfo(NamedTuple):
-    """What the steps of an optimizer found ready.
+    """Statistics of an optimizer's executables.
 
-    hits: steps whose set of live parameters was at hand. misses: those for which it was put together. programs: compiled
-    programs that this optimizer has used. compilations: those of them that were compiled for it. One of
-    many equal parameters that are seen together is compiled in pieces, which others may share, and counts as one.
+    hits: steps whose set of gradients was seen before. misses: steps whose set was new. programs: executables that this optimizer has used.
+    compilations: the executables among them that were compiled for this optimizer. An executable of many equal parameters counts as one,
+    even if it is compiled as several subcomputations, which other optimizers may share.
     """
 
     hits: int
@@ -31,7 +31,10 @@ class CacheInfo(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What decides which programs a step runs: names and signature of live parameters, those of a loop together; what all share."""
+    """The inputs that decide which executables a step needs: names and plans of the parameters, and the options that all of them share.
+
+    Parameters of one bucket stand together.
+    """
 
     leaves: Sequence[tuple[Sequence[str], update.Leaf]]
     clip: bool
@@ -41,7 +44,7 @@ class Situation(NamedTuple):
 
 
 class Cache:
-    """The programs of one optimizer."""
+    """The executables that one optimizer has used."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -55,11 +58,11 @@ class Cache:
 
     @property
     def restless(self) -> bool:
-        """Whether sets of live leaves change so often that programs should serve any."""
+        """Whether the set of gradients changes so often that executables should serve any set."""
         return self._sets > _SETS
 
     def programs(self, plans: Sequence[update.Plan]) -> list[executable.Program]:
-        """The programs of these plans."""
+        """Return the executables of these plans."""
         before = cache.compilations()
         found = cache.programs(plans)
         self._compilations += cache.compilations() - before
@@ -68,18 +71,16 @@ class Cache:
         return found
 
     def note(self, situation: Situation, compiled: int) -> None:
-        """Warn if a step that is not the first had to compile."""
+        """Count a set of gradients that was new, and warn if a step after the first one had to compile."""
         last, self._last = self._last, situation
         self.misses += 1
         if compiled and last is not None:
-            what = "a program" if compiled == 1 else f"{compiled} programs"
-            warnings.warn(
-                f"{self._owner}.step compiled {what} more: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level()
-            )
+            what = "another program" if compiled == 1 else f"{compiled} more programs"
+            warnings.warn(f"{self._owner}.step compiled {what}: {_cause(last, situation)}", CompilationWarning, stacklevel=stack_level())
 
 
 def _of_one_set(plan: update.Plan) -> bool:
-    """Whether a program is hardly of use to other sets of live leaves: of several kinds, or for a number of equal ones that no tile has."""
+    """Return whether an executable hardly serves other sets of gradients: its leaves are of several kinds, or of an unusual number."""
     return len(set(plan.leaves)) > 1 or len(plan.leaves) not in chunking.sizes()
 
 
@@ -90,41 +91,43 @@ def _cause(before: Situation, now: Situation) -> str:
     if before.scaled != now.scaled:
         causes.append(f"the gradients are {'' if now.scaled else 'no longer '}those of a scaled loss")
     elif before.checked != now.checked:
-        causes.append(f"{'GradScaler' if now.checked else 'the program itself'} looks whether gradients are finite now")
+        causes.append(f"{'GradScaler' if now.checked else 'the program itself'} now checks whether gradients are finite")
     if before.extra != now.extra:
-        causes.append("the further arguments of step are others, or have other shapes or types")
+        causes.append("step has other extra arguments, or arguments of other shapes or dtypes")
     old, new = ({name: leaf for names, leaf in at.leaves for name in names} for at in (before, now))
     changed = [(name, what) for name in old.keys() & new.keys() for what in _changes(old[name], new[name])]
     for what in dict.fromkeys(what for _, what in sorted(changed)):
         causes.append(f"{what} of {few_names(sorted(name for name, other in changed if other == what))}")
     causes += [f"{few_names(sorted(new.keys() - old.keys()))} take part now"] if new.keys() - old.keys() else []
-    causes += [f"{few_names(sorted(old.keys() - new.keys()))} do not, frozen or without gradient"] if old.keys() - new.keys() else []
+    causes += (
+        [f"{few_names(sorted(old.keys() - new.keys()))} no longer take part, frozen or without gradient"] if old.keys() - new.keys() else []
+    )
     return "; ".join(causes) or "nothing that a program is known to depend on has changed"
 
 
 def _changes(before: update.Leaf, now: update.Leaf) -> Iterable[str]:
-    """What is different about one parameter."""
+    """Yield the differences between two plans of one parameter."""
     if before.row != now.row:
         old, new = dict(before.row.statics), dict(now.row.statics)
         names = [name for name in new if name in old and old[name] != new[name]]
         yield from (f"{name} is {new[name]!r}, was {old[name]!r}," for name in names)
         if not names:
-            yield "the hyperparameters that are in use, or what is kept beside the state, are others"
+            yield "other hyperparameters, or other state beside the transformation's,"
     if before.spec.dtype != now.spec.dtype:
         yield f"the dtype is {now.spec.dtype}, was {before.spec.dtype},"
     elif before.spec != now.spec:
-        yield "the shape is another"
+        yield "another shape"
     if before.gradient_dtype != now.gradient_dtype:
         yield f"the dtype of the gradient is {now.gradient_dtype}, was {before.gradient_dtype},"
     if before.inplace != now.inplace:
-        yield "the way of writing back is another"
+        yield "another writeback"
     if [dtype for _, dtype in before.state] != [dtype for _, dtype in now.state]:
-        yield "the dtype of the state is another"
+        yield "another dtype of the state"
     if before.elements != now.elements:
-        yield "the mask of elements is another"
+        yield "another mask of elements"
 
 
 def few_names(names: Sequence[str]) -> str:
-    """Names for a text: the first three, and how many more."""
+    """Return the first three names, and how many more there are, as text."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more

@@ -1,4 +1,4 @@
-"""Whether anyone but the optimizer holds its state: while nobody does, no step has to look for changes made by hand."""
+"""Detect whether user code may have edited `optimizer.state`. While nobody else references the state, a step need not check it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _views, _seen = attrgetter("views"), attrgetter("seen")
 
 
 class Asks:
-    """`open`: whether someone may hold the state or a part of it. `count`: how often it was asked for. `steps`: since then.
+    """Accesses of user code to `optimizer.state`.
 
-    A wrapper that takes over an optimizer's `__dict__` has the same object.
+    may_be_referenced: whether someone else may reference the state or a part of it. access_count: the number of accesses.
+    steps_since_access: the number of steps since the last access.
+
+    A wrapper that takes over an optimizer's `__dict__` shares this object.
     """
 
     __slots__ = ("count", "open", "steps")
@@ -37,9 +40,9 @@ class Asks:
 
 
 class Keeper(torch.optim.Optimizer):
-    """An optimizer that notices when its state is asked for, and takes note when all of it has been let go again.
+    """An optimizer that records accesses to `state`, and that stops checking the state when nobody else references it any more.
 
-    `state` lies where torch's `__setstate__` puts it, in the instance's own dict.
+    `state` lives where torch's `__setstate__` puts it, in the `__dict__` of the instance.
     """
 
     _leaves: list[Leaf]
@@ -49,10 +52,10 @@ class Keeper(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, MutableParamState]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As torch's: by parameter, the dict of its state."""
+        """The state of each parameter, as a dict from parameter to dict of fields, as in torch."""
         own = vars(self)
         if "state" not in own:
-            return super().state  # an AttributeError, for the `__getattr__` of wrappers that make a subclass
+            return super().state  # raises AttributeError, which the `__getattr__` of wrappers that subclass the optimizer expects
         if "_asks" in own:
             self._asks.note()
         return own["state"]
@@ -64,7 +67,7 @@ class Keeper(torch.optim.Optimizer):
             self._asks.note()
 
     def _as_left(self) -> bool:
-        """Whether the state of every leaf has the tensors that it was given, in the memory that they were given."""
+        """Return whether every parameter still has the state tensors that the optimizer made, at the same addresses."""
         state = vars(self)["state"]
         if state is not self._launches.states.shown:
             return False
@@ -77,26 +80,34 @@ class Keeper(torch.optim.Optimizer):
         return list(map(_address, chain.from_iterable(map(_views, leaves)))) == seen
 
     def _take_back(self, asked: int) -> None:
-        """After a step that has looked when it was asked for so often: see whether all was let go, at ever longer intervals."""
+        """Stop watching the state if nobody else references it. Later attempts are further and further apart.
+
+        Args:
+          access_count: the number of accesses when this step checked the state.
+        """
         asks = self._asks
         asks.steps += 1
         if asks.count == asked and asks.steps & (asks.steps - 1) == 0:
-            asks.open = False  # first: another thread may ask for it meanwhile
+            asks.open = False  # before the count, because another thread may access the state during it
             shown = chain((leaf.shown for leaf in self._leaves), self._launches.states.tensors())
             if _is_held(vars(self), Counter(map(id, chain.from_iterable(shown)))):
                 asks.open = True
 
 
 def _is_held(holder: Mapping[str, Any], own: Counter[int]) -> bool:
-    """Whether there are more references to the state, its dicts or its tensors than the optimizer's; `own`: of those, by tensor's id, what
-    it has beside the dicts."""
+    """Return whether someone else references the state, its dicts or its tensors.
+
+    Args:
+      attributes: the `__dict__` of the optimizer.
+      own_references: by id of a tensor, the optimizer's own references to it outside of the dicts.
+    """
     if any(type(fields) is not dict for fields in holder["state"].values()):
         return True
     return any(now > alone for now, alone in zip(_references(holder, own), _ALONE, strict=True))
 
 
 def _references(holder: Mapping[str, Any], own: Counter[int]) -> tuple[int, int, int]:
-    """To the state itself; the most to a dict of it; the most to a tensor, without the optimizer's."""
+    """Return the reference count of the state, the largest one of its dicts, and the largest one of its tensors without ours."""
     state = sys.getrefcount(holder["state"])
     dicts = max(map(sys.getrefcount, holder["state"].values()), default=0)
     own = own + Counter(map(id, chain.from_iterable(map(dict.values, holder["state"].values()))))
@@ -105,7 +116,7 @@ def _references(holder: Mapping[str, Any], own: Counter[int]) -> tuple[int, int,
 
 
 def _alone() -> tuple[int, int, int]:
-    """The references where nobody else has any: the launches hold the state, too."""
+    """Return the reference counts of a state that nobody else references. The launch cache references the state, too."""
     holder: dict[str, Any] = {"state": {0: {"name": torch.zeros(2).view(2)}}}
     launches = holder["state"]
     counts = _references(holder, Counter())

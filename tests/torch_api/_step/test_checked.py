@@ -139,7 +139,7 @@ def test_changing_who_checks_compiles_only_if_nothing_else_needs_the_check(bound
     scaled_step(optimizer, params, random_grads(params), by)
     assert bridge.compilations() == compiled
     if bound is None:
-        cause = re.escape("compiled a program more: the program itself looks whether gradients are finite now") + "$"
+        cause = re.escape("compiled another program: the program itself now checks whether gradients are finite") + "$"
         with pytest.warns(torch_api.CompilationWarning, match=cause):
             step_with_scale_set_by_hand(optimizer, params, random_grads(params))
     else:

@@ -163,7 +163,7 @@ def test_extra_arguments_by_parameter_name_reach_active_parameters():
 def test_unsupported_extra_arguments_raise():
     params = start()
     optimizer = torch_api.OptaxOptimizer(params.items(), optax.scale(0.1))
-    with pytest.raises(TypeError, match=r"takes no further arguments, but got \['valu'\]"):
+    with pytest.raises(TypeError, match=r"takes no extra arguments, but got \['valu'\]"):
         optimizer.step(valu=1.0)
 
 
