@@ -1,4 +1,4 @@
-"""What stands around the parameters of a train step: buffers, frozen parameters, and how a program gets at them."""
+"""The other tensors of a train step: buffers and frozen parameters, and how a program reads or updates them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from torch_api.optimizer import OptaxOptimizer
 from .batch import OWNER
 from .module_guard import Watch
 
-# What a program reads and does not change: a memory, an array over torch's memory, None for what is looked at in each call.
+# An input that a program does not change: a `JaxBuffer`, an array over torch's memory, or None for a tensor that each call imports.
 ReadArray: TypeAlias = jax_buffers.Memory | jax.Array | np.ndarray | None
 
 
 class PerCallInput(NamedTuple):
-    """A tensor that can be looked at for one call only.
+    """A tensor that can be imported for one call only.
 
-    position: its place in `read`. order: of its dimensions in memory. view: what makes an array of its address, None where there is none.
+    position: its index in `frozen_inputs`. order: the order of its dimensions in memory. view: makes an array from its address; None if
+    nothing can.
     """
 
     position: int
@@ -46,11 +47,13 @@ class PerCallInput(NamedTuple):
 
 
 class Parts:
-    """Where each tensor of a module is for a program that trains these leaves.
+    """Where a program that trains some parameters finds each tensor of the module.
 
-    memories, in_place: of the buffers that it changes in their own memory. copied, copied_order: of those whose new values are
-    copied back. read: all else that it reads: memories, and arrays over torch's own memory, None for those of `looked_at`, which
-    can only be looked at for one call. The view of such a tensor keeps nothing alive, so that the tensor can be aligned later.
+    donated_buffers, in_place_tensors: the module's buffers that the program updates in place.
+    copied_buffers, copied_dim_orders: the module's buffers whose new values are copied back.
+    frozen_inputs: all other inputs, as `JaxBuffer` or as array over torch's own memory. The entry is None for the tensors of
+      `per_call_inputs`, which each call imports.
+    per_call_inputs: tensors whose import is valid for one call only. It keeps nothing alive, so that the tensor can be aligned later.
     """
 
     def __init__(self, watch: Watch, changed: Sequence[str], live: Sequence[Leaf]) -> None:
@@ -80,7 +83,7 @@ class Parts:
         return train_program.Given("copied", len(self.copied) - 1, None, spec)
 
     def given(self, blocks: Sequence[Block]) -> tuple[dict[str, train_program.Given], tuple[Signature, ...]]:
-        """Of each tensor where the program of these blocks finds it; and the signatures of the arrays in `read`."""
+        """Return where the program of these operands finds each tensor, and the signatures of the arrays in `frozen_inputs`."""
         donated = [block.leaves[0].memory for block in blocks if block.leaves[0].memory is not None]
         kept = [block.leaves[0] for block in blocks if block.pack is None and block.leaves[0].memory is None]
         in_memory = {memory: ("params", i) for i, memory in enumerate(donated)} | {m: ("buffers", i) for i, m in enumerate(self.memories)}
@@ -99,7 +102,7 @@ class Parts:
         return self._found, tuple(self._signatures)
 
     def _reading(self, tensor: torch.Tensor, memory: jax_buffers.Memory | None) -> int:
-        if memory in self._places:  # other rows of a pack
+        if memory in self._places:  # another row of the same bucket
             return self._places[memory]
         position, order = len(self.read), _order(tensor)
         if memory is not None:
@@ -115,9 +118,9 @@ class Parts:
 
 
 def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array | None:
-    """The flat tensor as an array over its memory, until the tensor is to be trained; or None where there is none that stays true.
+    """Return a flat array over the tensor's memory, or None if no array stays valid over several calls.
 
-    On a GPU each look orders jax's work after torch's, so there is one for each call.
+    On a GPU, each import orders jax's work after torch's, so each call makes its own.
     """
     if not _is_dense(tensor):
         return None
@@ -129,7 +132,7 @@ def _view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> jax.Array | No
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it lies on the CPU as its elements are, in some order of dimensions, and in no memory that a program changes."""
+    """Return whether the tensor is a dense CPU tensor, in any order of dimensions, whose memory no program changes."""
     return tensor.device.type == "cpu" and is_dense(tensor) and tensor.numel() > 0 and not jax_buffers.shares_memory(tensor)
 
 
@@ -150,7 +153,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def check_arguments(module: object, loss_fn: object, optimizer: object, accumulate: object) -> None:
-    """Raise for arguments of the constructor that are not what they should be."""
+    """Raise if an argument of the constructor has a wrong type or value."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{OWNER}: module is a {type(module).__name__}; expected a torch.nn.Module.")
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -173,7 +176,7 @@ _dispatch = attrgetter("__torch_dispatch__")
 
 
 def check_readable(module: torch.nn.Module) -> None:
-    """Raise for a parameter or buffer that no array can stand for, whether it is trained or not."""
+    """Raise if a parameter or buffer, trained or not, has a kind that no array can represent."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         is_subclass = _dispatch(type(tensor)) is not _dispatch(torch.Tensor) and layout_of(tensor) is None
         if tensor.layout is not torch.strided or tensor.is_quantized or is_subclass:
@@ -185,7 +188,7 @@ def check_readable(module: torch.nn.Module) -> None:
 
 
 def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:
-    """The one device that the module is on; an error where module and optimizer do not fit together."""
+    """Return the device of the module; raise if it has several, or if the parameters of module and optimizer differ."""
     by_device: dict[torch.device, str] = {}
     for name, tensor in (*watch.params.items(), *watch.buffers.items()):
         by_device.setdefault(tensor.device, name)
@@ -216,7 +219,7 @@ def check_fit(watch: Watch, optimizer: OptaxOptimizer) -> torch.device:
 
 
 def check_whole(watch: Watch) -> None:
-    """Raise for a parameter or buffer whose elements cannot be read."""
+    """Raise if the storage of a parameter or buffer was freed."""
     for name, tensor in (*watch.params.items(), *watch.buffers.items()):
         if why := shortage(tensor):
             raise ValueError(
@@ -225,7 +228,7 @@ def check_whole(watch: Watch) -> None:
 
 
 def refuse_keywords(loss_fn: Callable[..., object], given: Collection[str], are_taken: bool, has_batch: bool) -> None:
-    """Raise for keyword arguments of a call that are no arguments of the transformation: most likely a batch, as `step(**batch)`."""
+    """Raise if keyword arguments of a call are not arguments of the transformation. They are most likely a batch: `step(**batch)`."""
     if are_taken and not has_batch:
         try:
             inspect.signature(loss_fn).bind(None)
@@ -243,7 +246,7 @@ def refuse_keywords(loss_fn: Callable[..., object], given: Collection[str], are_
 
 
 def refuse_autocast() -> None:
-    """Raise inside torch.autocast: its casts happen in torch's dispatcher, which no traced program passes through."""
+    """Raise inside torch.autocast, whose casts happen in torch's dispatcher and so have no effect on a traced program."""
     if autocasts():
         raise RuntimeError(
             f"{OWNER} was called inside torch.autocast, which has no effect on a compiled program. Leave the context; for half precision "

@@ -1,4 +1,4 @@
-"""The arguments of a train step: what of them is traced, what decides the program, and how the arrays get into it."""
+"""The batch of a train step: which leaves are traced, which select the program, and how the arrays become arguments."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from bridge._memory.array_interface import host_view
 OWNER = "JaxTrainStep"
 _STATIC = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
-# An argument of a program: on the CPU a tensor is a view by NumPy.
+# An argument of a program. On the CPU, a tensor is a NumPy view.
 _Traced: TypeAlias = jax.Array | np.ndarray | np.generic
 
 
 class _Static:
-    """The mark of a leaf that is a part of the signature by its value."""
+    """Mark of a leaf whose value is part of the signature."""
 
 
 class Batch:
-    """The arguments of one call, flat.
+    """The flattened arguments of one call.
 
-    arrays: the traced ones as a program takes them: tensors on the CPU as views by numpy, which cost the least; floats as
-    `real`. signature: all else; equal ones have one program. Ints, bools and strings are no arrays: they decide shapes and
-    branches, so each value has its own program. A mapping that is no dict (UserDict, BatchEncoding) reaches loss_fn as one of its type,
-    where that can be made; its attributes that are plain values are a part of the signature.
+    arrays: the traced leaves as arguments of a program. Tensors on the CPU are NumPy views, which are the cheapest; floats have the dtype
+    `real`.
+    signature: everything else. Calls with equal signatures use one program. Ints, bools and strings are part of the signature, since they
+    decide shapes and branches.
+
+    A mapping that is no dict (UserDict, BatchEncoding) reaches loss_fn as a mapping of its own type, if one can be made. Its attributes
+    with plain values are part of the signature.
     """
 
     def __init__(self, batch: PyTree, device: torch.device, real: type[np.floating] = np.float32) -> None:
@@ -69,7 +72,7 @@ class Batch:
         self.signature = self.tree, tuple(kinds)
 
     def rebuilt(self, traced: Sequence[_Traced]) -> tuple[PyTree, ...]:
-        """The arguments with traced arrays in their places."""
+        """Return the arguments with these arrays in place of the traced leaves."""
         rest = iter(traced)
         _, kinds = self.signature
         return self.tree.unflatten([kind[1] if kind[0] is _Static else next(rest) for kind in kinds])
@@ -82,7 +85,7 @@ def _checked(x: _Traced, position: int) -> _Traced:
         raise ValueError(
             f"{OWNER}: item {position} of the batch was donated or deleted and has no memory. Keep the result, or pass a copy."
         )
-    return x.copy() if isinstance(x, jax.Array | np.ndarray) and jax_buffers.shares_memory(x) else x  # else as in _operand
+    return x.copy() if isinstance(x, jax.Array | np.ndarray) and jax_buffers.shares_memory(x) else x  # as for tensors
 
 
 def _operand(x: torch.Tensor, device: torch.device, position: int) -> _Traced:
@@ -90,7 +93,7 @@ def _operand(x: torch.Tensor, device: torch.device, position: int) -> _Traced:
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, {_unfit(x, device)}")
     if why := shortage(x):
         raise ValueError(f"{OWNER}: item {position} of the batch, of shape {tuple(x.shape)}, cannot be read: {why}. Nothing was updated.")
-    if jax_buffers.shares_memory(x):  # else the program would read what it writes
+    if jax_buffers.shares_memory(x):  # the program would read memory that it writes
         x = x.clone()
     return to_jax(x, copy=None) if device.type != "cpu" else host_view(x)
 
@@ -104,7 +107,7 @@ def _unfit(x: torch.Tensor, device: torch.device) -> str:
 
 
 class _Opened:
-    """A mapping that jax does not know as a pytree, as one; `unflatten` gives a mapping of the same type."""
+    """A pytree node for a mapping type that jax does not know. `unflatten` returns a mapping of the same type."""
 
     def __init__(self, x: Mapping[Hashable, PyTree], position: int) -> None:
         self.kind = _Kind(x, position)
@@ -112,7 +115,7 @@ class _Opened:
 
 
 class _Kind:
-    """What of a mapping belongs to the structure of the tree: its type, keys and attributes. It holds none of the values."""
+    """The static part of a mapping: its type, keys and attributes. It references none of the values."""
 
     def __init__(self, x: Mapping[Hashable, PyTree], position: int) -> None:
         self.keys = tuple(x)
@@ -146,7 +149,7 @@ _PLAIN = (*_STATIC, float, complex, np.generic, enum.Enum, type, FunctionType)
 
 
 def _entry(x: object) -> tuple[type, Hashable] | None:
-    """A value as a part of a signature; None for one that has no value to compare."""
+    """Return a value in a form that a signature can compare; None if its value cannot be compared."""
     if isinstance(x, _PLAIN):
         return type(x), x
     if isinstance(x, list | tuple | set | frozenset):
@@ -159,7 +162,7 @@ def _entry(x: object) -> tuple[type, Hashable] | None:
 
 
 class _Unread:
-    """An attribute of a mapping whose value could differ between batches that share a program."""
+    """Placeholder for an attribute of a mapping whose value could differ between batches that share a program; reading it raises."""
 
     def __init__(self, kind: type, name: str) -> None:
         self._place = kind.__name__, name
@@ -183,5 +186,5 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def _opened(tree: PyTree, position: int) -> PyTree:
-    """A tree in which jax looks into the mappings of all types that are among its leaves."""
+    """Return the tree with a pytree node in place of each mapping among its leaves."""
     return jax.tree.map(lambda x: _Opened(x, position) if isinstance(x, Mapping) else x, tree)

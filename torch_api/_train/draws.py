@@ -1,4 +1,4 @@
-"""Whether code that jax traces draws from a generator of NumPy or Python: the number is a constant of the compiled program."""
+"""Detect whether a traced loss draws from a generator of NumPy or Python. The number would be a constant of the compiled program."""
 
 from __future__ import annotations
 
@@ -22,22 +22,27 @@ _Generator: TypeAlias = np.random.Generator | np.random.RandomState | random.Ran
 
 
 class _Done(threading.local):
-    """What this thread's trace has done: made a generator without a seed, called functions of these modules that draw."""
+    """What the trace in this thread did.
+
+    made_unseeded_generator: it called `numpy.random.default_rng()` without a seed. modules_that_drew: it called drawing functions of these
+    modules.
+    """
 
     without_seed = False
     drew: frozenset[str] = frozenset()
 
 
 _DONE = _Done()
-_DEPTH = 2  # how many functions deep generators are looked for
+_DEPTH = 2  # how many nested functions are searched for generators
 
 
 class Draws:
-    """The states of the generators that a loss can reach, from before it is traced.
+    """The states, before tracing, of the generators that a loss can reach.
 
-    These are the global ones of `numpy.random` and `random`, and those in attributes of the module and in variables that the loss's code
-    names. A generator that the loss makes without a seed is noted while it traces. Other threads may draw from the global ones meanwhile:
-    where there are any, the loss must itself have called a function of the module, as `numpy.random.rand` is one.
+    These are the global generators of `numpy.random` and `random`, and the generators in attributes of the module and in variables that the
+    loss's code names. A generator that the loss makes without a seed is recorded during the trace. Other threads may draw from the global
+    generators at the same time. So if there are other threads, a global generator counts only if the loss called a function of its module,
+    such as `numpy.random.rand`.
     """
 
     def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., object]) -> None:
@@ -48,7 +53,7 @@ class Draws:
         _DONE.without_seed, _DONE.drew = False, frozenset()
 
     def sources(self) -> list[str]:
-        """The names of the generators that have drawn since."""
+        """Return the names of the generators that have drawn since."""
         elsewhere = frozenset(_GLOBAL) - _DONE.drew if threading.active_count() > 1 else ()
         pairs = [pair for pair in zip(self._states, self._before, strict=True) if pair[0][0] not in elsewhere]
         found = [name for (name, now), before in pairs if not _equal(now(), before)]
@@ -61,7 +66,10 @@ def _held(module: torch.nn.Module) -> Iterator[tuple[str, _Generator]]:
 
 
 def _named(function: object, depth: int = _DEPTH) -> Iterator[tuple[str, _Generator]]:
-    """The generators in variables that a function's code names: free ones, global ones, those of functions among them; and of a method."""
+    """Yield the generators in variables that a function's code names.
+
+    The variables are free and global ones, those of functions among them, and the attributes of a method's object.
+    """
     if isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, MethodType):
@@ -75,7 +83,7 @@ def _named(function: object, depth: int = _DEPTH) -> Iterator[tuple[str, _Genera
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             variables[name] = cell.cell_contents
-        except ValueError:  # nothing yet
+        except ValueError:  # a cell without a value yet
             continue
     for name, x in variables.items():
         if _is_generator(x):
@@ -85,7 +93,7 @@ def _named(function: object, depth: int = _DEPTH) -> Iterator[tuple[str, _Genera
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that a code reads, also within functions that it defines."""
+    """Return the names that a code object reads, also in functions that it defines."""
     inner = (x for x in code.co_consts if isinstance(x, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
@@ -105,7 +113,7 @@ def _state(x: _Generator) -> object:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two states are equal, arrays in them too."""
+    """Return whether two generator states are equal, including arrays in them."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, tuple):
@@ -117,7 +125,7 @@ _default_rng = np.random.default_rng
 
 
 def _noted(seed: Any = None, **keywords: Any) -> np.random.Generator:
-    """numpy.random.default_rng, which tells of a generator without a seed in code that jax traces."""
+    """Call `numpy.random.default_rng`, and record a generator without a seed in traced code."""
     if TRACE.dispatch is not None and seed is None:
         _DONE.without_seed = True
     return _default_rng(seed, **keywords)
@@ -130,7 +138,7 @@ _GLOBAL = {"numpy.random": (np.random, np.random.RandomState), "random": (random
 
 
 def _drawing(module: str, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A function of the module's global generator, which tells of a call in code that jax traces."""
+    """Return a function of a module's global generator that records its calls in traced code."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""A loss of a torch module as a pure function of the module's arrays, for one kind of batch."""
+"""A loss of a torch module as a pure JAX function of the module's tensors, for one kind of batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from .module_guard import Watch
 
 
 class TracedLoss:
-    """`loss_fn(module, *batch)` of arrays: (params, buffers, batch, seed) to the loss, a list of the rest, and a list of new buffers."""
+    """`loss_fn(module, *batch)` as a function of arrays.
+
+    It maps (params, buffers, batch, seed) to the loss, a list of the arrays in aux, and a list of the new buffers.
+    """
 
     def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., PyTree], has_aux: bool, watch: Watch, items: Batch) -> None:
         self._module, self._loss_fn, self._has_aux, self._items = module, loss_fn, has_aux, items
@@ -62,7 +65,7 @@ class TracedLoss:
         return _checked(loss), [x for x in flat if isinstance(x, jax.Array)], [after[name] for name in self._names[1]]
 
     def stale(self) -> bool:
-        """Whether a tensor from outside, whose value is a constant of the trace, has been written into since."""
+        """Return whether a captured tensor was written to after tracing. The trace has its value as a constant."""
         return list(map(version, self._outside)) != self._versions
 
     def _parted(self, result: PyTree) -> tuple[object, PyTree]:
@@ -73,7 +76,7 @@ class TracedLoss:
         return result
 
     def restored(self, arrays: Sequence[torch.Tensor]) -> PyTree:
-        """The auxiliary results with these arrays; what is no array is as it was when the loss was traced."""
+        """Return aux with these arrays. Its other leaves have their values of tracing time."""
         assert self._tree is not None
         rest = iter(arrays)
         return self._tree.unflatten([next(rest) if x is _TRACED else x for x in self._leaves])
@@ -83,7 +86,7 @@ _TRACED = object()
 
 
 class TracedForward(loss_jaxpr.Forward):
-    """The traced loss of a module."""
+    """The jaxpr of a module's loss."""
 
     function: TracedLoss  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -99,7 +102,7 @@ def _checked(loss: object) -> jax.Array:
 
 
 def traced_loss(module: torch.nn.Module, loss_fn: Callable[..., PyTree], has_aux: bool, watch: Watch, items: Batch) -> TracedForward:
-    """The loss, traced for this kind of batch; nothing is written to the module."""
+    """Trace the loss for this kind of batch. The module is not changed."""
     specs = [
         {name: Spec(None, tuple(t.shape), str(numpy_dtype(t.dtype))) for name, t in part.items()} for part in (watch.params, watch.buffers)
     ]

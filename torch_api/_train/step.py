@@ -51,16 +51,18 @@ from .module_guard import Watch
 
 _is_deleted = methodcaller("is_deleted")
 _NO_SEED = np.int64(0)
-# So many programs are one for each batch of some loops: that is said.
+# After this many compiled programs a warning says what to change.
 _MANY = 9
 _AGAIN = object()
 _Result = TypeVar("_Result")
 
 
 class Ready(NamedTuple):
-    """What one kind of call needs: its program and launch, the arrays around it, and what tells that state is as it was.
+    """A program with everything that one kind of call needs: the bound executable of the update, and the arrays of the other tensors.
 
-    read: arrays and memories, None where a tensor is to be looked at in each call; `imported`: the arrays; `looked_at`: as of `Parts`.
+    For donated_buffers, in_place_tensors, copied_buffers, copied_dim_orders, frozen_inputs and per_call_inputs see `ModuleTensorSources`.
+    imported_arrays: the arrays in `frozen_inputs`. grad_accumulators: sums of gradients, if several calls make one update. params_reached:
+    names of the trained parameters that the loss depends on.
     """
 
     program: train_program.Program
@@ -77,34 +79,34 @@ class Ready(NamedTuple):
 
 
 class JaxTrainStep:
-    """A training step of a torch module, loss to parameters, as one compiled and donated program.
+    """A training step of a torch module as one compiled program: forward, backward and update.
 
-    `loss = train_step(*batch)` is forward, backward, the optimizer's update (mask, max_grad_norm, average, masters and all)
-    and the update of buffers, in the memory of the very parameters, state and buffers that torch sees. It may be mixed with
-    ordinary `loss.backward(); optimizer.step()`, schedulers and checkpoints in any order: all state is the optimizer's.
+    `loss = train_step(*batch)` runs forward, backward, the optimizer's update (with its mask, max_grad_norm, EMA and master weights) and
+    the update of buffers. It writes into the memory of the parameters, state and buffers that torch sees. All state is the optimizer's, so
+    calls may be mixed with `loss.backward(); optimizer.step()`, schedulers and checkpoints in any order.
 
     Args:
-      module: on one device. Its parameters that require grad must be the optimizer's, and the other way round; freeze by
-        the optimizer's mask or by `requires_grad=False`. No gradient of a frozen parameter is computed.
-      loss_fn: `loss_fn(model, *batch)`, in torch operations or in JAX operations on what `model(x)` returns; gives the
-        loss, a real scalar. It runs as Python once for each batch signature: the structure, shapes and dtypes of the batch,
-        each int, bool and string in it, and the modules' plain attributes (`training`, `p` of a dropout).
-      optimizer: any of torch_api. A transformation that takes extra arguments gets `value`, the loss,
-        and `value_fn`, the loss as a function of the trained parameters (L-BFGS, line searches), unless they are given.
-      accumulate: how many calls make one update, at the last of them, with the mean of their gradients; the other calls
-        only add theirs up, in donated memory, float32 for half types. Learning rates are read at the call that updates.
-      has_aux: whether loss_fn gives `(loss, aux)`; aux is any tree, its arrays come back as tensors.
+      module: a module on one device. Its parameters that require grad must be the optimizer's, and the optimizer's must be the module's.
+        Freeze parameters by the optimizer's mask or by `requires_grad=False`. A frozen parameter's gradient is not computed.
+      loss_fn: `loss_fn(model, *batch)`, in torch operations or in JAX operations on `model(x)`. It returns the loss, a real scalar. Python
+        runs it once for each batch signature: the structure, shapes and dtypes of the batch, each int, bool and string in it, and the
+        modules' plain attributes (`training`, `p` of a dropout).
+      optimizer: an optimizer of torch_api. A transformation that takes extra arguments gets `value`, the loss, and `value_fn`, the loss as
+        a function of the trained parameters (for L-BFGS and line searches), unless the call gives them.
+      accumulate: the number of calls for one update. The last of these calls updates with the mean of their gradients. The others add their
+        gradients up, in donated memory, in float32 for half types. Learning rates are read at the call that updates.
+      has_aux: whether loss_fn returns `(loss, aux)`. aux is any pytree; its arrays are returned as tensors.
 
-    A call gives the loss of its batch, a 0-d tensor without graph, or `(loss, aux)`. `p.grad` is neither read nor written.
-    A parameter that the loss does not depend on stays as it is, as in torch where its grad is None: this is decided from the
-    traced program. Random operations draw from a key that each call takes from torch's default generator (`torch.manual_seed`),
-    so they repeat from run to run, but are not eager torch's. Batch tensors on the CPU are read without a copy; floats in the
-    batch are traced, as 0-d tensors. Inside torch.autocast a call is an error: its casts happen where no traced program passes.
+    A call returns the loss of its batch, a 0-d tensor without graph, or `(loss, aux)`. `p.grad` is neither read nor written. A parameter
+    that the loss does not depend on, by the traced program, stays as it is, as in torch where its grad is None. Random operations draw from
+    a key that each call takes from torch's default generator (`torch.manual_seed`). They repeat from run to run, but differ from eager
+    torch's. Batch tensors on the CPU are read without a copy. Floats in the batch are traced, as 0-d tensors. A call inside torch.autocast
+    raises, because the casts would have no effect on a traced program.
 
-    Hooks of the optimizer run around each update; forward hooks of modules run when the loss is traced; gradient hooks do not run.
+    The optimizer's hooks run around each update. Forward hooks of modules run when the loss is traced. Gradient hooks do not run.
 
     Raises:
-      TypeError, ValueError: what cannot be trained in this way, see docs/errors.md; parameters and state are as before the call.
+      TypeError, ValueError: the module, loss or batch cannot be trained this way, see docs/errors.md. Parameters and state are unchanged.
     """
 
     def __init__(
@@ -118,12 +120,12 @@ class JaxTrainStep:
         check_arguments(module, loss_fn, optimizer, accumulate)
         self.module, self.loss_fn, self.optimizer = module, loss_fn, optimizer
         self.accumulate, self.has_aux = accumulate, has_aux
-        self._launches: Launches | None = None  # those of the optimizer that all that is ready was made for
+        self._launches: Launches | None = None  # the optimizer's cache for which everything is bound
         self._forwards: dict[Hashable, TracedForward] = {}
         self._programs: dict[Hashable, train_program.Program] = {}
         self._sums: dict[str, jax_buffers.Memory] = {}
         self._pending, self._summed = 0, frozenset()
-        # Which call updates is settled before its hooks run: with several calls to an update those of other threads wait for their turn.
+        # Which call updates is decided before its hooks run. So with several calls for one update, calls of other threads wait.
         self._turn: AbstractContextManager[object] = threading.RLock() if accumulate > 1 else nullcontext()
         self._hits = self._misses = self._compilations = 0
         self._loss_like: jax.Array | None = None
@@ -138,25 +140,25 @@ class JaxTrainStep:
 
     @property
     def pending(self) -> int:
-        """How many calls have added up gradients since the last update."""
+        """The number of calls that have added up gradients since the last update."""
         return self._pending
 
     def cache_info(self) -> CacheInfo:
-        """How many calls found their program at hand, and how many programs were used and compiled."""
+        """Return how many calls found their program in the cache, and how many programs were used and compiled."""
         return CacheInfo(self._hits, self._misses, len(self._programs), self._compilations)
 
     @not_traced
     def __call__(self, *batch: PyTree, **extra_args: PyTree) -> Any:
-        """One step on this batch; `extra_args` are further arguments of the transformation, as of `optimizer.step`."""
+        """Run one step on this batch. `extra_args` are extra arguments of the transformation, as in `optimizer.step`."""
         refuse_autocast()
         if extra_args:
             are_taken = any(rule.takes_extra for rule in self.optimizer._rules.values())
             refuse_keywords(self.loss_fn, extra_args, are_taken, bool(batch))
         if self.optimizer._exchange.inside:
             self.optimizer._exchange.refuse(OWNER)
-        _process.refuse_fork()  # here, since another thread may have had its turn then
+        _process.refuse_fork()  # before the lock, which another thread may have held at the fork
         result = _AGAIN
-        while result is _AGAIN:  # a hook may have made calls of its own
+        while result is _AGAIN:  # a hook may have called the train step
             with self._turn:
                 if self._pending + 1 >= self.accumulate:
                     result = _hooked(self.optimizer, self._step, batch, extra_args, True)
@@ -165,7 +167,7 @@ class JaxTrainStep:
         return result
 
     def flush(self, **extra_args: PyTree) -> None:
-        """Update now with the mean of the gradients of the `pending` calls, if there are any: for the end of an epoch."""
+        """Update with the mean of the gradients of the `pending` calls, if there are any, for example at the end of an epoch."""
         with self._turn, self.optimizer._transaction():
             if not self._pending:
                 return
@@ -186,7 +188,7 @@ class JaxTrainStep:
     # ------------------------------------------------------------------ one call
 
     def _step(self, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
-        """The call; `_AGAIN` where others were made meanwhile, so that this one is to update or not."""
+        """Run the call. Return `_RETRY` if other calls came first, so that it is open again whether this one updates."""
         result = _AGAIN
         while result is _AGAIN and updates is (self._pending + 1 >= self.accumulate):
             with Transaction(self.optimizer._devices) as transaction:
@@ -194,16 +196,19 @@ class JaxTrainStep:
         return result
 
     def _update(self, transaction: Transaction, batch: Sequence[PyTree], extra_args: dict[str, PyTree], updates: bool) -> object:
-        """The call within a transaction; `_AGAIN` where it must begin again, because the optimizer was changed while it prepared."""
+        """Run the call within a transaction.
+
+        Return `_RETRY` if it must start over, because the optimizer changed while the call was prepared.
+        """
         optimizer, devices = self.optimizer, self.optimizer._devices
-        if optimizer._exchange.inside:  # by now, in another thread
+        if optimizer._exchange.inside:  # another thread may have opened the context
             optimizer._exchange.refuse(OWNER)
         arguments = self._arguments(extra_args) if updates else None
         if optimizer._group_signature() != optimizer._signature:
             optimizer._place()
         asked = optimizer._asks.count
         if optimizer._asks.open and not optimizer._as_left():
-            optimizer._place()  # the state was changed by hand: go on from what is there
+            optimizer._place()  # user code edited the state: continue from the edited values
         if optimizer._launches is not self._launches or not self._watch.same():
             self._look()
         if optimizer._devices != devices:
@@ -218,7 +223,7 @@ class JaxTrainStep:
         key = items.signature, live, extra, updates
         ready = self._ready.get(key)
         if ready is not None and any(map(_is_deleted, ready.imported)):
-            ready = None  # somebody has deleted arrays of `jax.live_arrays()`
+            ready = None  # user code deleted arrays of `jax.live_arrays()`
         self._hits += ready is not None
         if ready is None:
             loss_at = next((i for i, x in enumerate(further) if x is self._loss_like), None)
@@ -227,12 +232,12 @@ class JaxTrainStep:
                 return _AGAIN
             self._ready[key] = ready
         launch = ready.launch
-        held = []  # until the call has ended, so that nobody moves what is read
+        held = []  # keeps the storages in place until the call has ended
         for position, tensor, order, view in ready.looked_at:
             if view is not None and adoption.align(tensor):
                 self._watch.look()
             held.append(tensor.untyped_storage())
-            tensor = tensor.clone() if view is None and jax_buffers.shares_memory(tensor) else tensor  # a part of what the program writes
+            tensor = tensor.clone() if view is None and jax_buffers.shares_memory(tensor) else tensor  # the program writes this memory
             (ready.read[position],) = operands([tensor], [order]) if view is None else view([tensor.data_ptr()])
         seed = np.int64(torch.empty((), dtype=torch.int64).random_()) if forward.random else _NO_SEED
         about = ready.buffers, ready.copied, ready.copied_order, ready.read, items.arrays, ready.sums
@@ -256,7 +261,7 @@ class JaxTrainStep:
         return (outcome.loss, forward.function.restored(to_torch(outcome.aux))) if self.has_aux else outcome.loss
 
     def _follow(self, ready: Ready, outcome: call.Outcome) -> None:
-        """Look at the new places after results came to lie elsewhere."""
+        """Bind to the new addresses after results moved."""
         if outcome.moved:
             self.optimizer._launches.follow([ready.launch])
             for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
@@ -266,7 +271,7 @@ class JaxTrainStep:
             self._look()
 
     def _refuse_not_finite(self, ready: Ready, outcome: call.Outcome, updates: bool) -> None:
-        """Raise for what `jax_debug_nans` and `jax_debug_infs` look for, in the loss, what it returns beside, and what was updated."""
+        """Raise if the loss, aux, a new parameter or a summed gradient has a value that `jax_debug_nans` or `jax_debug_infs` rejects."""
         named = [("the loss", outcome.loss), *((f"aux result {i}", x) for i, x in enumerate(outcome.aux))]
         if updates:
             named += [(f"the new value of {self._names[id(leaf.param)]!r}", leaf.param) for leaf in ready.launch.leaves]
@@ -277,17 +282,17 @@ class JaxTrainStep:
         refuse_not_finite(OWNER, arrays, " Nothing was updated.")
 
     def _settle(self, ready: Ready, updates: bool) -> None:
-        """What is left to do when results are in memory."""
+        """Count the call, after its results are in memory."""
         if updates:
             self._pending, self._summed = 0, frozenset()
-            vars(self.optimizer)[OPT_CALLED] = True  # schedulers ask
+            vars(self.optimizer)[OPT_CALLED] = True  # schedulers check this
         else:
             self._pending, self._summed = self._pending + 1, self._summed | set(ready.names)
 
     def _salvage(
         self, error: BaseException, before: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Ready, landed: Sequence[Launch]
     ) -> None:
-        """After a failed call: give tensors whose memory is gone others, as the optimizer does after a failed step."""
+        """Give valid memory to all tensors whose memory is gone after a failed call, as the optimizer does after a failed step."""
         for memory, buffer in zip(ready.buffers, ready.in_place, strict=True):
             if memory.is_gone:
                 buffer.data = lost_like(buffer)
@@ -301,7 +306,7 @@ class JaxTrainStep:
         self._launches = None
 
     def _arguments(self, given: dict[str, PyTree]) -> Arguments | None:
-        """The further arguments of the transformation, the loss among them, if it takes any."""
+        """Return the extra arguments of the transformation, the loss among them; None if it takes none."""
         optimizer = self.optimizer
         if not any(rule.takes_extra for rule in optimizer._rules.values()):
             return optimizer._arguments(given) if given else None
@@ -314,13 +319,13 @@ class JaxTrainStep:
     # ------------------------------------------------------------------ what a call needs
 
     def _look(self) -> None:
-        """Follow whatever has changed of module and optimizer; what was made ready for something else is forgotten."""
-        optimizer, self._launches = self.optimizer, None  # until all is known: the call after an error looks again
+        """Read module and optimizer again after a change, and drop everything that was bound before."""
+        optimizer, self._launches = self.optimizer, None  # None until the end, so that the call after an error reads everything again
         check_readable(self.module)
         self._watch = watch = Watch(self.module)
         self._device = check_fit(watch, optimizer)
         self._real = np.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in watch.params.values()) else np.float32
-        if optimizer.dissolve(optimizer._active):  # a program that reads a row as a matrix copies it first
+        if optimizer.dissolve(optimizer._active):  # XLA copies a bucket's row before it reads it as a matrix
             watch.look()
         elif any(_elsewhere(leaf) for leaf in optimizer._active if leaf.param.requires_grad):
             optimizer._place()
@@ -332,7 +337,10 @@ class JaxTrainStep:
         self._launches = optimizer._launches
 
     def _live(self, forward: TracedForward, updates: bool) -> tuple[int, ...]:
-        """The parameters that this call trains: those that the loss reaches, or that an earlier one did whose gradient waits."""
+        """Return the positions of the parameters that this call trains.
+
+        These are the parameters that the loss depends on, and those for which an earlier loss has accumulated a gradient.
+        """
         summed = self._summed if updates else frozenset()
         live = self._lives.get((forward, summed))
         if live is not None:
@@ -348,9 +356,9 @@ class JaxTrainStep:
         return live
 
     def _forward(self, items: Batch, transaction: Transaction) -> TracedForward | None:
-        """The traced loss for this kind of batch, with the values that tensors from outside have now.
+        """Return the jaxpr of the loss for this kind of batch, traced with the current values of captured tensors.
 
-        None where a signal handler has changed the optimizer while it was traced.
+        Returns None if a signal handler has changed the optimizer during the trace.
         """
         found = self._traced.get(items.signature)
         if found is not None and found.function.stale():
@@ -379,7 +387,7 @@ class JaxTrainStep:
         updates: bool,
         numbers: np.ndarray,
     ) -> Ready | None:
-        """The program and all around it; None where a signal handler has changed optimizer or module while it was compiled."""
+        """Compile and bind the program. Return None if a signal handler has changed optimizer or module during the compilation."""
         launches, active = self.optimizer._launches, self.optimizer._active
         parts = Parts(self._watch, forward.changed, [active[i] for i in live])
         names = sorted(self._names[id(active[i].param)] for i in self._candidates) if self.accumulate > 1 else []
@@ -392,7 +400,7 @@ class JaxTrainStep:
             names = {} if extra is NO_EXTRA else self._optimizers_names()
             task = train_program.Task(forward, plan, trained, tensors, read, self.accumulate, kinds, loss_at, names)
             key = forward, plan, trained, tuple(tensors.items()), read, kinds, loss_at, tuple(names.items()), updates
-            self._watch.look()  # buffers have moved, and weights that were not aligned
+            self._watch.look()  # adoption has moved buffers, and alignment has moved weights
             if key not in self._programs:
                 with transaction.interruptible():
                     program = train_program.Program(task, updates)
@@ -401,7 +409,7 @@ class JaxTrainStep:
                 self._warn()
             return self._programs[key]
 
-        signature, self.optimizer._signature = self.optimizer._signature, None  # after an error the optimizer prepares everything anew
+        signature, self.optimizer._signature = self.optimizer._signature, None  # an error then leads to a rebuild
         with self.optimizer.arrangement.explaining([active[i] for i in live]):
             launch = launches.whole(live, extra, numbers, compiled)
         if launch is None or self._was_changed() or not self._watch.same():
@@ -416,17 +424,17 @@ class JaxTrainStep:
         return Ready(program, launch, *own, reached)
 
     def _was_changed(self) -> bool:
-        """Whether a signal handler has changed the optimizer while a loss was traced or compiled."""
+        """Return whether a signal handler has changed the optimizer while a loss was traced or compiled."""
         assert self._launches is not None
         return self._launches.is_outdated or bool(self.optimizer._exchange.inside)
 
     def _optimizers_names(self) -> dict[str, str]:
-        """What the optimizer calls each parameter, in the tree that its transformation sees, and what the module calls it."""
+        """Return the module's name of each parameter by the dotted path that the transformation sees."""
         pairs = zip(self.optimizer._leaves, self.optimizer.arrangement.skeleton, strict=True)
         return {".".join(path): self._names[id(leaf.param)] for leaf, path in pairs if id(leaf.param) in self._names}
 
     def _sum(self, name: str) -> jax_buffers.Memory:
-        """The sum of a parameter's gradients: in its dtype, in float32 for half types."""
+        """Return the buffer for the sum of a parameter's gradients, in its dtype, or in float32 for half types."""
         p = self._watch.params[name]
         dtype = np.dtype(np.float32) if p.dtype in (torch.float16, torch.bfloat16) else numpy_dtype(p.dtype)
         known = self._sums.get(name)
@@ -447,14 +455,14 @@ class JaxTrainStep:
 
 
 def _beside(ready: Ready, device: torch.device) -> list[torch.Tensor]:
-    """What a call may change beside what `Launch.copied` has and buffers in place."""
+    """Return the tensors that a call may change, apart from those in `BoundExecutable.snapshot` and buffers updated in place."""
     shared = [x for part in ready.launch.shared for x in part.shown.views.values()]
     scalars = [x for leaf in ready.launch.leaves for x in leaf.scalars.values()]
     return [*shared, *scalars, *(memory.tensor(device) for memory in ready.sums), *ready.copied]
 
 
 def _elsewhere(leaf: Leaf) -> bool:
-    """Whether a parameter is no longer what the optimizer has placed."""
+    """Return whether a parameter has other memory or metadata than the optimizer has recorded."""
     p = leaf.param
     now = p.data_ptr(), p.stride(), p.shape, p.dtype
     return leaf.spec is None or now != (leaf.address, leaf.strides, leaf.shape, leaf.dtype)
@@ -462,5 +470,5 @@ def _elsewhere(leaf: Leaf) -> bool:
 
 @OptaxOptimizer.profile_hook_step
 def _hooked(_: OptaxOptimizer, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """A call within the hooks of an optimizer's step, and under its name in a profile."""
+    """Call a function within the hooks of the optimizer's step, and under the step's name in a profile."""
     return function(*arguments)
