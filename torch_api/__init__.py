@@ -1,4 +1,4 @@
-"""The torch side of maskbridge: torch.optim.Optimizer classes whose update runs in JAX, in place."""
+"""The torch side of maskbridge: `torch.optim.Optimizer` classes whose update runs in JAX and writes into the parameters in place."""
 
 from bridge._warnings import CompilationWarning
 

@@ -1,7 +1,7 @@
-"""Classes of optax's optimizers: optax's arguments in optax's order with `lr` for `learning_rate`, and the engine's behind them.
+"""Classes for optax's optimizers: optax's arguments in optax's order, with `lr` for `learning_rate`, then the options of `OptaxOptimizer`.
 
-`mask` is the engine's, which parameters are optimized; for optax's `mask`, which parameters decay, give `decay_mask`.
-`betas=(b1, b2)` may be given in place of b1 and b2, as for torch's optimizers.
+`mask` selects which parameters are optimized. For optax's `mask`, which selects the parameters that decay, give `decay_mask`.
+`betas=(b1, b2)` may replace b1 and b2, as in torch's optimizers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODE = "train_mode"  # in a group, False between `eval` and `train`: the key of
 
 
 class MaskedLion(OptaxOptimizer):
-    """optax.lion with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.lion with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lion; Chen et al., arXiv:2302.06675.
     """
@@ -52,7 +52,7 @@ class MaskedLion(OptaxOptimizer):
 
 
 class MaskedLamb(OptaxOptimizer):
-    """optax.lamb with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.lamb with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.lamb; You et al., arXiv:1904.00962.
     """
@@ -73,7 +73,7 @@ class MaskedLamb(OptaxOptimizer):
 
 
 class MaskedLars(OptaxOptimizer):
-    """optax.lars with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.lars with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
 
     `weight_decay_mask` and `trust_ratio_mask` are optax's: a bool, a pytree of bools or a function to one.
 
@@ -99,7 +99,7 @@ class MaskedLars(OptaxOptimizer):
 
 
 class MaskedAdaBelief(OptaxOptimizer):
-    """optax.adabelief with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.adabelief with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.adabelief; Zhuang et al., arXiv:2010.07468.
     """
@@ -121,7 +121,7 @@ class MaskedAdaBelief(OptaxOptimizer):
 
 
 class MaskedYogi(OptaxOptimizer):
-    """optax.yogi with masks: same numbers in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.yogi with masks: the same results in one compiled step, in place. See `OptaxOptimizer` for `**engine`.
 
     Source: https://optax.readthedocs.io/en/latest/api/optimizers.html#optax.yogi; Zaheer et al., NeurIPS 2018.
     """
@@ -140,11 +140,11 @@ class MaskedYogi(OptaxOptimizer):
 
 
 class MaskedScheduleFreeAdamW(OptaxOptimizer):
-    """optax.contrib.schedule_free_adamw with masks: same numbers, in place. See `OptaxOptimizer` for `**engine`.
+    """optax.contrib.schedule_free_adamw with masks: the same results, in place. See `OptaxOptimizer` for `**engine`.
 
-    The parameters are the points at which gradients are taken; evaluate, and save a model, inside `eval_params()`, or between
-    `eval()` and `train()`, which trainers call.
-    `state_dtype` is the engine's: a torch.dtype, for all state of the parameter's shape, where optax's is for z alone.
+    The parameters are the points at which gradients are taken. Evaluate and save a model inside `eval_params()`, or between
+    `eval()` and `train()`, which trainers call. `state_dtype` is a torch.dtype for all state of the parameter's shape; optax's
+    is for z alone.
 
     Source: https://optax.readthedocs.io/en/latest/api/contrib.html#optax.contrib.schedule_free_adamw; Defazio et al.,
     arXiv:2405.15682.
@@ -167,28 +167,28 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
         super().__init__(params, optax.contrib.schedule_free_adamw, **numbers, **_given(warmup_steps=warmup_steps), **engine)
 
     def eval_params(self) -> AbstractContextManager[None]:
-        """Have the averaged weights x in the parameters, and the training weights y back afterwards, bit for bit.
+        """Swap the averaged weights x into the parameters while the context is open; afterwards the training weights y return, bit for bit.
 
-        x = (y - (1 - b1) z) / b1, as `optax.contrib.schedule_free_eval_params`, written in place: parameters stay the same
-        objects at the same addresses. A parameter without state (frozen, or before the first step) is its own average.
+        x = (y - (1 - b1) z) / b1, as in `optax.contrib.schedule_free_eval_params`, written in place: parameters stay the same
+        objects at the same addresses. The average of a parameter without state (frozen, or before the first step) is its own value.
 
         After `eval()` the context changes nothing.
 
         Raises:
-          RuntimeError: `step`, or `eval_params` again, inside the context.
+          RuntimeError: `step`, or `eval_params` again, is called inside the context.
         """
         if self._exchange.inside == EVALUATION:
             return nullcontext()
         return self._exchange.hold(type(self).__name__, "eval_params", self._evaluated, self._transaction)
 
     def eval(self) -> None:
-        """Have the averaged weights x in the parameters until `train()`, as inside `eval_params()`; again, it does nothing.
+        """Swap the averaged weights x into the parameters until `train()`, as inside `eval_params()`. A second call does nothing.
 
-        `step` is an error meanwhile. A `state_dict` says so by `train_mode` in its groups: whoever loads it, beside a model with the
-        averaged weights, calls `train()` before the next step.
+        `step` raises an error until `train()`. `state_dict` records the mode as `train_mode` in its groups: after loading it, with a model
+        that has the averaged weights, call `train()` before the next step.
 
         Raises:
-          RuntimeError: inside `eval_params()` or `ema_params()`.
+          RuntimeError: the call is inside `eval_params()` or `ema_params()`.
         """
         if self._exchange.inside == EVALUATION:
             return
@@ -204,13 +204,13 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
             write([p for p, _ in pairs], [x for _, x in pairs])
 
     def train(self) -> None:
-        """Have the training weights y in the parameters again; without `eval()` before, it does nothing.
+        """Swap the training weights y back into the parameters. Without `eval()` before, it does nothing.
 
-        They are those of before `eval()`, bit for bit; of an optimizer that was loaded or copied meanwhile, those with master weights.
-        Where a parameter was written to, and for others that were loaded or copied, y = b1 x + (1 - b1) z.
+        They are the weights before `eval()`, bit for bit; in an optimizer that was loaded or copied since, only with master weights.
+        For a parameter that user code has written to, and for a loaded or copied one without master weights, y = b1 x + (1 - b1) z.
 
         Raises:
-          RuntimeError: inside `eval_params()` or `ema_params()`.
+          RuntimeError: the call is inside `eval_params()` or `ema_params()`.
         """
         if not self._exchange.inside:
             return
@@ -224,14 +224,14 @@ class MaskedScheduleFreeAdamW(OptaxOptimizer):
             self._exchange.inside, self._points = "", {}
 
     def _training_point(self, p: torch.Tensor, b1: float, state: ParamState) -> torch.Tensor:
-        master = state[MASTER].to(p.dtype) if MASTER in state else None  # what a loaded optimizer has of y
+        master = state[MASTER].to(p.dtype) if MASTER in state else None  # y in a loaded optimizer
         y, b1_before = self._points.get(id(p), (master, b1))
         if y is not None and torch.equal(p.detach(), _average(y, b1_before, state["z"]).to(p.dtype)):
             return y
         return b1 * p.detach() + (1.0 - b1) * state["z"]
 
     def _members(self) -> list[tuple[torch.Tensor, float, ParamState]]:
-        """Each parameter with its b1 and its state."""
+        """Return each parameter with its b1 and its state."""
         return [(p, float(group["b1"]), self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
 
     def _evaluated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -254,7 +254,7 @@ def _average(y: torch.Tensor, b1: float, z: torch.Tensor) -> torch.Tensor:
 
 
 def _momenta(owner: type, engine: MutableParamGroup, b1: float, b2: float) -> tuple[float, float]:
-    """The two momenta: `betas`, which is taken out of the keyword arguments, or b1 and b2, which are at their defaults beside it."""
+    """Return b1 and b2 of the keyword arguments. `betas` is removed from `engine`; b1 and b2 must have their defaults then."""
     if "betas" not in engine:
         return b1, b2
     defaults = inspect.signature(owner.__init__).parameters
@@ -264,5 +264,5 @@ def _momenta(owner: type, engine: MutableParamGroup, b1: float, b2: float) -> tu
 
 
 def _given(**options: object) -> MutableParamGroup:
-    """Those that are not None, which stands for optax's own choice."""
+    """Return the options that are not None; None means optax's default."""
     return {name: value for name, value in options.items() if value is not None}

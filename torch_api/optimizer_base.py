@@ -1,4 +1,4 @@
-"""Param groups, and what masks and labels decide of each parameter in them."""
+"""The base class of all optimizers: param groups, and what selectors decide about each parameter."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ _OF_THE_CONSTRUCTOR = options.NAMES | {"decay_mask"}
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices that these are on, in the order of transactions."""
+    """Return the devices of these tensors, in the order in which transactions lock them."""
     return tuple(sorted({tensor.device for tensor in tensors}, key=str))
 
 
 class GroupedOptimizer(Keeper, ABC):
-    """A `torch.optim.Optimizer` that knows of each parameter, as a column beside the groups, what selectors decided of it."""
+    """A `torch.optim.Optimizer` with a `ParamRecord` for each parameter, which holds what selectors decided about it."""
 
     _leaves: list[Leaf]
     _selectors: Selectors
     _constructed: bool
-    _signature: list[object] | None  # of groups and options as they were prepared; None while what a step needs is not prepared
-    by_label = False  # whether groups have a rule by their label
-    _gave_lr: bool | Mapping[Hashable, bool]  # whether the default lr is the user's; where groups have a rule by their label, of each label
+    _signature: list[object] | None  # of groups and options at the last rebuild of the layout; None if it must be rebuilt
+    by_label = False  # whether the label of a group selects its `OptimizerSpec`
+    _gave_lr: bool | Mapping[Hashable, bool]  # whether the user gave the default lr; by label, if groups have labels
     _warned_of_lr_scale = False
-    _unscales = False  # whether `step` does what a scaled loss asks for
+    _unscales = False  # whether `step` unscales gradients and skips updates
 
     @abstractmethod
     def rule_of(self, group: ParamGroup) -> Rule:
-        """The rule by which the parameters of a group are updated."""
+        """Return the `OptimizerSpec` that updates the parameters of a group."""
 
     def _betas_of(self, rule: Rule) -> tuple[str, ...]:
-        """The hyperparams of a rule that `betas` stands for in its groups."""
+        """Return the hyperparameters that `betas` stands for in the groups of an `OptimizerSpec`."""
         return betas.named_by(rule.hyperparams, extended=self.by_label)
 
     def _with_betas(self, group: MutableParamGroup) -> MutableParamGroup:
-        """The group, with `betas` for schedulers of momentum where the transformation has other names for it."""
+        """Return the group, with `betas` for momentum schedulers if the transformation has other names for its momenta."""
         names = self._betas_of(self.rule_of(group))
         has_betas = names or (self.by_label and group.get("label") is None)
         return betas.Group(group, names) if has_betas and not isinstance(group, betas.Group) else group
 
     @abstractmethod
     def _place(self) -> None:
-        """Take note that leaves or what was decided of them have changed."""
+        """Rebuild the layout after records or their decisions have changed."""
 
     def add_param_group(self, param_group: MutableParamGroup) -> None:
-        """Add a group, as torch does; its `mask` key, any selector, speaks about the group's own parameters.
+        """Add a group, as torch does. Its `mask` key, any selector, decides about the group's own parameters.
 
-        Its `lr_scale` beside the default lr is taken out, as `initial_lr_scale`, and reads 1 from then on: so it acts once, whether or not
-        the scheduler multiplies by it too. What is written there later is a further factor. Where the group has an lr of its own, other
-        than the default one, `lr_scale` has no effect on the update, as in torch.optim.
+        If the group has the default lr, its `lr_scale` is stored as `initial_lr_scale` and then reads 1, so that it acts once, whether or
+        not the scheduler multiplies by it too. A value written later is a further factor. If the group has an lr of its own, other than the
+        default, `lr_scale` has no effect on the update, as in torch.optim.
 
-        Selectors of the constructor decide about the new parameters as if they had been there from the start, but a pattern
-        need not match any. A `mask` in the group, and `trainable=True`, take the place of the constructor's mask.
+        The constructor's selectors decide about the new parameters as if these had been there from the start, but a pattern need not match
+        any of them. A `mask` in the group, or `trainable=True`, replaces the constructor's mask.
 
         Raises:
-          ValueError, TypeError: as the constructor; the optimizer is then as before.
+          ValueError, TypeError: as the constructor. The optimizer is then as before.
         """
         with self._transaction():
             self._add_group(param_group)
 
     def _transaction(self) -> Transaction:
-        """On every device that parameters are on."""
+        """Return a transaction on every device that has parameters."""
         return Transaction(devices_of(p for group in self.param_groups for p in group["params"]))
 
     def _add_group(self, param_group: MutableParamGroup) -> None:
@@ -115,7 +115,7 @@ class GroupedOptimizer(Keeper, ABC):
                 self._place()
 
     def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
-        """The lr of a group that is given without one, and whether the user gave it."""
+        """Return the lr of a group that has none of its own, and whether the user gave it."""
         return self.defaults["lr"], bool(self._gave_lr)
 
     def _warn_of_lr_scale(self, text: str | None) -> None:
@@ -125,14 +125,14 @@ class GroupedOptimizer(Keeper, ABC):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Groups, state, leaves and what was decided of them are as before if anything is raised inside."""
+        """Restore groups, state, records and decisions if the block raises."""
         listed, state = self.param_groups, vars(self).get("state")
         before = [(group, group.get(param_groups.TRAINABLE_PARAMS)) for group in listed]
         leaves = [(leaf, leaf.decided) for leaf in self._leaves]
         try:
             yield
         except BaseException:
-            self._signature = None  # the next step prepares everything anew: here that might raise another error
+            self._signature = None  # the next step rebuilds the layout; a rebuild here might raise another error
             listed[:] = [group for group, _ in before]
             self.param_groups = listed
             if state is not None:
@@ -157,11 +157,11 @@ class GroupedOptimizer(Keeper, ABC):
 
     @property
     def leaves(self) -> list[Leaf]:
-        """Each parameter with what was decided of it, in the order of the groups."""
+        """The record of each parameter, in the order of the groups."""
         return self._leaves
 
     def _followed(self) -> list[Leaf]:
-        """The leaves, where `param_groups` may have been edited by hand since the last step."""
+        """Return the records of the present param groups, which user code may have edited since the last step."""
         leaves, new = followed(self._leaves, self.names(), self.param_groups)
         if new:
             for leaf in new:
@@ -173,7 +173,7 @@ class GroupedOptimizer(Keeper, ABC):
         return leaves
 
     def names(self) -> list[str]:
-        """A name for each parameter, in the order of the groups: its own, or where there are none its position."""
+        """Return a name for each parameter, in the order of the groups: its own name, or one made from its position."""
         start, names = 0, []
         for group in self.param_groups:
             names += param_groups.names(group, start)
@@ -188,7 +188,7 @@ class GroupedOptimizer(Keeper, ABC):
         )
 
     def _resolve(self, known: list[Leaf], new: list[Leaf]) -> None:
-        """Decide by the constructor's selectors about the `new` leaves, beside those that are `known`."""
+        """Let the constructor's selectors decide about the `new` records. The `known` ones are decided already."""
         described = self._described(known + new, len(known))
         asked = [leaf for leaf in new if not leaf.ignores_mask]
         trained = self._selectors.column("mask", described) if asked else [None] * len(new)
@@ -202,9 +202,9 @@ class GroupedOptimizer(Keeper, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales and skips: torch's name for it.
+        """Whether `step` unscales gradients and skips updates; the name is torch's.
 
-        GradScaler asks, looks at all gradients itself, and then calls `step`, which need not look again.
+        GradScaler reads it, checks all gradients itself, and then calls `step`, which need not check them again.
         """
         vars(self)["_looked"] = self._unscales
         return self._unscales
@@ -214,7 +214,7 @@ class GroupedOptimizer(Keeper, ABC):
         self._unscales = value
 
     def _follow_fused(self) -> None:
-        """As torch's optimizers: GradScaler leaves unscaling and skipping to one with fused=True, without asking the device."""
+        """Let `step` unscale and skip if a group has fused=True, as torch's optimizers do. GradScaler then does not wait for the device."""
         if any(group.get("fused") for group in self.param_groups):
             self._step_supports_amp_scaling = True
 
@@ -222,20 +222,20 @@ class GroupedOptimizer(Keeper, ABC):
         return leaf.trained and self.param_groups[leaf.group].get("trainable", True)
 
     def set_trainable(self, selector: Selector, trainable: bool, *, keep_state: bool = True) -> None:
-        """Train or freeze the selected parameters from the next step on, whatever the mask said of them.
+        """Train or freeze the selected parameters from the next step on, regardless of the mask.
 
         Args:
-          selector: any selector of the README but arrays; only what it picks changes. True lifts a mask of elements.
+          selector: any selector of the README except arrays. Parameters that it does not select keep their setting. Training removes a mask
+            of elements.
           trainable: True to train, False to freeze.
-          keep_state: when freezing, keep the moments and step count for later, or drop them.
+          keep_state: when freezing, whether to keep the moments and step count for later.
 
         Raises:
-          ValueError, TypeError: a selector that fits nothing, or a parameter that the update does not take; the optimizer is
-            then as before.
+          ValueError, TypeError: the selector matches nothing, or the update does not support a parameter. The optimizer is then as before.
         """
         with self._transaction():
             self._leaves = self._followed()
-            picked = selectors.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # bools only
+            picked = selectors.column(selector, self._described(self._leaves), "decay_mask", "set_trainable")  # allows bools only
             chosen = [(leaf, decision.rule) for leaf, decision in zip(self._leaves, picked, strict=True) if decision.value]
             if trainable:
                 check_leaves(type(self).__name__, [leaf for leaf, _ in chosen], self.rule_of, self.param_groups, True)

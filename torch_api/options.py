@@ -1,4 +1,4 @@
-"""What the engine is asked for beside masks and hyperparams, checked."""
+"""The options of every optimizer apart from selectors and hyperparameters, with their checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._rules.validators import is_number
 
 @dataclass(frozen=True)
 class Options:
-    """Keyword arguments of every optimizer; `OptaxOptimizer` says what they mean."""
+    """The keyword arguments of every optimizer. The docstring of `OptaxOptimizer` explains them."""
 
     max_grad_norm: float | None = None
     writeback: str = "inplace"
@@ -34,7 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, owner: str, given: Hyperparams) -> Options:
-        """The options by name, or the error that says what is wrong with one."""
+        """Return the options of a dict by name. Raise an error that says what is wrong with one."""
         check_keywords(owner, given, NAMES)
         options = cls(**given)
         for name in _CHECKS:
@@ -47,23 +47,23 @@ class Options:
         return options
 
     def kept(self, average: bool) -> spec.Kept:
-        """What the rows keep beside the state of their transformations; an average or none, which may change between steps."""
+        """Return the description of the state beside the transformation's. Whether there is an average may change between steps."""
         dtype = None if self.state_dtype is None else str(numpy_dtype(self.state_dtype))
         return spec.Kept(dtype, self.master_weights, self.stochastic_rounding, average)
 
     def begin(self, leaf: Leaf, field: Field) -> torch.Tensor:
-        """What a field kept beside the transformation's state begins with."""
+        """Return the initial value of a state field that is not the transformation's."""
         if field.name != spec.KEY:
             return leaf.local.detach().to(getattr(torch, field.dtype))
-        # Parameters round independently of each other, and the same in every process that gives them the same names.
+        # The seed depends on the name, so parameters round independently, and equally in every process that gives them the same names.
         words = np.random.SeedSequence([self.rounding_seed, zlib.crc32(leaf.name.encode())]).generate_state(2)
         return torch.from_numpy(words.view(np.int32)).to(leaf.device)
 
 
 class Changeable:
-    """An option that is also an attribute, which may be set between steps and is checked then as in the constructor.
+    """An option that is also an attribute. User code may set it between steps; it is then checked as in the constructor.
 
-    There is no `__get__`: reading finds the optimizer's own attribute, at no cost.
+    There is no `__get__`: reading finds the instance attribute directly, at no cost.
     """
 
     def __set_name__(self, _: type, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Several transformations in one optimizer: by label, or by the selectors of flax's MultiOptimizer."""
+"""Optimizers with several transformations: one for each label, or one for each selector as in flax's MultiOptimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # A group, a key in it, and the value that it had.
 _Change: TypeAlias = tuple[MutableParamGroup, str, object]
-_NOBODY = None  # the label of a parameter that no rule gives one, or that no pair of a MultiOptimizer picks
+_NOBODY = None  # the label of a parameter that no selector labels, or that no pair of a MultiOptimizer selects
 
 
 def _never(_: object) -> bool:
@@ -39,27 +39,28 @@ def _never(_: object) -> bool:
 
 
 class PartitionedOptimizer(OptaxOptimizer):
-    """One optimizer, state_dict and scheduler over parameters that different transformations update.
+    """An optimizer that updates parameters by different transformations, with one state_dict and one scheduler.
 
-    Each label has param groups of its own: a group that is given is cut by label, and each part has the label under
-    "label" and that transformation's hyperparams. `max_grad_norm` bounds one norm over all labels.
+    Each label has param groups of its own. A given group is split by label. Each part has its label under "label", and the
+    hyperparameters of the label's transformation. `max_grad_norm` bounds one norm over all labels.
 
     Args:
       params: as in `OptaxOptimizer`.
-      transforms: label -> transformation, or label -> (factory, dict of its hyperparams), or label -> factory. Each
-        transformation sees the nested dict of all parameters, None where another label's are.
+      transforms: label -> transformation, or label -> (function, dict of its hyperparameters), or label -> function. Each
+        transformation sees the nested dict of all parameters, with None in place of parameters with other labels.
       labels: any selector of the README that gives each parameter a label. A frozen parameter needs none.
       mask, decay_mask, lr_scale: as in `OptaxOptimizer`.
-      **engine: max_grad_norm, writeback, state_dtype, master_weights, stochastic_rounding, rounding_seed, ema_decay, likewise.
+      **engine: max_grad_norm, writeback, state_dtype, master_weights, stochastic_rounding, rounding_seed and ema_decay, as in
+        `OptaxOptimizer`.
 
-    A key of a given group (`lr`, say) goes to the parts that know it. The learning rates of ready transformations are
-    inside them; `lr` in their groups multiplies the update.
+    A key of a given group (such as `lr`) applies to the parts that know it. A transformation that is no function has its learning
+    rate inside it; `lr` in its groups multiplies the update.
 
-    Parameters without label are in a group of their own, with the label None.
+    Parameters without a label are in a group of their own, with the label None.
 
     Raises:
-      ValueError: a label without transformation, a transformation that no parameter has, a trained parameter without label;
-        the text names it. optax.partition is silent about the second.
+      ValueError: a label has no transformation, a transformation has no parameter, or a trained parameter has no label. The text
+        names it. (optax.partition accepts the second case.)
     """
 
     by_label = True
@@ -95,19 +96,19 @@ class PartitionedOptimizer(OptaxOptimizer):
         self._build(split, {label: rule for label, (rule, _) in rules.items()}, {}, selectors, engine)
         self._show_label_rules()
 
-    _label_rules: Mapping[str, str] = MappingProxyType({})  # by name, of the parameters that a selector has labelled last
+    _label_rules: Mapping[str, str] = MappingProxyType({})  # by parameter name, from the last time that a selector gave labels
 
     def _default_lr(self, group: ParamGroup) -> tuple[SupportsFloat, bool]:
         gave = isinstance(self._gave_lr, Mapping) and self._gave_lr.get(group["label"], False)
         return self._defaults_of[group["label"]]["lr"], gave
 
     def _show_label_rules(self) -> None:
-        """Let `report()` show what gave each parameter its label, where no mask has decided about it."""
+        """Let `report()` show what gave each parameter its label, unless a mask has decided about the parameter."""
         for leaf in self.leaves:
             leaf.rule = self._label_rules.get(leaf.name, leaf.rule) if leaf.rule == "mask=None" else leaf.rule
 
     def _assigned(self, selectors: Selectors, given: Sequence[MutableParamGroup], known: Collection[Hashable]) -> list[list[Hashable]]:
-        """The label of each parameter of each group."""
+        """Return the label of each parameter of each group."""
         found = self._labels_of(selectors, [], given)
         unused = [label for label in known if label not in found and label is not _NOBODY]
         if unused:
@@ -117,7 +118,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         return [[next(rest) for _ in group["params"]] for group in given]
 
     def _labels_of(self, selectors: Selectors, before: Sequence[Leaf], given: Sequence[MutableParamGroup]) -> list[Hashable]:
-        """The labels of the parameters of the given groups, which stand behind the leaves that are there."""
+        """Return the labels of the parameters in the given groups. `before` are the records of the optimizer, which come first."""
         named = all("param_names" in group for group in (*vars(self).get("param_groups", ()), *given))
         params, names = [leaf.param for leaf in before], [leaf.name for leaf in before]
         for group in given:
@@ -140,7 +141,7 @@ class PartitionedOptimizer(OptaxOptimizer):
         return [decision.value for decision in decided]
 
     def _split(self, group: MutableParamGroup, labels: Sequence[Hashable]) -> list[MutableParamGroup]:
-        """The group's part for each label, in the order of their first parameters."""
+        """Return one part of the group for each label, in the order of their first parameters."""
         parts = []
         if group.get("mask") is not None and len(set(labels)) > 1:
             group = group | {"mask": self._mask_of(group)}
@@ -164,7 +165,10 @@ class PartitionedOptimizer(OptaxOptimizer):
         return parts
 
     def _mask_of(self, group: MutableParamGroup) -> Callable[[str, torch.Tensor], bool | np.ndarray]:
-        """The mask of a group as a function of the parameter, for parts of the group: a pattern need not match in each part."""
+        """Return the mask of a group as a function of the parameter.
+
+        A part of the group can use it, because no pattern has to match in each part.
+        """
         refuse_decay_mask(type(self).__name__, group["mask"])
         params, names = group["params"], param_groups.names(group, 0)
         nested = lambda: _names.nest(zip(names, params, strict=True))  # noqa: E731
@@ -178,10 +182,10 @@ class PartitionedOptimizer(OptaxOptimizer):
         return of_the_group
 
     def add_param_group(self, param_group: MutableParamGroup) -> None:
-        """Add a group: with its label under "label", or labelled by the constructor's selector.
+        """Add a group with its label under "label", or without label; the constructor's selector then labels its parameters.
 
         Raises:
-          ValueError, TypeError: no label, or one without transformation; the optimizer is then as before.
+          ValueError, TypeError: a parameter has no label, or a label has no transformation. The optimizer is then as before.
         """
         if not self._constructed:
             super().add_param_group(param_group)
@@ -205,13 +209,13 @@ class PartitionedOptimizer(OptaxOptimizer):
 class MultiOptimizer(PartitionedOptimizer):
     """flax.optim's MultiOptimizer for torch: `MultiOptimizer(params, (selector, definition), ...)`.
 
-    Each pair's selector picks the parameters that its definition (a `bridge.OptimizerDef`, an optax transformation, or
-    (factory, hyperparams)) updates. The label of the n-th pair is n. Parameters that no selector picks are frozen and
-    have no state. `step(hyper_params=[...])` has other numbers for that step only: for each pair None, a dict, or an
-    object with attributes (a definition's `hyper_params`).
+    The selector of a pair selects the parameters that its definition updates: a `bridge.OptimizerDef`, an optax transformation,
+    or (function, hyperparameters). The label of the n-th pair is n. Parameters that no selector selects are frozen and have no
+    state. `step(hyper_params=[...])` sets other hyperparameters for one step: for each pair None, a dict, or an object with
+    attributes (such as a definition's `hyper_params`).
 
     Raises:
-      ValueError: two selectors pick one parameter, or one picks none; the text names it.
+      ValueError: two selectors select one parameter, or a selector selects none. The text names it.
     """
 
     _without_label = "MultiOptimizer: no pair's selector picks {name!r}, so it cannot be trained. Add a pair for it."
@@ -243,7 +247,10 @@ class MultiOptimizer(PartitionedOptimizer):
         return [own[0] if own else _NOBODY for own in owners]
 
     def set_trainable(self, selector: Selector, trainable: bool, *, keep_state: bool = True) -> None:
-        """As in `OptaxOptimizer`; what no pair picks has no transformation and cannot be trained."""
+        """Train or freeze parameters as in `OptaxOptimizer`.
+
+        A parameter that no pair selects has no transformation and cannot be trained.
+        """
         picked = masks.column(selector, self._described(self.leaves), "decay_mask", "set_trainable") if trainable else []
         idle = [leaf.name for leaf, decision in zip(self.leaves, picked, strict=False) if decision.value and leaf.label is _NOBODY]
         if idle:
@@ -252,7 +259,7 @@ class MultiOptimizer(PartitionedOptimizer):
 
     @contextmanager
     def _overridden(self, hyper_params: Sequence[object]) -> Iterator[None]:
-        """`step(closure, hyper_params=[...])`: numbers for this step only, for each pair None, a dict, or a definition's `hyper_params`."""
+        """Set hyperparameters for one step. The entries are those of `step(hyper_params=[...])`."""
         before: list[_Change] = []
         try:
             self._override(hyper_params, before)
@@ -288,7 +295,7 @@ class MultiOptimizer(PartitionedOptimizer):
 
 
 def _pair(given: object) -> tuple[object, Hyperparams]:
-    """(transformation, hyperparams) of one entry of transforms."""
+    """Return (transformation, hyperparameters) of one entry of `transforms`."""
     if type(given) is tuple and len(given) == 2 and isinstance(given[1], Mapping):
         return given
     return given, {}
@@ -299,7 +306,7 @@ def _fields(given: object) -> Sequence[str]:
 
 
 def _named_groups(owner: str, params: ParamsT) -> list[MutableParamGroup]:
-    """The groups that torch would make, names apart from parameters."""
+    """Return the groups that torch would make, with names and parameters in separate lists."""
     listed: list[Any] = list(params)
     given = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     result = []

@@ -1,8 +1,8 @@
-"""Ready selectors: one as a function of name and parameter, the others as plain dicts made from a module.
+"""Ready-made selectors. One is a function of name and parameter; the others are plain dicts made from a module.
 
-The dicts are keyed by parameter name in the order of `module.named_parameters()` (a tied parameter under its first
-name), print as they are, and may be edited before they are passed on. They are guesses from the modules' classes, names and
-order of registration, since a module does not say how its forward runs: print them once.
+The keys of a dict are parameter names in the order of `module.named_parameters()`; a tied parameter has its first name. A dict
+prints as it is and may be edited before use. Its values are guesses from the modules' classes, names and order of registration,
+because a module does not say how its forward pass runs. Print them once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEAD_WORDS = {"head", "heads", "classifier", "fc", "output", "outputs", "logits
 
 
 class _Place(NamedTuple):
-    """Where a parameter is registered: the path of the module, its own name there, the module."""
+    """Where a parameter is registered: the path of the module, the parameter's local name in it, and the module."""
 
     path: str
     own: str
@@ -41,14 +41,14 @@ class _Place(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """A parameter with every place where it is registered (more than one: tied), the first first."""
+    """A parameter with all its registrations, the first one first. A tied parameter has more than one."""
 
     param: nn.Parameter
     places: list[_Place]
 
 
 class _Tree(NamedTuple):
-    """The submodules that hold parameters under first names, by path, and the paths of each one's children."""
+    """The submodules that have parameters, by path, and the paths of each one's children."""
 
     modules: dict[str, nn.Module]
     children: dict[str, list[str]]
@@ -56,22 +56,22 @@ class _Tree(NamedTuple):
 
 @for_decay
 def no_decay_on_bias_and_norm(name: str, param: torch.Tensor) -> bool:
-    """For `decay_mask`: decay matrices and kernels, leave biases, norm scales and other vectors and scalars alone.
+    """For `decay_mask`: True for matrices and kernels, False for biases, norm scales and other vectors and scalars.
 
-    The test is the number of dimensions (two or more decay), as in common GPT recipes; names are not looked at, and so
-    embeddings decay. `no_decay(module)` also looks at the modules.
+    The test is the number of dimensions (two or more decay), as in common GPT recipes. Names do not matter, so embeddings
+    decay. `no_decay(module)` also looks at the modules.
     """
     return param.ndim >= 2
 
 
 def no_decay(module: nn.Module) -> dict[str, bool]:
-    """For `decay_mask`: parameter name -> True (decays) or False, decided from the modules. Given as `mask` it is an error.
+    """For `decay_mask`: parameter name -> True (decays) or False, decided from the modules. As `mask` it is an error.
 
-    False for every bias (a name with the word bias, of any shape), every parameter that a norm holds itself (torch's
-    norms and classes named so, such as LlamaRMSNorm), embeddings (nn.Embedding, nn.EmbeddingBag, classes named so, and
-    bare parameters named so: pos_embed, cls_token, ...), whatever a `no_weight_decay()` method of the module or
-    of a submodule lists, and all else with fewer than two dimensions. True for the rest: matrices and kernels. One
-    place that says False decides for a tied parameter: an embedding tied to the head does not decay.
+    These parameters have False: every bias (a name with the word bias, of any shape); every parameter of a norm module (torch's
+    norms and classes with such names, like LlamaRMSNorm); embeddings (nn.Embedding, nn.EmbeddingBag, classes with such names, and
+    bare parameters with such names: pos_embed, cls_token, ...); every name that a `no_weight_decay()` method of the module or
+    of a submodule lists; and all others with fewer than two dimensions. Matrices and kernels have True. A tied parameter has
+    False if one of its registrations says so: an embedding tied to the head does not decay.
 
     The kinds are minGPT's [1], without its error for an unknown module; the method and its patterns are timm's [2]. Hugging
     Face's Trainer and nanoGPT decay embeddings: set those entries to True.
@@ -79,8 +79,8 @@ def no_decay(module: nn.Module) -> dict[str, bool]:
     [2] https://github.com/huggingface/pytorch-image-models/blob/aa4b5850c1543fa488abf260f18390eda46cf85d/timm/optim/_param_groups.py#L17
 
     Raises:
-      TypeError: not an nn.Module.
-      ValueError: no parameters, or lazy ones that no forward pass has shaped yet.
+      TypeError: module is no nn.Module.
+      ValueError: the module has no parameters, or lazy ones that no forward pass has initialized.
     """
     named = _named("no_decay", module)
     listed = _listed_by_the_modules(module)
@@ -93,22 +93,22 @@ def no_decay(module: nn.Module) -> dict[str, bool]:
 
 
 def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:
-    """For `lr_scale`: parameter name -> decay ** (layers above it); the head has 1.0 and embeddings the least.
+    """For `lr_scale`: parameter name -> decay ** (layers above it). The head has 1.0 and embeddings have the smallest value.
 
-    Layer 0 is what is registered before the first block, and every embedding outside blocks; each block is a layer; the top
-    layer is what comes after the last block (final norm, pooler, head), and what is named as a head (see `muon_labels`).
-    As BEiT [1], MAE [2] and timm's `param_groups_layer_decay`, whose per-model `group_matcher` is not read. All parameters
-    are listed, frozen ones too. The blocks are:
+    Layer 0 has the modules registered before the first block, and every embedding outside of blocks. Each block is a layer. The
+    top layer has the modules after the last block (final norm, pooler, head), and those named as a head (see `muon_labels`).
+    This follows BEiT [1], MAE [2] and timm's `param_groups_layer_decay`, but reads no per-model `group_matcher`. All parameters
+    are listed, including frozen ones. The blocks are:
 
     1. The elements of the longest nn.ModuleList or nn.Sequential (the first of equal ones) in which a class with
        submodules repeats: transformer blocks, stages. One inside another does not count, nor one named as a head. If there
        is none, of one that holds a single such module; if there is none, of the longest with two elements: each layer
        of a plain nn.Sequential.
-    2. But if three siblings or more are alike there (ResNet's layer1 to layer4), each sibling is one block, whole. Without
-       a repeating stack two alike siblings are enough.
+    2. But if the stack, or a module around it, is one of three or more siblings of one kind (ResNet's layer1 to layer4), each
+       sibling is one block. Without a repeating stack, two such siblings are enough.
     3. With no stack at all, the top-level children in order of registration.
 
-    A model of several towers or of encoder and decoder has one chain of blocks here: call this for each part and merge.
+    A model with several towers, or with encoder and decoder, has one chain of blocks here: call this for each part and merge.
     [1] https://github.com/microsoft/unilm/blob/768a3c873f598bb9b4d4dfb9267b099e35f8fe56/beit/optim_factory.py#L33
     [2] https://github.com/facebookresearch/mae/blob/efb2a8062c206524e35e47d04501ed4f544c0ae8/util/lr_decay.py#L15
 
@@ -117,40 +117,40 @@ def layer_decay(module: nn.Module, decay: float = 0.75) -> dict[str, float]:
       decay: factor from a layer to the one below, 0 < decay <= 1.
 
     Raises:
-      TypeError: not an nn.Module, or a decay that is no number.
-      ValueError: decay out of range; no parameters, or lazy ones that no forward pass has shaped yet.
+      TypeError: module is no nn.Module, or decay is no number.
+      ValueError: decay is out of range; or the module has no parameters, or lazy ones that no forward pass has initialized.
     """
     if not isinstance(decay, numbers.Real) or isinstance(decay, bool):
         raise TypeError(f"layer_decay: decay is {decay!r}; expected a number with 0 < decay <= 1, such as 0.75.")
     if not 0 < decay <= 1:
         raise ValueError(f"layer_decay: decay is {decay!r}; expected 0 < decay <= 1, such as 0.75, or 1 for the same lr everywhere.")
     layers = _layers(_named("layer_decay", module), module)
-    # Only layers that hold something count, so that the last one has exactly 1.0 in a model without head.
+    # Only layers with parameters count, so that the last one has exactly 1.0 in a model without head.
     rank = {layer: i for i, layer in enumerate(sorted(set(layers.values()), reverse=True))}
     return {name: float(decay) ** rank[layer] for name, layer in layers.items()}
 
 
 def muon_labels(module: nn.Module) -> dict[str, str]:
-    """For `labels` of `PartitionedOptimizer`: parameter name -> "muon" for matrices of hidden layers, else "adamw".
+    """For `labels` of `PartitionedOptimizer`: parameter name -> "muon" for matrices of hidden layers, otherwise "adamw".
 
-    "muon" are parameters of exactly two dimensions, neither of size 1, that are not a bias, of a norm, an embedding or a head;
-    the packed in_proj_weight of nn.MultiheadAttention and the weights of recurrent layers are among them. "adamw" is all the
-    rest: also kernels of convolutions and stacked experts (three and more dimensions), and all below a module named as an
-    embedding (patch_embed). What is tied to an embedding or a head counts as one. A head is
-    - what a module or bare parameter outside the blocks holds under a name whose last word is head, classifier, fc, output,
-      logits, score or unembed, where the module is a Linear (or a class named so);
+    "muon" parameters have exactly two dimensions, neither of size 1, and belong to no bias, norm, embedding or head. The packed
+    in_proj_weight of nn.MultiheadAttention and the weights of recurrent layers are among them. All others are "adamw", for example
+    kernels of convolutions, stacked experts (three and more dimensions), and everything below a module named as an embedding
+    (patch_embed). A parameter tied to an embedding or a head counts as one. A head is
+    - a Linear (or a class named so), or a bare parameter, outside of the blocks, whose name has the last word head, classifier,
+      fc, output, logits, score or unembed;
     - the very last Linear registered in the module, unless it is inside a block or belongs to an attention (out_proj).
     Blocks are the repeating elements with submodules, or the single one, of any stack not named as a head (rule 1 of
-    `layer_decay`). A first Linear that takes raw inputs looks like a hidden layer, and so do the last ones of several
-    parallel networks but the last: set them to "adamw".
+    `layer_decay`). A first Linear that takes raw inputs looks like a hidden layer. So does the last Linear of each parallel
+    network except the last one. Set these to "adamw".
 
-    The division is Muon's own [1], but for kernels, which it flattens and torch.optim.Muon refuses. Each label has its own
+    The division is Muon's own [1], except for kernels, which Muon flattens and torch.optim.Muon rejects. Each label has its own
     lr: `PartitionedOptimizer(model.named_parameters(), {"muon": ..., "adamw": ...}, labels=muon_labels(model))`.
     [1] https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/README.md#usage
 
     Raises:
-      TypeError: not an nn.Module.
-      ValueError: no parameters, or lazy ones that no forward pass has shaped yet.
+      TypeError: module is no nn.Module.
+      ValueError: the module has no parameters, or lazy ones that no forward pass has initialized.
     """
     named = _named("muon_labels", module)
     tree = _tree(module, named)
@@ -172,7 +172,7 @@ def muon_labels(module: nn.Module) -> dict[str, str]:
 
 
 def _named(owner: str, module: nn.Module) -> dict[str, _Named]:
-    """First name -> parameter and places, in the order of `named_parameters()`; errors in the name of `owner`."""
+    """Return first name -> parameter and registrations, in the order of `named_parameters()`. Errors name `owner` as the caller."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{owner}: got {type(module).__name__}; expected an nn.Module. Pass the model itself, not its parameters.")
     named: dict[str, _Named] = {}
@@ -187,13 +187,13 @@ def _named(owner: str, module: nn.Module) -> dict[str, _Named]:
 
 
 def _place(module: nn.Module, name: str) -> _Place:
-    """Where a name is registered; an entry of a ParameterList goes by the name of the list."""
+    """Return where a name is registered. An entry of a ParameterList has the name of the list."""
     path, _, own = re.sub(r"(\.\d+)+$", "", _unparametrized(name)).rpartition(".")
     return _Place(path, own, module.get_submodule(path))
 
 
 def _unparametrized(name: str) -> str:
-    """'head.parametrizations.weight.original0' -> 'head.weight'."""
+    """Return the name without parametrizations: 'head.parametrizations.weight.original0' -> 'head.weight'."""
     return re.sub(r"parametrizations\.(\w+)\.original\d*$", r"\1", name)
 
 
@@ -206,7 +206,7 @@ def _is_bias(place: _Place) -> bool:
 
 
 def _named_so(module: nn.Module, pattern: re.Pattern[str]) -> bool:
-    """Whether the class is named so; a matrix or kernel by any other name (PatchEmbedding(nn.Conv2d)) is still one."""
+    """Return whether the name of the class matches. Linear and convolution classes never do: PatchEmbedding(nn.Conv2d) is a kernel."""
     return bool(pattern.search(type(module).__name__)) and not isinstance(module, (nn.Linear, CONVOLUTIONS))
 
 
@@ -228,7 +228,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_head(place: _Place) -> bool:
-    """Named as a head; whether it stands outside the blocks is the caller's question."""
+    """Return whether the parameter is named as a head. The caller checks whether it is outside of the blocks."""
     called = place.path.rpartition(".")[2] if _is_linear(place.module) else place.own
     return _words(called)[-1] in _HEAD_WORDS
 
@@ -239,7 +239,7 @@ def _in_attention(module: nn.Module, path: str) -> bool:
 
 
 def _listed_by_the_modules(module: nn.Module) -> list[str]:
-    """Patterns of full names, from every `no_weight_decay()` method, which speaks of names below its own module."""
+    """Return patterns of full names from all `no_weight_decay()` methods, which list names below their own module."""
     patterns = []
     for path, part in module.named_modules():
         method = getattr(part, "no_weight_decay", None)
@@ -253,7 +253,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _above(path: str) -> list[str]:
-    """The path and all it lies in, outermost first, without the root."""
+    """Return the path and its ancestors, outermost first, without the root."""
     parts = path.split(".") if path else []
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
@@ -273,20 +273,20 @@ def _tree(module: nn.Module, named: Iterable[str]) -> _Tree:
 
 
 def _kind(tree: _Tree, path: str) -> tuple[type, ...]:
-    """What makes two modules alike: the class, and for containers also what the first element is."""
+    """Return the kind of a module: its class, and for a container also the kind of its first element."""
     part, elements = tree.modules[path], tree.children[path]
     return (type(part), *(_kind(tree, elements[0]) if elements and isinstance(part, nn.ModuleList | nn.Sequential) else ()))
 
 
 def _repeating(tree: _Tree, stack: str) -> list[str]:
-    """The elements with submodules that have one alike among the elements."""
+    """Return the elements with submodules whose kind occurs more than once in the stack."""
     kinds = {element: _kind(tree, element) for element in tree.children[stack] if tree.children[element]}
     several = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
     return [element for element, kind in kinds.items() if kind in several]
 
 
 def _stacks(tree: _Tree) -> dict[str, int]:
-    """Path -> 2 where a kind with submodules repeats, 1 where there is one such element alone, 0 for other lists of layers."""
+    """Return path -> rank: 2 if a kind with submodules repeats, 1 if there is one such element alone, 0 for other lists of layers."""
     lists = [path for path, part in tree.modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
     lists = [path for path in lists if _words(path.rpartition(".")[2])[-1] not in _HEAD_WORDS]
     repeating = {path for path in lists if _repeating(tree, path)}
@@ -304,12 +304,12 @@ def _stacks(tree: _Tree) -> dict[str, int]:
 
 
 def _in_blocks(tree: _Tree) -> set[str]:
-    """The blocks of every stack, in the chain of `layer_decay` or not."""
+    """Return the blocks of every stack, whether they are in the chain of `layer_decay` or not."""
     return {block for stack, rank in _stacks(tree).items() if rank for block in _repeating(tree, stack) or tree.children[stack]}
 
 
 def _blocks(tree: _Tree) -> list[str]:
-    """The chain of blocks by the three rules of `layer_decay`."""
+    """Return the chain of blocks by the three rules of `layer_decay`."""
     ranks = _stacks(tree)
     if not ranks:
         path = ""
@@ -329,11 +329,11 @@ def _blocks(tree: _Tree) -> list[str]:
 
 
 def _layers(named: dict[str, _Named], module: nn.Module) -> dict[str, int]:
-    """Name -> layer, from 0 below the first block to one more than the number of blocks."""
+    """Return name -> layer, from 0 below the first block to one more than the number of blocks."""
     tree = _tree(module, named)
     blocks = [path for path in _blocks(tree) if not _embeds(tree.modules[path])]
     numbers_of = {path: i + 1 for i, path in enumerate(blocks)}
-    inside = _in_blocks(tree)  # blocks of other stacks too: T5's decoder
+    inside = _in_blocks(tree)  # includes blocks of other stacks, such as T5's decoder
     layers, reached = {}, 0
     for name, (_, places) in named.items():
         block = next((numbers_of[path] for path in _above(name) if path in numbers_of), None)
@@ -345,6 +345,6 @@ def _layers(named: dict[str, _Named], module: nn.Module) -> dict[str, int]:
             layers[name] = 0
         elif reached == len(blocks) or (outside and _is_head(places[0])):
             layers[name] = len(blocks) + 1
-        else:  # between two blocks: with the one before
+        else:  # between two blocks: the layer of the block before
             layers[name] = reached
     return layers

@@ -1,4 +1,4 @@
-"""What an optimizer does to each parameter, as text, as HTML and as rows."""
+"""The report of an optimizer: how it treats each parameter, as text, as HTML and as rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ COLUMNS = ("parameter", "shape", "dtype", "label", "status", "decided by", "lr",
 
 
 class Report:
-    """A table of one line per parameter. `rows` holds the same as dicts, numbers as numbers; `note` is what to know of the lr, if anything.
+    """A table with one line for each parameter.
 
-    `multiplied`: the groups whose lr multiplies an update that a transformation has made with a learning rate of its own, or none.
+    `rows` holds the same as dicts, with numbers as numbers. `note` says what to know about the lr, if anything.
+
+    Args:
+      title: the name of the optimizer's class.
+      leaves: the record of each parameter.
+      param_groups: the optimizer's groups.
+      state: the optimizer's state.
+      multiplied: the groups whose lr multiplies the update of a transformation, which may have a learning rate of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Drop-in classes for torch.optim: torch's arguments in torch's order, and the engine's own behind them."""
+"""Drop-in classes for torch.optim: torch's arguments in torch's order, then the options of `OptaxOptimizer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MaskedAdam(OptaxOptimizer):
-    """torch.optim.Adam with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adam with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Adam.html
     """
@@ -45,7 +45,7 @@ class MaskedAdam(OptaxOptimizer):
 
 
 class MaskedAdamW(MaskedAdam):
-    """torch.optim.AdamW with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.AdamW with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html
     """
@@ -73,12 +73,12 @@ class MaskedAdamW(MaskedAdam):
 
     def __setstate__(self, state: StateDict) -> None:
         for group in state["param_groups"]:
-            group["decoupled_weight_decay"] = True  # older torch saved AdamW without it; as torch.optim.AdamW does
+            group["decoupled_weight_decay"] = True  # older versions of torch saved AdamW without it; torch.optim.AdamW sets it too
         super().__setstate__(state)
 
 
 class MaskedSGD(OptaxOptimizer):
-    """torch.optim.SGD with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.SGD with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.SGD.html
     """
@@ -104,7 +104,7 @@ class MaskedSGD(OptaxOptimizer):
 
 
 class MaskedRMSprop(OptaxOptimizer):
-    """torch.optim.RMSprop with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.RMSprop with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
     """
@@ -131,10 +131,10 @@ class MaskedRMSprop(OptaxOptimizer):
 
 
 class MaskedAdagrad(OptaxOptimizer):
-    """torch.optim.Adagrad with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adagrad with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
-    Each trained parameter has its state from construction on, as there. Difference from torch: a group's own
-    `initial_accumulator_value` is heeded.
+    Each trained parameter has its state from construction on, as in torch. Difference from torch: a group's own
+    `initial_accumulator_value` takes effect.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Adagrad.html
     """
@@ -160,15 +160,18 @@ class MaskedAdagrad(OptaxOptimizer):
         super().__init__(params, torch_rules.ADAGRAD, **equation, **switches, **options, **engine)
 
     def share_memory(self) -> None:
-        """Move the state into shared memory, for processes that are given this optimizer; each step then copies it from and to there."""
+        """Move the state into shared memory, for other processes that receive this optimizer.
+
+        Each step then copies the state in and out.
+        """
         for fields in self.state.values():
             for value in fields.values():
-                if isinstance(value, torch.Tensor):  # a wrapper may have put other things there
+                if isinstance(value, torch.Tensor):  # a wrapper may have added other values
                     value.share_memory_()
 
 
 class MaskedAdadelta(OptaxOptimizer):
-    """torch.optim.Adadelta with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adadelta with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Adadelta.html
     """
@@ -193,7 +196,7 @@ class MaskedAdadelta(OptaxOptimizer):
 
 
 class MaskedAdamax(OptaxOptimizer):
-    """torch.optim.Adamax with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adamax with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Adamax.html
     """
@@ -218,7 +221,7 @@ class MaskedAdamax(OptaxOptimizer):
 
 
 class MaskedNAdam(OptaxOptimizer):
-    """torch.optim.NAdam with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.NAdam with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.NAdam.html
     """
@@ -246,7 +249,7 @@ class MaskedNAdam(OptaxOptimizer):
 
 
 class MaskedRAdam(OptaxOptimizer):
-    """torch.optim.RAdam with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.RAdam with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.RAdam.html
     """
@@ -273,9 +276,9 @@ class MaskedRAdam(OptaxOptimizer):
 
 
 class MaskedRprop(OptaxOptimizer):
-    """torch.optim.Rprop with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Rprop with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
-    `lr` is what the step sizes begin with.
+    `lr` is the initial step size.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Rprop.html
     """
@@ -299,7 +302,7 @@ class MaskedRprop(OptaxOptimizer):
 
 
 class MaskedASGD(OptaxOptimizer):
-    """torch.optim.ASGD with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.ASGD with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.ASGD.html
     """
@@ -324,10 +327,10 @@ class MaskedASGD(OptaxOptimizer):
 
 
 class MaskedMuon(OptaxOptimizer):
-    """torch.optim.Muon with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Muon with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
-    Matrices only: freeze the rest by the mask, or train it by AdamW in a `PartitionedOptimizer` with `muon_labels`.
-    Difference from torch, which has Muon from 2.9 on: only what is trained must be a matrix.
+    It trains matrices only. Freeze other parameters by the mask, or train them by AdamW in a `PartitionedOptimizer` with
+    `muon_labels`. Difference from torch, which has Muon from 2.9 on: frozen parameters need not be matrices.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Muon.html
     """
@@ -351,9 +354,9 @@ class MaskedMuon(OptaxOptimizer):
 
 
 class MaskedAdafactor(OptaxOptimizer):
-    """torch.optim.Adafactor with masks: same arguments, numbers and state_dict. See `OptaxOptimizer` for `**engine`.
+    """torch.optim.Adafactor with masks: same arguments, results and state_dict. See `OptaxOptimizer` for `**engine`.
 
-    Not optax.adafactor.
+    The update is torch's, not that of optax.adafactor.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.Adafactor.html
     """
