@@ -1,4 +1,4 @@
-"""The state of a torch optimizer as that of an optax transformation, and back."""
+"""Conversion of a torch optimizer's state to the state of an optax transformation, and back."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from bridge._process import default_promotion, x64
 from .optimizer import OptaxOptimizer
 from .transformation_of import Param, expected, nested, parameters, scalar_device, transformation
 
-# torch's fields by the names that optax gives to the same numbers. Some have no such name: torch's amsgrad keeps the maximum
-# before the bias correction, optax's after it; torch's Rprop keeps the last gradient, optax.rprop the last update.
+# optax's names for torch's state fields. Some fields have no counterpart: torch's amsgrad keeps the maximum before the bias
+# correction, optax's after it; torch's Rprop keeps the last gradient, optax.rprop the last update.
 _OPTAX_NAMES: dict[str, tuple[str, ...]] = {
     "step": ("count",), "exp_avg": ("mu",), "exp_avg_sq": ("nu",), "exp_inf": ("nu",), "momentum_buffer": ("trace",),
     "square_avg": ("nu", "e_g"), "acc_delta": ("e_x",), "grad_avg": ("mu",), "sum": ("sum_of_squares",),
 }  # fmt: skip
-# Parts of a state that are settings, not results of training: optax.inject_hyperparams, masks of elements (bridge.select).
+# Parts of a state that are settings and not results of training: optax.inject_hyperparams, masks of elements (bridge.select).
 _SETTINGS = frozenset({"hyperparams", "hyperparams_states", "elements"})
 
 # Shape (None: any), dtype and device of a field.
@@ -40,7 +40,10 @@ _Wanted: TypeAlias = tuple[tuple[int, ...] | None, torch.dtype, torch.device]
 
 
 class _Place(NamedTuple):
-    """A leaf of an optax state: the parameter that it belongs to (None: all of `members`), and its name without the parameter's."""
+    """A leaf of an optax state.
+
+    param_index: the parameter that it belongs to; None if it belongs to all of `members`. name: its name without the parameter's.
+    """
 
     path: KeyPath
     name: str
@@ -68,30 +71,30 @@ def to_optax_state(
     count: int | None = None,
     copy: bool = False,
 ) -> PyTree:
-    """The optimizer's state as the tree that `tx.init(params)` gives, over the nested dict of its parameters.
+    """Return the optimizer's state as the tree of `tx.init(params)`, over the nested dict of its parameters.
 
-    With it `tx` goes on in pure JAX where the optimizer stopped: `state = to_optax_state(opt, optax.adam(1e-3))`.
+    With it, `tx` continues in pure JAX where the optimizer stopped: `state = to_optax_state(opt, optax.adam(1e-3))`.
 
     Args:
-      optimizer: any optimizer of this package, or one of torch.optim.
-      tx: the optax transformation that is to go on; its leaves are filled by name, torch's `exp_avg` where optax has `mu`,
-        `exp_avg_sq` where it has `nu`, `momentum_buffer` where it has `trace`, `step` where it has `count`. None: the
-        transformation that the optimizer runs itself. That is the one it was made with, `bridge.rules.adam(...)` for
-        MaskedAdam and torch.optim.Adam, and, where several or not all parameters are trained by it, an `optax.partition`
-        of such, whose label "frozen" has what is not trained (`MaskedNode` in the state of the others).
-      module: names the parameters; else the names that the optimizer was given, or "param0", "param1".
-      count: what optax counts where the optimizer counts nothing (a schedule in optax.sgd after torch.optim.SGD).
-      copy: False: arrays lie over the memory of the optimizer's state where dtype and alignment allow, and the optimizer's
-        next step changes them; True: all are copies. Counts are copies always.
+      optimizer: any optimizer of this package or of torch.optim.
+      tx: the optax transformation that continues. Its leaves are filled by name: optax's `mu` from torch's `exp_avg`, `nu` from
+        `exp_avg_sq`, `trace` from `momentum_buffer`, `count` from `step`. None means the transformation that the optimizer runs. This is
+        the one that it was made with, or `bridge.rules.adam(...)` for MaskedAdam and torch.optim.Adam. If it has several transformations,
+        or does not train all parameters, it is an `optax.partition`, whose label "frozen" has the other parameters (`MaskedNode` in the
+        state of the other labels).
+      module: names the parameters. Without it, they have the names that the optimizer was given, or "param0", "param1", ...
+      count: the value of optax's count if the optimizer counts nothing (a schedule in optax.sgd after torch.optim.SGD).
+      copy: False: arrays alias the memory of the optimizer's state if dtype and alignment allow it, so the optimizer's next step changes
+        them. True: all arrays are copies. Counts are always copies.
 
     Returns:
-      The state. A parameter that was never updated has what `tx.init` gives it. An array keeps a wider dtype than `tx`
-      would give it (`state_dtype`), and is cast to a wider one. What the optimizer keeps beside its transformation
-      (`ema_param`, `master_param`, `rounding_key`) and the state of frozen parameters stay with it.
+      The state. A parameter that was never updated has the value of `tx.init`. An array whose dtype is wider than in `tx` keeps it
+      (`state_dtype`); a narrower one is cast. State beside the transformation's (`ema_param`, `master_param`, `rounding_key`) and the state
+      of frozen parameters are left out.
 
     Raises:
-      ValueError: a field has no place in the state of `tx` or a place has no field (the text names both), shapes differ,
-        parameters of one count were updated more and less often, or the state lies as a DTensor.
+      ValueError: a field has no leaf in the state of `tx`, or a leaf has no field (the text names both); shapes differ; parameters
+        with one common count were updated a different number of times; or the state is a DTensor.
     """
     what = "to_optax_state"
     params = parameters(what, optimizer, module)
@@ -124,19 +127,19 @@ def load_optax_state(
 ) -> None:
     """Write an optax state over the nested dict of parameters into the optimizer, in place: the inverse of `to_optax_state`.
 
-    Tensors of `optimizer.state` stay the same objects at the same addresses; what has no state yet gets it. Parameters,
-    param groups, averages and masters are left alone.
+    Tensors of `optimizer.state` stay the same objects at the same addresses. A parameter without state gets it. Parameters,
+    param groups, averages and master weights are not changed.
 
     Args:
-      optimizer: any optimizer of this package, or one of torch.optim.
-      state: of any transformation, its leaves jax or numpy arrays; matched by name as in `to_optax_state`. Settings
-        (`optax.inject_hyperparams`) are passed over: the optimizer's are in its groups.
+      optimizer: any optimizer of this package or of torch.optim.
+      state: the state of any transformation, with jax or NumPy arrays as leaves. They are matched by name as in `to_optax_state`. Settings
+        (`optax.inject_hyperparams`) are skipped: the optimizer has its own in its groups.
       module: as in `to_optax_state`.
-      count: the optimizer's `step` where the state counts nothing (optax.rmsprop); None: as it is.
+      count: the optimizer's `step` if the state counts nothing (optax.rmsprop). None keeps the present `step`.
 
     Raises:
-      ValueError: a trained parameter has no array for a field, an array belongs to none (or to a frozen parameter), shapes
-        differ, a dtype would lose digits, or a leaf is a tracer, donated, or on several devices. Nothing is changed then.
+      ValueError: a trained parameter has no array for a field; an array belongs to no parameter, or to a frozen one; shapes differ; a
+        dtype would lose digits; or a leaf is a tracer, donated, or on several devices. Nothing is changed then.
     """
     with optimizer._transaction() if isinstance(optimizer, OptaxOptimizer) else nullcontext():
         _load(optimizer, state, module, count)
@@ -163,7 +166,7 @@ def _load(optimizer: torch.optim.Optimizer, state: PyTree, module: torch.nn.Modu
 
 
 def _places(paths: Sequence[KeyPath], params: Sequence[Param]) -> list[_Place]:
-    """Which leaf of a state belongs to which parameter, or to which of them together."""
+    """Return for each leaf of a state the parameters that it belongs to."""
     found = _found(paths, [dict_path(param.path) for param in params])
     below: dict[KeyPath, set[int]] = {}
     for path, (owner, _) in zip(paths, found, strict=True):
@@ -173,8 +176,8 @@ def _places(paths: Sequence[KeyPath], params: Sequence[Param]) -> list[_Place]:
     everyone = tuple(i for i, param in enumerate(params) if param.trained)
 
     def members(path: KeyPath) -> tuple[int, ...]:
-        # A count belongs to those that have arrays beside it. One without such, in a part of an optax.partition, is not that of
-        # another part: then all are asked, and must agree.
+        # A count belongs to the parameters with arrays next to it, or, without such arrays, to all trained parameters, which must agree.
+        # The search stays inside one part of an optax.partition.
         near_by = (below[path[:end]] for end in range(len(path) - 1, len(_part(path)) - 1, -1) if path[:end] in below)
         return tuple(sorted(next(near_by, everyone)))
 
@@ -184,12 +187,15 @@ def _places(paths: Sequence[KeyPath], params: Sequence[Param]) -> list[_Place]:
 
 
 def _part(path: KeyPath) -> KeyPath:
-    """The beginning of a key path that leads into a part of an optax.partition; empty where there is none."""
+    """Return the prefix of a key path that leads into a part of an optax.partition; empty if there is none."""
     return path[: max((i + 2 for i, key in enumerate(path) if getattr(key, "name", None) == "inner_states"), default=0)]
 
 
 def _found(paths: Sequence[KeyPath], names: Sequence[KeyPath]) -> list[tuple[int | None, str]]:
-    """The parameter of each path, and the path's name without that; each part of an optax.partition knows some of them only."""
+    """Return the parameter of each path, and the rest of the path as a name.
+
+    Each part of an optax.partition has some of the parameters only.
+    """
     index = {name: i for i, name in enumerate(names)}
     lengths = sorted(set(map(len, names)))
     parts: dict[KeyPath, list[KeyPath]] = {}
@@ -208,11 +214,11 @@ def _found(paths: Sequence[KeyPath], names: Sequence[KeyPath]) -> list[tuple[int
 
 
 def _field(place: _Place, fields: Iterable[str]) -> str | None:
-    """The field of a torch optimizer's state that a place holds: of the place's own name, or what torch calls it."""
+    """Return the field of a torch optimizer's state that a slot holds: the field with the slot's name, or with torch's name for it."""
     ends = tails(place.name or "state")
     fields = set(fields)
     same = [field for field in fields if field in ends]
-    # The momentum of torch's RMSprop is of the scaled gradient, that of optax.rmsprop of the update: lr times as much.
+    # torch's RMSprop keeps the momentum of the scaled gradient, optax.rmsprop that of the update, which is lr times as large.
     unlike = {"momentum_buffer"} if "square_avg" in fields else set()
     alike = [field for field in sorted(fields - unlike) if not set(ends).isdisjoint(_OPTAX_NAMES.get(field, ()))]
     return max(same, key=len) if same else next(iter(alike), None) if not place.is_setting else None
@@ -221,7 +227,7 @@ def _field(place: _Place, fields: Iterable[str]) -> str | None:
 def _given(
     what: str, place: _Place, params: Sequence[Param], shape: tuple[int, ...], initial: Callable[[], jax.Array], count: int | None
 ) -> tuple[torch.Tensor | None, list[tuple[int, str]]]:
-    """What the optimizer has for a place, None where it is to begin; and the fields that it comes from."""
+    """Return the optimizer's value for a slot, None for its initial value; and the fields that the value comes from."""
     found: list[tuple[Param, torch.Tensor]] = []
     givers: list[tuple[int, str]] = []
     last = place.name.split(".")[-1]
@@ -271,7 +277,7 @@ def _shown(tensor: torch.Tensor) -> str:
 
 
 class _Template:
-    """The state that a transformation begins with, as shapes; as arrays only where those are asked for."""
+    """The initial state of a transformation, as shapes. Arrays are computed only when they are needed."""
 
     def __init__(self, what: str, tx: object, params: Sequence[Param]) -> None:
         self._what, self._params = what, params
@@ -300,15 +306,15 @@ class _Template:
         self.shapes = [aval.shape for aval, _ in self._leaves]
 
     def initial(self, position: int) -> jax.Array:
-        """A leaf as the transformation begins with it."""
-        if self._begun is None:  # copies, because an init may hand out the parameters themselves
+        """Return the initial value of a leaf."""
+        if self._begun is None:  # copies, because an init may return the parameters themselves
             tree = nested((param.path, to_jax(param.tensor.detach(), copy=True)) for param in self._params)
             with x64(self._wide), default_promotion():
                 self._begun = jax.tree.leaves(self._init(tree))
         return self._begun[position]
 
     def array(self, position: int, tensor: torch.Tensor, copy: bool) -> jax.Array:
-        """The tensor as this leaf, in its type, but where that is the narrower one."""
+        """Return the tensor as this leaf, in the leaf's dtype, unless that dtype would lose digits."""
         aval, key = self._leaves[position]
         if key is not None:
             return jax.random.wrap_key_data(to_jax(tensor, copy=True), impl=key)
@@ -318,7 +324,7 @@ class _Template:
 
 
 def _keeps(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values are the same in another dtype."""
+    """Return whether another dtype holds the values exactly."""
     if tensor.dtype == dtype or torch.promote_types(tensor.dtype, dtype) == dtype:
         return True
     return tensor.numel() == 1 and bool(tensor.to(dtype).to(tensor.dtype) == tensor)
@@ -328,7 +334,7 @@ def _keeps(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _wanted(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, _Wanted]:
-    """Shape (None: any), dtype and device of each field that a parameter's state is to have: as it is, or as a step would make it."""
+    """Return shape (None: any), dtype and device of each state field of a parameter: as it is, or as a step would make it."""
     if not param.trained:
         return {}
     p = param.tensor
@@ -340,7 +346,7 @@ def _wanted(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, _Wanted
 
 
 def _tensors(what: str, places: Sequence[_Place], flat: Sequence[tuple[KeyPath, object]]) -> list[torch.Tensor]:
-    """The leaves of a state as tensors, without a copy."""
+    """Return the leaves of a state as tensors, without a copy where possible."""
     arrays: dict[str, jax.typing.ArrayLike | torch.Tensor] = {}
     for place, (_, x) in zip(places, flat, strict=True):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | torch.Tensor | float | int):
@@ -360,7 +366,7 @@ def _claimed(
     given: Iterable[tuple[_Place, torch.Tensor]],
     count: int | None,
 ) -> list[dict[str, torch.Tensor]]:
-    """For each parameter its new fields, in the types that it has them in."""
+    """Return the new fields of each parameter, in the dtypes of its present fields."""
     found: list[dict[str, torch.Tensor]] = [{} for _ in params]
     names: set[str] = set()
     for place, tensor in given:
@@ -388,7 +394,7 @@ def _claimed(
 
 
 def _unclaimed(what: str, place: _Place, params: Sequence[Param], wanted: Sequence[Mapping[str, _Wanted]]) -> NoReturn:
-    """Raise for an array of a state that the optimizer has no place for."""
+    """Raise an error for an array of a state that no field of the optimizer takes."""
     if place.owner is not None and not params[place.owner].trained:
         raise ValueError(
             f"{what}: {place.shown!r} is state of {params[place.owner].name!r}, which is frozen in this optimizer. Train it "

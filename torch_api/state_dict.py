@@ -1,4 +1,4 @@
-"""A saved state_dict, checked against the optimizer that loads it and put into that optimizer's order."""
+"""Checks and converts state_dicts: a saved one is put into the order of the optimizer that loads it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ._rules.types import MutableParamGroup, MutableParamState, ParamGroup, Para
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-FROZEN = "step"  # all that the state of a frozen parameter was in the state_dict of 0.1
+FROZEN = "step"  # state_dicts of version 0.1 have this single field for a frozen parameter
 
 
 class Checkpointed(Protocol):
-    """What is read of an optimizer that is saved or loaded."""
+    """The attributes of an optimizer that saving and loading use."""
 
     param_groups: list[MutableParamGroup]
     defaults: MutableParamGroup
@@ -50,8 +50,9 @@ class Checkpointed(Protocol):
 
 
 class _Saved:
-    """State of one parameter on its way through torch's loader, which would cast every tensor to the parameter's dtype
-    (https://github.com/pytorch/pytorch/issues/43706)."""
+    """State of one parameter, wrapped so that torch's loader does not cast its tensors to the parameter's dtype
+    (https://github.com/pytorch/pytorch/issues/43706).
+    """
 
     def __init__(self, fields: MutableParamState) -> None:
         self.fields = fields
@@ -59,7 +60,7 @@ class _Saved:
 
 @contextmanager
 def hooked(register: Callable[..., RemovableHandle], hook: Callable[..., object], **options: bool) -> Iterator[None]:
-    """A hook of torch's for the time of one call."""
+    """Register a torch hook for the duration of the block."""
     handle = register(hook, **options)
     try:
         yield
@@ -68,7 +69,7 @@ def hooked(register: Callable[..., RemovableHandle], hook: Callable[..., object]
 
 
 def unwrap(state: MutableMapping[torch.Tensor, MutableParamState], leaves: Iterable[Leaf]) -> None:
-    """Undo `prepare` in the loaded state, which is no edit by hand of what the leaves showed before."""
+    """Unwrap the loaded state. The records forget their old tensors, so that the load does not count as an edit by user code."""
     for leaf in leaves:
         leaf.fields = leaf.shown = leaf.views = ()
     entries: list[tuple[torch.Tensor, MutableParamState | _Saved]] = list(state.items())
@@ -78,7 +79,7 @@ def unwrap(state: MutableMapping[torch.Tensor, MutableParamState], leaves: Itera
 
 
 def prepare(optimizer: Checkpointed, state_dict: StateDict) -> StateDict:
-    """The state_dict that torch may load by position, or the error that says why it does not fit. Changes nothing."""
+    """Return a state_dict that torch can load by position. Raise an error that says why it does not fit. The optimizer is not changed."""
     saved, groups = saved_groups.checked(state_dict)
     optimizer._follow()
     trained = {id(leaf) for leaf in optimizer._active if leaf.param.requires_grad}
@@ -120,21 +121,21 @@ def prepare(optimizer: Checkpointed, state_dict: StateDict) -> StateDict:
 
 
 def complete(optimizer: Checkpointed, state_dict: StateDict) -> None:
-    """Complete torch's state_dict of the optimizer: an entry for frozen parameters, `lr_scale` in its place, tuples for sequences."""
+    """Complete torch's state_dict: add entries for frozen parameters, put `lr_scale` back, and make sequences tuples."""
     leaves = optimizer._followed()
     mark_frozen(state_dict, [leaf.param.requires_grad and not optimizer._is_active(leaf) for leaf in leaves])
     update_trainable_params(state_dict["param_groups"], leaves)
     for group in state_dict["param_groups"]:
         if len(group.get("param_names", group["params"])) != len(group["params"]):
-            del group["param_names"]  # parameters were added or removed by hand, their names not
+            del group["param_names"]  # user code added or removed parameters, but not their names
     for group in state_dict["param_groups"]:
         put_back_lr_scale(group)
-        make_tuples(group, optimizer.rule_of(group))  # weights_only=True loads no other sequence, and no array of jax or NumPy
+        make_tuples(group, optimizer.rule_of(group))  # with weights_only=True, torch loads no other sequence, and no jax or NumPy array
         make_plain(group, optimizer.rule_of(group))
 
 
 def settle(param_groups: Sequence[MutableParamGroup], defaults: ParamGroup, leaves: Sequence[Leaf]) -> None:
-    """Give loaded groups what they lack of the defaults, and `leaves` what the groups say of which are trained."""
+    """Fill missing keys of loaded groups from the defaults, and set which of `leaves` are trained as the groups say."""
     columns = {index: iter(group[TRAINABLE_PARAMS]) for index, group in enumerate(param_groups) if TRAINABLE_PARAMS in group}
     for group in param_groups:
         for name, default in defaults.items():
@@ -145,14 +146,14 @@ def settle(param_groups: Sequence[MutableParamGroup], defaults: ParamGroup, leav
 
 
 def update_trainable_params(param_groups: Sequence[MutableParamGroup], leaves: Sequence[Leaf]) -> None:
-    """Write into groups that say which of their parameters are trained what is true now: parameters may have come and gone by hand."""
+    """Update the list of trained parameters in groups that have one: user code may have added or removed parameters."""
     for index, group in enumerate(param_groups):
         if TRAINABLE_PARAMS in group:
             group[TRAINABLE_PARAMS] = [leaf.trained for leaf in leaves if leaf.group == index]
 
 
 def _take_lr_scale(own: ParamGroup, saved: MutableParamGroup) -> None:
-    """Undo `put_back_lr_scale`. In a group of torch's, lr_scale means what it means in the own one; without one there, nothing."""
+    """Undo `put_back_lr_scale`. A group saved by torch has no taken `lr_scale`; it then means the same as in the optimizer's own group."""
     if "lr_scale" in saved:
         taken = saved.setdefault(TAKEN_LR_SCALE, own.get(TAKEN_LR_SCALE))
         if taken:
@@ -160,7 +161,7 @@ def _take_lr_scale(own: ParamGroup, saved: MutableParamGroup) -> None:
 
 
 def mark_frozen(state_dict: StateDict, frozen: Sequence[bool]) -> None:
-    """Give each frozen parameter that requires grad an empty entry in `state`: torch.distributed.checkpoint loads strictly."""
+    """Give each frozen parameter that requires grad an empty entry in `state`, because torch.distributed.checkpoint loads strictly."""
     positions = [index for group in state_dict["param_groups"] for index in group["params"]]
     for index, is_frozen in zip(positions, frozen, strict=True):
         if is_frozen and index not in state_dict["state"]:
@@ -182,12 +183,14 @@ def _checked_state(
     name: str,
     strict: bool,
 ) -> dict[Hashable, _Saved]:
-    """The entry of one parameter, copied; nothing where there is none, or only a scalar that stands for none.
+    """Return a copy of the saved entry of one parameter; an empty dict if it has none, or only a scalar that stands for none.
 
-    `fields`: those that the parameter has, None for a frozen one whose fields are not known for certain; `guess` has them then, as far
-    as they can be told. `strict`: no other fields; torch.optim's own classes keep those of options that are off now (amsgrad).
+    Args:
+      fields: the fields of the parameter; None if it is frozen and its fields are unknown.
+      guessed_fields: the likely fields of such a frozen parameter.
+      rejects_unknown: whether other fields are an error. torch.optim's own classes keep fields of options that are off now (amsgrad).
     """
-    idle = BESIDE - (BESIDE if fields is None else fields.keys())  # kept by the optimizer that was saved, not by this one
+    idle = BESIDE - (BESIDE if fields is None else fields.keys())  # the saved optimizer kept these fields, this one does not
     given = {key: value for key, value in saved.items() if value is not None and key not in idle}
     if given.keys() == {FROZEN} and fields is None:
         given = {}
@@ -197,7 +200,7 @@ def _checked_state(
             _check_value(f"load_state_dict: state {key!r} of {name!r}", value, param, known.get(key))
     only_scalars = given.keys() <= known.keys() - BESIDE and not has_state(known.values(), given)
     if only_scalars and not any(map(torch.count_nonzero, map(torch.as_tensor, given.values()))):
-        return {}  # nothing was counted: a scalar stands for the state of a parameter that was frozen when it was saved
+        return {}  # a zero scalar stands for a parameter that was frozen when it was saved
     needed = {key for key, field in known.items() if field.position is not None}
     is_part = bool(given.keys() - BESIDE if fields is not None else given.keys() & needed)
     absent = sorted(needed - given.keys()) if is_part else []
@@ -209,14 +212,14 @@ def _checked_state(
         )
     if not given:
         return {}
-    if fields is None:  # frozen: it is looked at when it is thawed
+    if fields is None:  # frozen: its state is checked when the parameter is trained again
         tensors = {key: laid(torch.as_tensor(value), param) for key, value in given.items()}
         return {index: _Saved({key: tensor.detach().to(param.device, copy=True) for key, tensor in tensors.items()})}
     return {index: _Saved({key: _copied(value, param, fields[key]) if key in fields else value for key, value in given.items()})}
 
 
 def _check_value(title: str, value: object, param: torch.Tensor, field: Field | None) -> None:
-    """Raise for a saved value that is no dense tensor or number, or does not fit the field; any shape fits where that is not known."""
+    """Raise if a saved value is no dense tensor or number, or does not fit the field. Any shape fits if the field's shape is unknown."""
     if not isinstance(value, torch.Tensor | numbers.Number | np.generic):
         raise ValueError(f"{title} is {value!r}; expected a tensor. It is damaged.")
     if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_nested):
@@ -239,9 +242,12 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 def _check_shared(optimizer: Checkpointed, entries: Mapping[int, ParamState]) -> None:
-    """Raise where saved state that several parameters share has a shape that it has neither for those with saved state nor for all.
+    """Raise if shared state has a wrong shape.
 
-    `entries`: the saved fields by id of the leaf.
+    The shape must fit the parameters with saved state, or all parameters.
+
+    Args:
+      entries: the saved fields, by id of the record.
     """
     for leaves, shapes in optimizer.arrangement.shared_shapes(entries.keys()):
         for leaf in leaves:
@@ -255,7 +261,7 @@ def _check_shared(optimizer: Checkpointed, entries: Mapping[int, ParamState]) ->
 
 
 def _copied(value: object, param: torch.Tensor, field: Field) -> torch.Tensor:
-    """The value on the parameter's device in the field's type, or in float32 if it was saved so and no type is asked for."""
+    """Return the value on the parameter's device in the field's dtype. A float32 value stays float32 if the user asked for no dtype."""
     tensor = laid(torch.as_tensor(value).detach(), param)
     dtype = getattr(torch, field.dtype)
     if (
@@ -269,5 +275,5 @@ def _copied(value: object, param: torch.Tensor, field: Field) -> torch.Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that arithmetic with a dtype runs in."""
+    """Return the dtype that arithmetic with a dtype uses."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

@@ -1,4 +1,4 @@
-"""What an optimizer runs, as one optax transformation over the nested dict of its parameters."""
+"""The update of a torch optimizer as one optax transformation over the nested dict of its parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._rules.optimizer_spec import Rule
 from ._rules.types import ParamGroup
 from .optimizer import OptaxOptimizer
 
-FROZEN = "frozen"  # the label of what is not trained
+FROZEN = "frozen"  # the label of parameters that are not trained
 _RULES: dict[str, Rule] = {
     "Adam": torch_rules.ADAM, "AdamW": torch_rules.ADAM, "SGD": torch_rules.SGD, "RMSprop": torch_rules.RMSPROP,
     "Adagrad": torch_rules.ADAGRAD, "Adadelta": torch_rules.ADADELTA, "Adamax": torch_rules.ADAMAX, "NAdam": torch_rules.NADAM,
@@ -33,8 +33,8 @@ _RULES: dict[str, Rule] = {
 class Param(NamedTuple):
     """A parameter of an optimizer.
 
-    fields: its state as it is, empty where there is none or it is frozen. stateless: it never has any (SGD without momentum),
-    so nobody knows how often it was updated.
+    fields: its state; empty if it has none or is frozen. has_no_state: its update never has state (SGD without momentum), so nothing
+    counts its updates.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Param(NamedTuple):
 
 
 def parameters(what: str, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> list[Param]:
-    """The parameters of any torch optimizer, by their names in the module, or by those that the optimizer has, or by position.
+    """Return the parameters of any torch optimizer, named by the module, by the optimizer, or by position.
 
     Raises:
-      ValueError: one is not of the module, or its state is a DTensor.
+      ValueError: a parameter is not the module's, or its state is a DTensor.
     """
     if isinstance(optimizer, OptaxOptimizer):
         optimizer._follow()
@@ -102,7 +102,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule | None:
-    """The rule by which a group is updated; None for a class of torch's that no rule of ours stands for."""
+    """Return the `OptimizerSpec` that updates a group; None for a torch class that has none."""
     if isinstance(optimizer, OptaxOptimizer):
         return optimizer.rule_of(group)
     named = (_RULES.get(cls.__name__) for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim"))
@@ -110,7 +110,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule | None:
 
 
 def expected(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, Field]:
-    """The state that a trained parameter has after a step, by field name, beside what no transformation keeps."""
+    """Return the state fields of a trained parameter after a step, by name. Fields that are not the transformation's are left out."""
     group = optimizer.param_groups[param.group]
     if isinstance(optimizer, OptaxOptimizer):
         leaf = next(leaf for leaf in optimizer.leaves if leaf.param is param.tensor)
@@ -123,19 +123,19 @@ def expected(optimizer: torch.optim.Optimizer, param: Param) -> dict[str, Field]
 
 
 def scalar_device(optimizer: torch.optim.Optimizer, param: Param) -> torch.device:
-    """Where a count of the parameter is kept: torch keeps it on the host, but for its fused and capturable updates."""
+    """Return the device of the parameter's step count. torch keeps it on the host, except in fused and capturable updates."""
     group = optimizer.param_groups[param.group]
     on_device = isinstance(optimizer, OptaxOptimizer) or group.get("fused") or group.get("capturable")
     return param.tensor.device if on_device else torch.device("cpu")
 
 
 def transformation(what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]) -> optax.GradientTransformation:
-    """The optax transformation that the optimizer runs: its own where it trains all by one, else an `optax.partition`.
+    """Return the optax transformation that the optimizer runs: its own one if that trains all parameters, otherwise an `optax.partition`.
 
-    Its labels are those of a partitioned optimizer, else "trained", or "group0", "group1"; and "frozen" for the rest.
+    The labels are those of a partitioned optimizer, or "trained", or "group0", "group1", ...; and "frozen" for all other parameters.
 
     Raises:
-      ValueError: no rule of ours stands for the optimizer's class.
+      ValueError: no `OptimizerSpec` belongs to the optimizer's class.
     """
     rows = _rows(what, optimizer, params)
     if len(rows) == 1 and all(param.trained for param in params):
@@ -148,7 +148,7 @@ def transformation(what: str, optimizer: torch.optim.Optimizer, params: Sequence
 
 
 def nested(leaves: Iterable[tuple[Path, object]]) -> PyTree:
-    """Leaves by their paths as a nested dict."""
+    """Return leaves, given by their paths, as a nested dict."""
     root: PyTree = {}
     for path, leaf in leaves:
         node = root
@@ -161,7 +161,7 @@ def nested(leaves: Iterable[tuple[Path, object]]) -> PyTree:
 def _rows(
     what: str, optimizer: torch.optim.Optimizer, params: Sequence[Param]
 ) -> dict[str, tuple[optax.GradientTransformation, list[Param]]]:
-    """label -> (transformation, the parameters that it trains)."""
+    """Return label -> (transformation, the parameters that it trains)."""
     parts: dict[str, tuple[optax.GradientTransformation, list[Param]]] = {}
     cut = optimizer.arrangement.cut(optimizer._hyperparams()) if isinstance(optimizer, OptaxOptimizer) else []
     leaves = {id(leaf.param): leaf for leaf in optimizer.leaves} if isinstance(optimizer, OptaxOptimizer) else {}
@@ -193,7 +193,7 @@ def _label(optimizer: torch.optim.Optimizer, rule: Rule, param: Param) -> str:
 
 
 def _row(rule: Rule, group: ParamGroup) -> tuple[Row, list[float]]:
-    """The row of a group of torch's own optimizers, and its numbers."""
+    """Return the `TransformSpec` of a group of torch's own optimizers, and its hyperparameters."""
     row = group_reader(rule, ())(_complete(rule, group))
     numbers: list[float] = []
     for name, length in row.traced:
@@ -203,7 +203,7 @@ def _row(rule: Rule, group: ParamGroup) -> tuple[Row, list[float]]:
 
 
 def _complete(rule: Rule, group: ParamGroup) -> ParamGroup:
-    """The group with the options that this torch does not have yet."""
+    """Return the group with the options that this version of torch lacks."""
     return {**rule.hyperparams, **group}
 
 
