@@ -80,6 +80,7 @@ def _share(powers: Any) -> jax.Array:
 
 
 def _mean(powers: Any, share: Any, kept: Any, value: Any) -> jax.Array:
+    """Return the weighted mean of the values, in their dtype."""
     return (_product(_times(powers, kept), value) * share).astype(value.dtype)
 
 

@@ -75,6 +75,7 @@ def _put(array: Any, key: Any, value: Any) -> Any:
 
 
 def _of_values() -> NotImplementedError:
+    """Return the error for a mask whose values decide a shape."""
     return NotImplementedError(
         f"A boolean mask is an index {where_now()}, and how many elements it chooses depends on values, which one compiled program cannot "
         "follow. Use torch.where(mask, ...), masked_fill, or multiply by the mask."

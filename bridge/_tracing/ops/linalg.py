@@ -33,6 +33,7 @@ def _batched(*matrices: Any) -> list[Any]:
 
 
 def _no_info(x: Any) -> jax.Array:
+    """Return torch's `info` of a success: zero for each matrix."""
     return jnp.zeros(x.shape[:-2], jnp.int32)
 
 

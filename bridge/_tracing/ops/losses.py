@@ -151,6 +151,8 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _difference(name: str, of: Any) -> None:
+    """Register a loss that applies a function to the difference between input and target."""
+
     @loss_of(name)
     def loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None) -> Any:
         a, b = promoted(input, target)

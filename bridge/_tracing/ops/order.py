@@ -44,6 +44,8 @@ def _chosen(returns: Any, x: Any, places: Any, dim: int, keepdim: bool) -> Any:
 
 
 def _extreme(whole: Any, arg: Any, pair: Any, returns: Any) -> Any:
+    """Return the handler of `max` or `min`: of a whole tensor, along a dim, or of two tensors."""
+
     @lines
     def along(input: Any, dim: int, keepdim: bool) -> Any:
         return _chosen(returns, input, arg(input, axis=dim, keepdims=True), dim, keepdim)

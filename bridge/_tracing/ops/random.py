@@ -30,6 +30,7 @@ def _normal(key: Any, shape: Any, dtype: Any) -> jax.Array:
 
 
 def _share(key: Any, shape: Any, dtype: Any) -> jax.Array:
+    """Return uniform numbers in [0, 1), for complex dtypes in both parts."""
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.random.uniform(key, shape, dtype)
     return jax.lax.complex(*jax.random.uniform(key, (2, *shape), jnp.finfo(dtype).dtype))
@@ -94,6 +95,7 @@ def bernoulli(input: jax.Array, p: Any = None, **_: Any) -> jax.Array:
 
 
 def _chance(key: Any, x: Any, p: Any = 0.5) -> jax.Array:
+    """Return True with probability p, in the shape of x."""
     return jax.random.bernoulli(key, p.astype(_wide(p.dtype)) if hasattr(p, "dtype") else p, x.shape)
 
 
@@ -153,6 +155,8 @@ def binomial(count: Any, prob: Any, generator: Any = None) -> jax.Array:
 
 
 def _inplace_draw(name: str, draw: Callable[..., Any]) -> None:
+    """Register a method of torch.Tensor that fills a tensor with random numbers."""
+
     def fill(input: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         return draw(next_key(f"torch.Tensor.{name}"), input, *args, **kwargs).astype(input.dtype)
 

@@ -46,6 +46,7 @@ def _lstm(gates: Any, hidden: Any, state: tuple[Any, ...], stored: bool) -> tupl
 
 
 def _lstm_slopes(gates: Any, hidden: Any, state: tuple[Any, ...]) -> Any:
+    """Return the derivatives by the gates, of the new cell state by the old one, and of the hidden state by the new cell state."""
     (i, f, g, o), c = _lstm_gates(gates, hidden), state[1]
     top = jnp.tanh(f * c + i * g)
     of_gates = jnp.concatenate([g * i * (1 - i), c * f * (1 - f), i * (1 - g * g), top * o * (1 - o)], -1)
@@ -191,6 +192,10 @@ def _layers(
     first: bool,
     there: Any = None,
 ) -> tuple[Any, ...]:
+    """Run all layers and directions. Return the outputs of the last layer, and the last states of all.
+
+    `both`: in both directions. `first`: the batch is the first dim. `there`: mask (T, N) of the steps that a sequence has.
+    """
     x = jnp.swapaxes(input, 0, 1) if first else input
     directions = 2 if both else 1
     width = len(params) // (num_layers * directions)
@@ -269,6 +274,8 @@ def _lengths(counts: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _network(name: str, cell: Any) -> None:
+    """Register a torch function that runs all layers of a network."""
+
     def run(input: Any, hx: Any, params: Any, has_biases: Any, layers: Any, p: Any, train: Any, both: Any, first: Any = False) -> Any:
         if isinstance(has_biases, tuple | list):  # torch's overload for a PackedSequence: input, batch sizes, hx, weights, ...
             return _packed(cell, input, hx, params, has_biases, layers, p, train, both, first)
@@ -278,6 +285,8 @@ def _network(name: str, cell: Any) -> None:
 
 
 def _cell(name: str, cell: Any) -> None:
+    """Register a torch function that runs one time step."""
+
     def run(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
         state = _states(hx)
         state = cell.new(_affine(input, w_ih, b_ih), _affine(state[0], w_hh, b_hh), state, on_cpu())

@@ -78,6 +78,7 @@ def _smoothed(x: Any, sizes: Sequence[int] | None, align_corners: bool, scales: 
 
 
 def _resized(x: Any, sizes: Sequence[int] | None, align_corners: bool, scales: Sequence[float | None], taps: _Taps) -> Any:
+    """Resize by weighted sums. `taps` gives indices and weights of the elements near each position."""
     for axis, out, scale in _dims(x, sizes, scales):
         size = x.shape[axis]
         if out == size and (align_corners or scale in (None, 1)):
@@ -89,6 +90,7 @@ def _resized(x: Any, sizes: Sequence[int] | None, align_corners: bool, scales: S
 
 
 def _nearest(x: Any, sizes: Sequence[int] | None, scales: Sequence[float | None], middle: float) -> Any:
+    """Resize by the nearest element. `middle`: the point of an output element that is mapped to the input, from 0 to 1."""
     for axis, out, scale in _dims(x, sizes, scales):
         size = x.shape[axis]
         places = np.minimum(np.floor((np.arange(out) + middle) * np.float32(_scale(scale, size, out))).astype(int), size - 1)

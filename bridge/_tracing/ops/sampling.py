@@ -41,6 +41,7 @@ def _reflected(at: Any, size: int, align_corners: bool) -> jax.Array:
 
 
 def _padded(at: Any, size: int, padding: int, align_corners: bool) -> Any:
+    """Apply a padding mode to indices."""
     if padding == _REFLECTION:
         at = _reflected(at, size, align_corners)
     return at if padding == _ZEROS else _clipped(at, size)

@@ -149,6 +149,7 @@ def index_reduce(input: jax.Array, dim: int, index: Any, source: Any, reduce: st
 
 
 def _reduced(places_of: Any, dim: int, reduce: str, include_self: bool, index: Any, x: Any, new: Any) -> Any:
+    """Reduce `new` into x. `places_of(index, dim)` gives the index tuple."""
     if reduce == "prod":
         return _product(places_of, dim, include_self, index, x, new)
     if reduce in ("amax", "amin"):

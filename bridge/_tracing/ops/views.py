@@ -15,6 +15,8 @@ from bridge._tracing.tensor import Traced
 
 
 def _each(name: str, function: Callable[[Any], Any]) -> None:
+    """Register a function of one tensor that also accepts several."""
+
     def each(*tensors: Any) -> Any:
         several = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
         return function(several[0]) if len(several) == 1 and several is tensors else tuple(map(function, several))
@@ -32,6 +34,8 @@ _each("atleast_3d", _of_three)
 
 
 def _split_along(name: str, dim: int) -> None:
+    """Register `tensor_split` along this dim, or along the first dim of tensors that have fewer."""
+
     def split(input: Any, indices_or_sections: Any) -> Any:
         return torch.tensor_split(input, indices_or_sections, dim=dim if input.ndim > dim else 0)
 

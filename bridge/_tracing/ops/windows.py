@@ -149,6 +149,7 @@ def _largest(stored: bool, tiles: Any) -> Any:
 
 
 def _taps(tiles: Any) -> list[Any]:
+    """Return one array for each position in a window."""
     places = itertools.product(*map(range, tiles.shape[2:-1:2]))
     return [tiles[(slice(None), *(i for k in at for i in (slice(None), k)))] for at in places]
 
