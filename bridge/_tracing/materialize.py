@@ -26,7 +26,7 @@ def once(x: jax.Array, wanted: bool | None = None) -> jax.Array:
     """Return x behind a barrier: x and its gradient are each stored before they are read.
 
     Args:
-      wanted: whether to add the barrier; None: only on a CPU.
+      enabled: whether to add the barrier; None: only on a CPU.
     """
     return lax.optimization_barrier(x) if _applies(x, wanted) else x
 
