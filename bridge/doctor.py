@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 class Report:
-    """The findings. It prints as text, `rows` has the findings as dicts, and `exit_code` is 1 if one is an error, else 0."""
+    """A list of findings that prints as text. `rows` has the findings as dicts; `exit_code` is 1 if one is an error, else 0."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self.rows = [finding._asdict() for finding in findings]
