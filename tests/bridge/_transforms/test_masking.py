@@ -129,9 +129,9 @@ def test_masked_transforms_true_and_passes_raw_gradients_of_false(mask):
 
 
 def test_docstrings_state_the_meaning_of_false():
-    assert "where the mask is False the RAW GRADIENT passes through" in masked.__doc__
-    assert "elsewhere the update is exactly zero" in select.__doc__
-    assert "Zero update where `frozen` is True" in freeze.__doc__
+    assert "where the mask is False, the RAW GRADIENT passes through" in masked.__doc__
+    assert "Elsewhere the update is exactly zero" in select.__doc__
+    assert "Set updates to zero where `frozen` is True" in freeze.__doc__
 
 
 @pytest.mark.parametrize(
